@@ -1,0 +1,62 @@
+"""The contract that the pipeline strategies expect of a LightningModule, spelled out as a base class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+from lightning_asyncpp.pipeline.materialize import materialize
+from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.stage import pipeline_units
+
+
+class PipelineModule(L.LightningModule):
+    """A LightningModule whose ``self.model`` is built layer by layer, each stage only its own layers.
+
+    A plain LightningModule works under the pipeline strategies too, as long as its ``training_step`` calls
+    ``self.model(...)`` once and ``self.model`` is an ``nn.Sequential`` or has ``pipeline_layers()``. This class adds the
+    construction on the meta device: implement :meth:`build_model`, and every rank allocates its own stage alone, with
+    initial weights that depend on the run's seed and the layer, never on the number of stages. Under any other strategy
+    the same weights are built whole.
+
+    Attributes:
+        model: the network; ``None`` until :meth:`configure_model` ran.
+        loss_reduction: ``"mean"`` if ``training_step`` returns the mean over the micro-batch's weight (the default), or
+            ``"sum"`` if it returns the sum.
+    """
+
+    loss_reduction: str = "mean"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: nn.Module | None = None
+
+    def build_model(self) -> nn.Module:
+        """Return the network: an ``nn.Sequential`` or a module with ``pipeline_layers()``.
+
+        It is called under ``torch.device("meta")``. Every submodule that owns parameters or buffers needs a
+        ``reset_parameters()``, or one of its parents does.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement build_model()")
+
+    def micro_batch_weight(self, micro_batch: Any) -> float:
+        """Weight of a micro-batch in the mini-batch's mean loss: by default its number of samples."""
+        return float(number_of_samples(micro_batch))
+
+    def split_batch(self, batch: Any, parts: int) -> list[Any]:
+        """Cut a batch into ``parts`` micro-batches along the first dimension; ``None`` stands for an empty slot."""
+        return split_batch(batch, parts)
+
+    def configure_model(self) -> None:
+        """Build ``self.model`` on the meta device; whole and materialised unless a pipeline strategy cuts it first."""
+        if self.model is not None:
+            return
+        with torch.device("meta"):
+            self.model = self.build_model()
+        strategy = self.trainer.strategy if self._trainer is not None else None
+        if not getattr(strategy, "materializes_stages", False):
+            seed = torch.initial_seed() % 2**63
+            materialize(pipeline_units(self.model), range(len(pipeline_units(self.model))), seed, torch.device("cpu"))
