@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_asyncpp.pipeline.materialize import materialize
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.pipeline.stage import pipeline_units
+from lightning_asyncpp.pipeline.units import pipeline_units
 
 
 class PipelineModule(L.LightningModule):

@@ -1,0 +1,1 @@
+"""Asynchronous pipeline parallelism (PipeDream-2BW) for PyTorch Lightning and Fabric."""

@@ -1,0 +1,65 @@
+"""Checks that every rank must pass: what one of them finds, all of them raise."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
+from lightning_asyncpp.pipeline.mesh import Mesh
+
+_LENGTH = 8192
+
+
+class OtherStageFailedError(RuntimeError):
+    """Another rank failed at a check; its error is quoted."""
+
+
+def exchange(mesh: Mesh, text: str) -> list[str]:
+    """Give every rank the text of every rank, in the order of ranks; a blocking collective, 8 KiB a rank at most."""
+    if mesh.groups is None:
+        return [text]
+    encoded = text.encode()[:_LENGTH]
+    mine = torch.zeros(_LENGTH, dtype=torch.uint8)
+    if encoded:
+        mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    gathered = [torch.empty_like(mine) for _ in range(mesh.world_size)]
+    try:
+        dist.all_gather(gathered, mine, group=mesh.groups.host)
+    except RuntimeError as error:
+        raise PeerLostError(f"a rank is gone: the first cause is the first error that one printed ({error})") from error
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
+
+
+def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
+    """Raise one ConfigurationError with the problems of all ranks, each once, on every rank."""
+    found: dict[str, None] = {}
+    for text in exchange(mesh, "\0".join(problems)):
+        found.update(dict.fromkeys(part for part in text.split("\0") if part))
+    if found:
+        raise ConfigurationError.from_problems(list(found))
+
+
+def agree_on_error(mesh: Mesh, error: Exception | None) -> None:
+    """If any rank failed, raise on every rank: its own error where there is one, a quotation elsewhere.
+
+    Raises:
+        ConfigurationError: on every rank, if that is what the failing ranks found.
+        OtherStageFailedError: on the ranks without an error of their own.
+    """
+    config = isinstance(error, ConfigurationError)
+    text = "" if error is None else f"{'C' if config else 'E'}{error if config else f'{type(error).__name__}: {error}'}"
+    texts = exchange(mesh, text)
+    configuration = list(dict.fromkeys(t[1:] for t in texts if t.startswith("C")))
+    others = [(rank, t[1:]) for rank, t in enumerate(texts) if t.startswith("E")]
+    if error is not None and not config:
+        raise error
+    if configuration:
+        raise ConfigurationError.from_problems(configuration) from error
+    if others:
+        quoted = "; ".join(f"rank {rank} (stage {_stage(mesh, rank)}): {text}" for rank, text in others)
+        raise OtherStageFailedError(quoted)
+
+
+def _stage(mesh: Mesh, rank: int) -> int:
+    return mesh.num_stages - 1 - rank % mesh.num_stages

@@ -1,0 +1,376 @@
+"""Runs the schedule on one stage: forwards, backwards, and the updates that follow them one batch later."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.pipeline.agreement import agree_on_error
+from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, UserHooks, loss_of
+from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
+from lightning_asyncpp.pipeline.settings import ResolvedSettings
+from lightning_asyncpp.pipeline.stage import Stage
+from lightning_asyncpp.pipeline.ticket import Ticket
+from lightning_asyncpp.pipeline.transport import Transport
+from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate
+from lightning_asyncpp.pipeline.weights import WeightVersions
+
+
+@dataclass
+class MiniBatch:
+    """Micro-batches that share one update.
+
+    Attributes:
+        index: t.
+        first: its first micro-batch.
+        end: one past its last micro-batch; None while more may come (gradient accumulation).
+        weight: sum of the micro-batches' weights so far; known on the last stage.
+        ticket: hyper-parameters for its update.
+        payload: what the last stage attaches to the control message.
+        pending: its gradient on the way to the optimizer, once complete.
+    """
+
+    index: int
+    first: int
+    end: int | None = None
+    weight: float = 0.0
+    ticket: Ticket | None = None
+    payload: Tensor | None = None
+    pending: PendingUpdate | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update that is being, or was, applied.
+
+    Attributes:
+        mini_batch: t, of the gradient; the update makes W_{t+1}.
+        ticket: hyper-parameters that were set for mini-batch t.
+        message: what all ranks agreed on.
+        skipped: whether weights and optimizer were left alone.
+        weights_before: parameter -> W_t, alive as the older version; None without a delay.
+    """
+
+    mini_batch: int
+    ticket: Ticket
+    message: ControlMessage
+    skipped: bool
+    weights_before: dict[nn.Parameter, Tensor] | None
+
+
+@dataclass(frozen=True)
+class BatchOutput:
+    """What the last stage has to show for a batch.
+
+    Attributes:
+        results: what the user's step returned for each micro-batch that had samples.
+        weights: their weights.
+    """
+
+    results: list[Any]
+    weights: list[float]
+
+    def mean_loss(self, reduction: str = "mean") -> Tensor | None:
+        """Weighted mean of the losses; None without samples."""
+        total = sum(self.weights)
+        if not total:
+            return None
+        parts = [
+            loss_of(result).detach() * (weight if reduction == "mean" else 1.0)
+            for result, weight in zip(self.results, self.weights)
+            if weight
+        ]
+        return torch.stack(parts).sum() / total
+
+
+class Engine:
+    """One stage of a running pipeline.
+
+    Per batch: :meth:`run`; when the mini-batch is complete (once per batch without accumulation) :meth:`close`, then
+    :meth:`apply_due`. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
+
+    Args:
+        stage: this rank's units.
+        mesh: this rank's place, connected.
+        settings: micro-batches, lookahead, delay, policies.
+        seed: the run's seed.
+        device: where tensors live.
+        hooks: the user's side.
+    """
+
+    def __init__(
+        self, stage: Stage, mesh: Mesh, settings: ResolvedSettings, seed: int, device: torch.device, hooks: UserHooks
+    ) -> None:
+        self.stage, self.mesh, self.settings = stage, mesh, settings
+        self.schedule = Schedule(mesh.stage, mesh.num_stages, settings.lookahead, settings.delay)
+        self.weights = WeightVersions(stage.parameters, room=1 + settings.delay)
+        transport = None
+        if mesh.num_stages > 1:
+            transport = Transport(mesh, device, settings.settings.max_message_bytes)
+        self.runner = StageRunner(stage, mesh, transport, hooks, seed, device)
+        self.stop_requested = False
+        self.stop_agreed = False
+        self.next_forward = 0
+        self.next_backward = 0
+        self.evaluated = 0
+        self._checked = False
+        self._open = MiniBatch(0, 0)
+        self._closed: deque[MiniBatch] = deque()
+        self._flights: dict[int, Flight] = {}
+        self._guards = [p.register_hook(_refuse_gradient) for p in self.weights.parameters.values()]
+
+    @property
+    def mini_batch(self) -> int:
+        """Index t of the mini-batch that the next batch belongs to."""
+        return self._open.index
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight and no update is outstanding."""
+        return self.next_backward == self.next_forward and not self._closed
+
+    def run(self, batch: Any, step: Step) -> BatchOutput:
+        """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
+
+        Args:
+            batch: the batch, on the first and the last stage; ignored on the others.
+            step: the user's step, called with a micro-batch and its weight.
+        """
+        count = self.settings.micro_batches
+        slots = self._slots(batch) if self._checked else self._slots_checked(batch)
+        first = self.next_forward
+        self._expect(first, count)
+        done = 0
+        flights = []
+        if not self._checked:
+            flights.append(self._run_checked(first, slots[0], step))
+            done = 1
+        for action in self.schedule.batch(first + done, count - done, self.next_backward):
+            if action.kind is Kind.FORWARD:
+                flights.append(self._forward(action.index, slots[action.index - first], step))
+            else:
+                self._backward(action)
+            self._poll()
+        return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
+
+    def close(self, ticket: Ticket, payload: Tensor | None = None) -> None:
+        """Declare the mini-batch complete: the batches since the last close share one update.
+
+        Args:
+            ticket: hyper-parameters to apply it with.
+            payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
+                stages give counts.
+        """
+        mini_batch = self._open
+        mini_batch.end, mini_batch.ticket, mini_batch.payload = self.next_forward, ticket, payload
+        self._closed.append(mini_batch)
+        self._open = MiniBatch(mini_batch.index + 1, self.next_forward)
+        if self.settings.delay == 0:
+            self._finish_backwards()
+        self._launch_complete()
+
+    def apply_due(self, apply: Callable[[Update], None]) -> list[Update]:
+        """Apply the updates whose time has come: after mini-batch t those up to t - delay.
+
+        Args:
+            apply: steps the optimizer; the parameters hold the gradients meanwhile.
+
+        Raises:
+            NonFiniteGradientError: under the policy ``"stop"``, on every rank.
+        """
+        updates = []
+        while self._closed and self._closed[0].index < self._open.index - self.settings.delay:
+            updates.append(self._apply(self._closed.popleft(), apply))
+        return updates
+
+    def drain(self, apply: Callable[[Update], None]) -> list[Update]:
+        """Finish everything in flight and apply every update of a complete mini-batch.
+
+        Only the clock changes: the next mini-batch runs on the weights that it would have run on anyway.
+        """
+        with torch.inference_mode(False), torch.enable_grad(), self._training_mode():
+            self._finish_backwards()
+            self._launch_complete()
+            updates = []
+            while self._closed:
+                updates.append(self._apply(self._closed.popleft(), apply))
+        if self.runner.transport is not None:
+            self.runner.transport.settle()
+        return updates
+
+    def evaluate(self, batch: Any, step: Step, purpose: str = "evaluate") -> BatchOutput:
+        """Run a batch forward on the newest weights; stages work on different micro-batches and batches at a time.
+
+        Args:
+            batch: the batch, on the first and the last stage; ignored on the others.
+            step: the user's step, called with a micro-batch and its weight.
+            purpose: what random numbers are derived from.
+        """
+        if not self.idle:
+            raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
+        slots = self._slots(batch)
+        self._expect(self.evaluated, len(slots))
+        flights = []
+        for slot in slots:
+            version = self.weights.newest
+            flights.append(self.runner.forward(self.evaluated, version, None, slot, step, purpose))
+            self.evaluated += 1
+        if self.runner.transport is not None:
+            self.runner.transport.settle(keep=8 * self.settings.micro_batches)
+        return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters of a drained engine; the weights are the module's, the older ones :meth:`WeightVersions.older`'s."""
+        if not self.idle:
+            raise RuntimeError("the state of a pipeline can be taken only when it is drained")
+        return {"mini_batch": self._open.index, "micro_batch": self.next_forward, "version": self.weights.newest}
+
+    def load_state_dict(self, state: dict[str, Any], older: dict[str, Tensor] | None) -> None:
+        """Take up counters and the older weights; the parameters were loaded before."""
+        self.next_forward = self.next_backward = state["micro_batch"]
+        self._open = MiniBatch(state["mini_batch"], state["micro_batch"])
+        self.weights.restore(state["version"], older)
+
+    def _slots(self, batch: Any) -> list[Any]:
+        count = self.settings.micro_batches
+        if not (self.mesh.is_first or self.mesh.is_last):
+            return [None] * count
+        slots = self.runner.hooks.split_batch(batch, count)
+        if len(slots) != count:
+            raise ConfigurationError(f"split_batch(batch, {count}) returned {len(slots)} micro-batches")
+        return slots
+
+    def _slots_checked(self, batch: Any) -> list[Any]:
+        slots, error = [], None
+        try:
+            slots = self._slots(batch)
+        except Exception as caught:
+            error = caught
+        agree_on_error(self.mesh, error)
+        return slots
+
+    def _expect(self, first: int, count: int) -> None:
+        if self.runner.transport is not None and not self.mesh.is_first:
+            self.runner.transport.expect(range(first, first + count))
+
+    def _forward(self, k: int, slot: Any, step: Step) -> Flight:
+        flight = self._forward_unposted(k, slot, step)
+        self.runner.post(flight)
+        return flight
+
+    def _forward_unposted(self, k: int, slot: Any, step: Step) -> Flight:
+        version = self.schedule.weight_version(self._open.index)
+        flight = self.runner.forward(k, version, self.weights.leaves(version), slot, step)
+        self._flights[k] = flight
+        self.next_forward = k + 1
+        self._open.weight += flight.weight
+        return flight
+
+    def _backward(self, action: Action) -> None:
+        flight = self._flights.pop(action.index)
+        self.runner.backward(flight, self.weights.leaves(flight.version))
+        flight.outputs = flight.inputs = ()
+        self.next_backward = action.index + 1
+        if self.runner.transport is not None:
+            self.runner.transport.settle(keep=8 * self.settings.micro_batches)
+        self._launch_complete()
+
+    def _run_checked(self, k: int, slot: Any, step: Step) -> Flight:
+        """Run the very first micro-batch forward and backward, and let every rank raise what any of them found."""
+        flight, error = None, None
+        try:
+            flight = self._forward_unposted(k, slot, step)
+        except Exception as caught:
+            error = caught
+            self.runner.announce_failure(k)
+        agree_on_error(self.mesh, None if isinstance(error, StageBeforeFailedError) else error)
+        assert flight is not None
+        self.runner.post(flight)
+        try:
+            self._backward(Action(Kind.BACKWARD, k))
+        except ConfigurationError as caught:
+            error = caught
+            self.runner.send_input_gradients(flight)
+        agree_on_error(self.mesh, error)
+        self._checked = True
+        return flight
+
+    def _finish_backwards(self) -> None:
+        for action in self.schedule.drain(self.next_backward, self.next_forward):
+            self._backward(action)
+
+    def _launch_complete(self) -> None:
+        for mini_batch in self._closed:
+            if mini_batch.pending is None and mini_batch.end is not None and self.next_backward >= mini_batch.end:
+                mini_batch.pending = self._launch(mini_batch)
+
+    def _launch(self, mini_batch: MiniBatch) -> PendingUpdate:
+        version = self.schedule.weight_version(mini_batch.index)
+        payload = mini_batch.payload if mini_batch.payload is not None else torch.zeros(0, dtype=torch.float64)
+        gradients = self.weights.take_gradients(version)
+        like = self.weights.parameters
+        pending = PendingUpdate(self.mesh, gradients, like, mini_batch.weight, self.stop_requested, payload)
+        pending.launch()
+        return pending
+
+    def _poll(self) -> None:
+        for mini_batch in self._closed:
+            if mini_batch.pending is not None:
+                mini_batch.pending.poll()
+
+    def _apply(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> Update:
+        assert mini_batch.pending is not None
+        assert mini_batch.ticket is not None
+        message = mini_batch.pending.finish()
+        self.stop_agreed = self.stop_agreed or message.stop > 0
+        gradients = mini_batch.pending.gradients
+        if not message.finite and self.settings.settings.nonfinite_gradients == "stop":
+            raise NonFiniteGradientError(_non_finite(mini_batch.index, self.mesh.stage, gradients))
+        skipped = not message.finite or message.weight == 0
+        update = Update(mini_batch.index, mini_batch.ticket, message, skipped, self.weights.advance())
+        if not skipped:
+            with self._gradients_set(gradients, message.weight):
+                apply(update)
+        return update
+
+    @contextmanager
+    def _gradients_set(self, gradients: dict[str, Tensor | None], weight: float) -> Iterator[None]:
+        for name, parameter in self.weights.parameters.items():
+            gradient = gradients[name]
+            parameter.grad = None if gradient is None else gradient.div_(weight)
+        yield
+        for parameter in self.weights.parameters.values():
+            parameter.grad = None
+
+    @contextmanager
+    def _training_mode(self) -> Iterator[None]:
+        modes = [(m, m.training) for unit in self.stage.units for m in unit.module.modules() if not m.training]
+        for module, _ in modes:
+            module.training = True
+        yield
+        for module, mode in modes:
+            module.training = mode
+
+
+def _refuse_gradient(gradient: Tensor) -> Tensor:
+    raise ConfigurationError(
+        "a parameter of self.model was used directly in training_step: only the stage that holds it would see that"
+        " part of the loss; compute it inside a layer of self.model (an auxiliary loss), or use weight_decay"
+    )
+
+
+def _non_finite(mini_batch: int, stage: int, gradients: dict[str, Tensor | None]) -> str:
+    bad = [name for name, g in gradients.items() if g is not None and not bool(torch.isfinite(g).all())]
+    where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
+    return (
+        f"the gradient of mini-batch {mini_batch} holds NaN or Inf ({where}); the weights are those before its update."
+        " Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
+    )

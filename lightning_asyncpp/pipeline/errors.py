@@ -1,0 +1,32 @@
+"""The errors of the pipeline, each with the question that it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigurationError(ValueError):
+    """Can this run at all? Raised before training, on every rank, with every problem that was found."""
+
+    @classmethod
+    def from_problems(cls, problems: Sequence[str]) -> ConfigurationError:
+        """Join all problems into one error, so that nobody mends them one run at a time."""
+        if len(problems) == 1:
+            return cls(problems[0])
+        return cls(f"{len(problems)} problems:\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1)))
+
+
+class BatchMismatchError(RuntimeError):
+    """Do the first and the last stage of a replica see the same batch?"""
+
+
+class ProtocolError(RuntimeError):
+    """Does what arrived from a neighbour have the form that was agreed on?"""
+
+
+class PeerLostError(RuntimeError):
+    """Is the neighbour still there?"""
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Is the gradient of this mini-batch made of numbers?"""

@@ -1,0 +1,118 @@
+"""The header in front of every activation: what comes, how much it weighs, and which batch it belongs to."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_asyncpp.pipeline.errors import ProtocolError
+
+MAX_TENSORS = 8
+MAX_DIMENSIONS = 8
+_MAGIC = 0x2B57A5
+_FIXED = 6
+_PER_TENSOR = 3 + MAX_DIMENSIONS
+LENGTH = _FIXED + MAX_TENSORS * _PER_TENSOR
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape, dtype and whether a gradient comes back, of one tensor of an activation."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is announced before the tensors of micro-batch ``k``.
+
+    Attributes:
+        k: the micro-batch, counted over the run (training) or over the evaluation.
+        kind: a tensor, a tuple of tensors, an empty slot, or the news that the stage before failed.
+        weight: the micro-batch's weight w_k.
+        fingerprint: of the first stage's micro-batch.
+        tensors: what follows.
+    """
+
+    k: int
+    kind: int = 0
+    weight: float = 0.0
+    fingerprint: int = 0
+    tensors: tuple[TensorInfo, ...] = ()
+
+    TENSOR: ClassVar[int] = 0
+    TUPLE: ClassVar[int] = 1
+    EMPTY: ClassVar[int] = 2
+    FAILED: ClassVar[int] = 3
+
+    def encode(self) -> Tensor:
+        """Return the header as an int64 tensor of shape (LENGTH,)."""
+        bits = struct.unpack("<q", struct.pack("<d", self.weight))[0]
+        numbers = [_MAGIC, self.kind, self.k, bits, self.fingerprint, len(self.tensors)]
+        for info in self.tensors:
+            shape = [*info.shape, *[0] * (MAX_DIMENSIONS - len(info.shape))]
+            numbers += [_DTYPES.index(info.dtype), int(info.needs_gradient), len(info.shape), *shape]
+        return torch.tensor(numbers + [0] * (LENGTH - len(numbers)), dtype=torch.int64)
+
+    @classmethod
+    def decode(cls, encoded: Tensor, expected_k: int, max_bytes: int) -> Header:
+        """Read and validate a header.
+
+        Raises:
+            ProtocolError: it is no header, is of another micro-batch, or announces more than ``max_bytes`` bytes.
+        """
+        numbers: list[int] = encoded.tolist()
+        magic, kind, k, bits, mark, count = numbers[:_FIXED]
+        if magic != _MAGIC or not cls.TENSOR <= kind <= cls.FAILED or not 0 <= count <= MAX_TENSORS:
+            raise ProtocolError(f"not an activation header of this version: {numbers[:_FIXED]}")
+        if k != expected_k:
+            raise ProtocolError(f"expected micro-batch {expected_k} from the stage before, got {k}")
+        tensors = tuple(_decode_tensor(numbers[_FIXED + i * _PER_TENSOR :][:_PER_TENSOR]) for i in range(count))
+        if (size := sum(info.num_bytes for info in tensors)) > max_bytes:
+            raise ProtocolError(f"micro-batch {k} announces {size} bytes, more than max_message_bytes={max_bytes}")
+        return cls(k, kind, struct.unpack("<d", struct.pack("<q", bits))[0], mark, tensors)
+
+
+def describe(tensors: tuple[Tensor, ...]) -> tuple[TensorInfo, ...]:
+    """Describe the tensors that leave a stage.
+
+    Raises:
+        ProtocolError: more tensors, dimensions or other dtypes than a header can announce.
+    """
+    if len(tensors) > MAX_TENSORS:
+        raise ProtocolError(f"a layer returned {len(tensors)} tensors; at most {MAX_TENSORS} may cross a cut")
+    for tensor in tensors:
+        if tensor.ndim > MAX_DIMENSIONS or tensor.dtype not in _DTYPES:
+            raise ProtocolError(f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} cannot cross a cut")
+    return tuple(TensorInfo(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def _decode_tensor(numbers: list[int]) -> TensorInfo:
+    dtype, needs_gradient, dimensions, *shape = numbers
+    if not (0 <= dtype < len(_DTYPES) and 0 <= dimensions <= MAX_DIMENSIONS and min(shape) >= 0):
+        raise ProtocolError(f"malformed description of a tensor: {numbers}")
+    return TensorInfo(tuple(shape[:dimensions]), _DTYPES[dtype], bool(needs_gradient))

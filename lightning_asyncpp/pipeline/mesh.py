@@ -1,0 +1,139 @@
+"""Where each rank stands in the mesh of D replicas x P stages, and the process groups between them.
+
+Rank 0 is the last stage of the first replica: the loss is there first, for the logger and the progress bar.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+
+@dataclass
+class Mesh:
+    """One rank's place.
+
+    Attributes:
+        num_stages: number of stages P.
+        num_replicas: number of replicas D.
+        rank: this process's rank in the world of D * P processes.
+        groups: process groups, made by :meth:`connect`.
+    """
+
+    num_stages: int
+    num_replicas: int
+    rank: int
+    groups: Groups | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.num_stages * self.num_replicas
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's replica."""
+        return self.rank // self.num_stages
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage, 0 first."""
+        return self.num_stages - 1 - self.rank % self.num_stages
+
+    @property
+    def is_first(self) -> bool:
+        """Whether batches enter here."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stage == self.num_stages - 1
+
+    def rank_of(self, stage: int, replica: int | None = None) -> int:
+        """Rank of a stage, in this rank's replica unless another is named."""
+        replica = self.replica if replica is None else replica
+        return replica * self.num_stages + self.num_stages - 1 - stage
+
+    def connect(self) -> None:
+        """Make every process group up front, in the same order on every rank; a collective call.
+
+        The groups between neighbours are made per direction: two ranks that share one communicator for both
+        directions can each wait for the other's receive.
+        """
+        if self.world_size == 1 or self.groups is not None:
+            return
+        # Headers, control messages and checks are host data whatever the device is.
+        groups = Groups(control=_new_group(backend="gloo"), host=_new_group(backend="gloo"))
+        if dist.get_backend() == "gloo":
+            groups.forward = groups.backward = groups.host
+        else:
+            self._connect_neighbours(groups)
+        groups.data_parallel = self._one_of([self._stage_ranks(s) for s in range(self.num_stages)])
+        groups.last_stages = self._one_of([self._stage_ranks(self.num_stages - 1)])
+        self.groups = groups
+
+    def _connect_neighbours(self, groups: Groups) -> None:
+        for replica in range(self.num_replicas):
+            for stage in range(self.num_stages - 1):
+                pair = [self.rank_of(stage, replica), self.rank_of(stage + 1, replica)]
+                forward, backward = _new_group(pair), _new_group(pair)
+                if replica != self.replica:
+                    continue
+                if stage == self.stage:
+                    groups.forward_out, groups.backward_in = forward, backward
+                if stage + 1 == self.stage:
+                    groups.forward, groups.backward = forward, backward
+
+    def _stage_ranks(self, stage: int) -> list[int]:
+        return [self.rank_of(stage, replica) for replica in range(self.num_replicas)]
+
+    def _one_of(self, lists_of_ranks: list[list[int]]) -> dist.ProcessGroup | None:
+        mine = None
+        for ranks in lists_of_ranks:
+            group = _new_group(ranks) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                mine = group
+        return mine
+
+
+@dataclass
+class Groups:
+    """Process groups of a rank.
+
+    Attributes:
+        control: all ranks, for the one control message per mini-batch.
+        host: all ranks, for host data between any two of them.
+        forward: from the stage before, and (gloo) to the stage after.
+        backward: to the stage before, and (gloo) from the stage after.
+        forward_out: to the stage after, where each direction needs a group of its own.
+        backward_in: from the stage after, likewise.
+        data_parallel: the ranks of this stage in all replicas; None with one replica.
+        last_stages: the last stages of all replicas; None with one replica or off the last stage.
+    """
+
+    control: dist.ProcessGroup
+    host: dist.ProcessGroup
+    forward: dist.ProcessGroup | None = None
+    backward: dist.ProcessGroup | None = None
+    forward_out: dist.ProcessGroup | None = None
+    backward_in: dist.ProcessGroup | None = None
+    data_parallel: dist.ProcessGroup | None = None
+    last_stages: dist.ProcessGroup | None = field(default=None)
+
+    @property
+    def to_next(self) -> dist.ProcessGroup | None:
+        """Group that carries activations to the stage after."""
+        return self.forward_out or self.forward
+
+    @property
+    def from_next(self) -> dist.ProcessGroup | None:
+        """Group that carries gradients from the stage after."""
+        return self.backward_in or self.backward
+
+
+def _new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, backend=backend)
+    # Ranks outside a group get a placeholder, which no caller here ever uses.
+    return group  # type: ignore[return-value]

@@ -1,0 +1,88 @@
+"""The one call of ``self.model(...)`` in the user's step: captured on the first stage, redirected on the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+class _Left(BaseException):
+    """Carries the arguments of ``self.model(...)`` out of the user's step."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = args, kwargs
+
+
+class ModelCall:
+    """Replaces ``model.forward`` while a user's step runs.
+
+    Args:
+        model: the module that the step calls.
+        name: how the user calls it, for messages.
+    """
+
+    def __init__(self, model: nn.Module, name: str = "self.model") -> None:
+        self.model = model
+        self.name = name
+
+    def capture(self, step: Callable[[], Any]) -> tuple[tuple, dict[str, Any]]:
+        """Run the step up to the call of the model and return its arguments.
+
+        Raises:
+            ConfigurationError: the step ended without calling the model.
+        """
+
+        def leave(*args: Any, **kwargs: Any) -> Any:
+            raise _Left(args, kwargs)
+
+        try:
+            self._run(step, leave)
+        except _Left as left:
+            return left.arguments
+        raise ConfigurationError(self._calls(0))
+
+    def redirect(self, step: Callable[[], T], compute: Callable[[tuple, dict[str, Any]], Any]) -> T:
+        """Run the whole step with the output of ``compute`` for that of the model.
+
+        Raises:
+            ConfigurationError: the step called the model never or more than once.
+        """
+        calls = 0
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise ConfigurationError(self._calls(2))
+            return compute(args, kwargs)
+
+        result = self._run(step, replacement)
+        if calls == 0:
+            raise ConfigurationError(self._calls(0))
+        return result
+
+    def _run(self, step: Callable[[], T], forward: Callable[..., Any]) -> T:
+        # An instance attribute hides the class's forward; hooks of the module still run around it.
+        own = self.model.__dict__.get("forward")
+        self.model.forward = forward
+        try:
+            return step()
+        finally:
+            del self.model.forward
+            if own is not None:
+                self.model.forward = own
+
+    def _calls(self, count: int) -> str:
+        times = "without calling" if count == 0 else "after calling twice"
+        return (
+            f"the step ended {times} {self.name}(...): under a pipeline it must call it exactly once per micro-batch,"
+            f" because the stages before the last one run only that call; move everything around it into {self.name}"
+            " or compute it from its output"
+        )

@@ -1,0 +1,40 @@
+"""Randomness derived from what is computed, not from who computes it.
+
+Every generator state comes from (seed, purpose, replica, micro-batch, layer): dropout does not depend on the number of
+stages, first and last stage see the same masks in user code, and a resumed run draws what an uninterrupted one drew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def derive(seed: int, *parts: int | str) -> int:
+    """A 63-bit seed from the run's seed and what it is for."""
+    text = ":".join(str(part) for part in (seed, *parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def preserved_generators(device: torch.device) -> Iterator[None]:
+    """Leave torch's default generators of the CPU and of ``device`` as they were."""
+    cpu_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, device)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Run under torch's default generators seeded with ``seed``, and put their states back afterwards."""
+    with preserved_generators(device):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,271 @@
+"""One micro-batch through one stage: forward with what arrives, backward with what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError
+from lightning_asyncpp.pipeline.header import Header, describe
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.micro_batch import fingerprint, number_of_samples, split_batch
+from lightning_asyncpp.pipeline.model_call import ModelCall
+from lightning_asyncpp.pipeline.randomness import derive, seeded
+from lightning_asyncpp.pipeline.stage import Stage
+from lightning_asyncpp.pipeline.transport import Arrival, Transport
+
+Step = Callable[[Any, float], Any]
+
+
+class StageBeforeFailedError(RuntimeError):
+    """The stage before failed at its very first micro-batch and said so."""
+
+
+@dataclass(frozen=True)
+class UserHooks:
+    """What the user's module decides about batches and losses.
+
+    Attributes:
+        split_batch: (batch, parts) -> that many micro-batches, ``None`` for an empty slot.
+        micro_batch_weight: micro-batch -> its weight w_k in the mini-batch's mean loss.
+        loss_reduction: ``"mean"`` if the step returns the mean over the micro-batch's weight, ``"sum"`` if the sum.
+        forward_context: entered around every forward, for the precision.
+        model_name: how the user calls the model, for messages.
+    """
+
+    split_batch: Callable[[Any, int], list[Any]] = split_batch
+    micro_batch_weight: Callable[[Any], float] = number_of_samples
+    loss_reduction: str = "mean"
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    model_name: str = "self.model"
+
+
+@dataclass
+class Flight:
+    """A micro-batch between its forward and its backward on this stage.
+
+    Attributes:
+        k: the micro-batch, counted over the run.
+        version: the weights that it runs on.
+        weight: w_k; a micro-batch of weight 0, or an empty slot, has no backward.
+        inputs: activations received that need a gradient.
+        outputs: tensors from which the backward starts; on the last stage the loss, already multiplied with its weight.
+        result: what the user's step returned, on the last stage.
+    """
+
+    k: int
+    version: int
+    weight: float = 0.0
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    result: Any = None
+
+
+@dataclass
+class StageRunner:
+    """Runs micro-batches on one stage.
+
+    Attributes:
+        stage: this rank's units.
+        mesh: this rank's place.
+        transport: messages with the neighbours; None with a single stage.
+        hooks: the user's side.
+        seed: the run's seed.
+        device: where tensors live.
+    """
+
+    stage: Stage
+    mesh: Mesh
+    transport: Transport | None
+    hooks: UserHooks
+    seed: int
+    device: torch.device
+    call: ModelCall = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.call = ModelCall(self.stage.model, self.hooks.model_name)
+
+    def forward(
+        self, k: int, version: int, weights: dict[str, Tensor] | None, slot: Any, step: Step, purpose: str = "train"
+    ) -> Flight:
+        """Run the forward of micro-batch ``k`` and send the result on.
+
+        Args:
+            k: the micro-batch; counted over the run, or over evaluations if ``purpose`` is not ``"train"``.
+            version: the weights' number, kept with the flight.
+            weights: name -> leaf tensor, or None for the parameters themselves.
+            slot: the micro-batch on the first and the last stage; None for an empty slot and on the others.
+            step: the user's step, called with the micro-batch and its weight.
+            purpose: ``"train"``, or what is evaluated: random numbers are derived from it.
+        """
+        arrival = self._receive(k)
+        if (slot is None and self.mesh.is_first) or (arrival is not None and arrival.header.kind == Header.EMPTY):
+            return self._pass_empty(k, version, slot)
+        if self.mesh.is_first and not self.mesh.is_last:
+            return self._enter(k, version, weights, slot, step, purpose)
+        if self.mesh.is_last:
+            return self._leave(k, version, weights, slot, step, purpose, arrival)
+        assert arrival is not None
+        inputs, arguments = self._open(arrival)
+        return self._pass_on(k, version, weights, (arguments,), {}, arrival.header.weight, arrival.header, inputs)
+
+    def post(self, flight: Flight) -> None:
+        """Expect the gradients of a flight that left this stage."""
+        if self.transport is not None and not self.mesh.is_last and flight.weight:
+            self.transport.post_gradients(flight.k, flight.outputs)
+
+    def backward(self, flight: Flight, weights: dict[str, Tensor]) -> None:
+        """Run the backward of a flight, adding to the gradients of ``weights``, and send the inputs' gradients."""
+        if not flight.weight:
+            return
+        if self.mesh.is_last:
+            gradients: list[Tensor] | None = None
+        else:
+            assert self.transport is not None
+            gradients = self.transport.receive_gradients(flight.k)
+        if flight.outputs:
+            self.stage.under(weights, lambda: torch.autograd.backward(flight.outputs, gradients))
+        self.send_input_gradients(flight)
+
+    def send_input_gradients(self, flight: Flight) -> None:
+        """Send the gradients of what was received; zeros for what the loss does not depend on."""
+        if self.transport is not None and not self.mesh.is_first:
+            self.transport.send_gradients([torch.zeros_like(t) if t.grad is None else t.grad for t in flight.inputs])
+
+    def announce_failure(self, k: int) -> None:
+        """Tell the stage after that nothing comes, so that it does not wait."""
+        if self.transport is not None and not self.mesh.is_last:
+            self.transport.send_activation(Header(k, Header.FAILED), ())
+
+    def _receive(self, k: int) -> Arrival | None:
+        if self.mesh.is_first or self.transport is None:
+            return None
+        arrival = self.transport.receive_activation()
+        if arrival.header.kind == Header.FAILED:
+            raise StageBeforeFailedError(f"stage {self.mesh.stage - 1} failed at micro-batch {k}")
+        return arrival
+
+    def _pass_empty(self, k: int, version: int, slot: Any) -> Flight:
+        if self.mesh.is_last and slot is not None:
+            raise BatchMismatchError(_mismatch(k, "an empty slot on the first stage, samples on the last"))
+        if self.transport is not None and not self.mesh.is_last:
+            self.transport.send_activation(Header(k, Header.EMPTY), ())
+        return Flight(k, version)
+
+    def _enter(
+        self, k: int, version: int, weights: dict[str, Tensor] | None, slot: Any, step: Step, purpose: str
+    ) -> Flight:
+        weight = float(self.hooks.micro_batch_weight(slot))
+        with seeded(derive(self.seed, purpose, self.mesh.replica, k), self.device), self.hooks.forward_context():
+            args, kwargs = self.call.capture(lambda: step(slot, weight))
+        header = Header(k, weight=weight, fingerprint=fingerprint(slot))
+        return self._pass_on(k, version, weights, args, kwargs, weight, header, ())
+
+    def _pass_on(
+        self,
+        k: int,
+        version: int,
+        weights: dict[str, Tensor] | None,
+        args: tuple,
+        kwargs: dict[str, Any],
+        weight: float,
+        header: Header,
+        inputs: tuple[Tensor, ...],
+    ) -> Flight:
+        output = self._compute(weights, args, kwargs, k)
+        tensors = _tensors_of_output(output)
+        kind = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE
+        assert self.transport is not None
+        self.transport.send_activation(Header(k, kind, weight, header.fingerprint, describe(tensors)), tensors)
+        return Flight(k, version, weight, inputs, tuple(t for t in tensors if t.requires_grad))
+
+    def _leave(
+        self,
+        k: int,
+        version: int,
+        weights: dict[str, Tensor] | None,
+        slot: Any,
+        step: Step,
+        purpose: str,
+        arrival: Arrival | None,
+    ) -> Flight:
+        inputs: tuple[Tensor, ...] = ()
+        if slot is None:
+            raise BatchMismatchError(_mismatch(k, "samples on the first stage, an empty slot on the last"))
+        weight = float(self.hooks.micro_batch_weight(slot))
+        if arrival is not None:
+            if arrival.header.fingerprint != fingerprint(slot):
+                raise BatchMismatchError(_mismatch(k, "their contents differ"))
+            weight = arrival.header.weight
+            inputs, received = self._open(arrival)
+
+        def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
+            if arrival is not None:
+                args, kwargs = (received,), {}
+            return self._compute(weights, args, kwargs, k, in_context=True)
+
+        with seeded(derive(self.seed, purpose, self.mesh.replica, k), self.device), self.hooks.forward_context():
+            result = self.call.redirect(lambda: step(slot, weight), compute)
+        outputs = self._loss_to_differentiate(result, weight) if purpose == "train" else ()
+        return Flight(k, version, weight, inputs, outputs, result)
+
+    def _compute(
+        self, weights: dict[str, Tensor] | None, args: tuple, kwargs: dict[str, Any], k: int, in_context: bool = False
+    ) -> Any:
+        with nullcontext() if in_context else self.hooks.forward_context():
+            return self.stage.under(weights, lambda: self.stage.forward(args, kwargs, self.seed, self.mesh.replica, k))
+
+    def _open(self, arrival: Arrival) -> tuple[tuple[Tensor, ...], Any]:
+        inputs = []
+        for tensor, info in zip(arrival.tensors, arrival.header.tensors):
+            if info.needs_gradient and torch.is_grad_enabled():
+                inputs.append(tensor.requires_grad_())
+        tensors = arrival.tensors
+        return tuple(inputs), tensors[0] if arrival.header.kind == Header.TENSOR else tensors
+
+    def _loss_to_differentiate(self, result: Any, weight: float) -> tuple[Tensor, ...]:
+        loss = loss_of(result)
+        if not loss.requires_grad:
+            raise ConfigurationError(
+                f"the loss that training_step returned does not depend on {self.hooks.model_name}'s parameters: it has"
+                " no gradient; compute it from the model's output, without detach() or no_grad()"
+            )
+        return (loss if self.hooks.loss_reduction == "sum" else loss * weight,)
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the loss of a training step: the tensor itself, or the entry ``"loss"``.
+
+    Raises:
+        ConfigurationError: there is none, or it is not a single number.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
+        raise ConfigurationError(
+            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}"
+        )
+    return loss.reshape(())
+
+
+def _tensors_of_output(output: Any) -> tuple[Tensor, ...]:
+    tensors = (output,) if isinstance(output, Tensor) else output
+    if not isinstance(tensors, (tuple, list)) or not all(isinstance(t, Tensor) for t in tensors):
+        raise ConfigurationError(
+            f"a layer at a cut returned {type(output).__name__}: only a tensor or a flat tuple of tensors can go on to"
+            " the next stage"
+        )
+    return tuple(tensors)
+
+
+def _mismatch(k: int, how: str) -> str:
+    return (
+        f"the first and the last stage were given different batches (micro-batch {k}: {how}). All stages of a replica"
+        " must read the same data in the same order: look at the data loader's shuffling, its seed and its sampler,"
+        " and give random transforms a seed that does not depend on the rank"
+    )

@@ -1,0 +1,119 @@
+"""The arguments of a pipeline: resolved against the number of processes, all problems named at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.schedule import depth, largest_lookahead
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """What the user may choose about a pipeline.
+
+    Attributes:
+        micro_batches: micro-batches per batch, m; ``None`` takes the number of stages.
+        lookahead: extra micro-batches in flight; ``None`` takes 1 where it is allowed (asynchronous only), else 0.
+        data_parallel_size: number of replicas of the pipeline, D.
+        delay: 1 for PipeDream-2BW, 0 for a flush per mini-batch.
+        nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer unchanged.
+        metric_slots: how many values ``self.log`` may hand over per batch.
+        max_message_bytes: largest activation message that a stage accepts, in bytes.
+    """
+
+    micro_batches: int | None = None
+    lookahead: int | None = None
+    data_parallel_size: int = 1
+    delay: int = 1
+    nonfinite_gradients: Literal["stop", "skip"] = "stop"
+    metric_slots: int = 64
+    max_message_bytes: int = 2**34
+
+    def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
+        """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
+        problems = self._problems_alone()
+        if self.data_parallel_size >= 1 and world_size % self.data_parallel_size:
+            problems.append(
+                f"devices={world_size} is not divisible by data_parallel_size={self.data_parallel_size}:"
+                " every replica needs the same number of stages; change one of them"
+            )
+        if problems:
+            return None, problems
+        num_stages = world_size // self.data_parallel_size
+        micro_batches = num_stages if self.micro_batches is None else self.micro_batches
+        lookahead = self._resolved_lookahead(num_stages, micro_batches)
+        problems = self._problems_of_schedule(num_stages, micro_batches, lookahead)
+        if problems:
+            return None, problems
+        return ResolvedSettings(num_stages, micro_batches, lookahead, self), []
+
+    def resolved(self, world_size: int) -> ResolvedSettings:
+        """Like :meth:`resolve`, raising ConfigurationError."""
+        resolved, problems = self.resolve(world_size)
+        if resolved is None:
+            raise ConfigurationError.from_problems(problems)
+        return resolved
+
+    def with_delay(self, delay: int) -> PipelineSettings:
+        """The same pipeline with another delay: how a synchronous twin is made."""
+        return replace(self, delay=delay)
+
+    def _problems_alone(self) -> list[str]:
+        problems = []
+        if self.micro_batches is not None and self.micro_batches < 1:
+            problems.append(f"micro_batches={self.micro_batches} must be at least 1")
+        if self.lookahead is not None and self.lookahead < 0:
+            problems.append(f"lookahead={self.lookahead} must be 0 or more")
+        if self.data_parallel_size < 1:
+            problems.append(f"data_parallel_size={self.data_parallel_size} must be at least 1")
+        if self.nonfinite_gradients not in ("stop", "skip"):
+            problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
+        if self.metric_slots < 1:
+            problems.append(f"metric_slots={self.metric_slots} must be at least 1")
+        return problems
+
+    def _resolved_lookahead(self, num_stages: int, micro_batches: int) -> int:
+        if self.lookahead is not None:
+            return self.lookahead
+        if self.delay == 0:
+            return 0
+        return max(0, min(1, largest_lookahead(num_stages, micro_batches, self.data_parallel_size)))
+
+    def _problems_of_schedule(self, num_stages: int, micro_batches: int, lookahead: int) -> list[str]:
+        if self.delay == 0:
+            return []
+        if micro_batches < num_stages:
+            return [
+                f"micro_batches={micro_batches} is smaller than the number of stages ({num_stages}): without a flush"
+                f" every stage needs work; use micro_batches >= {num_stages}, or strategy 'sync_pipeline'"
+            ]
+        most = largest_lookahead(num_stages, micro_batches, self.data_parallel_size)
+        if depth(0, num_stages, lookahead) > depth(0, num_stages, most):
+            return [
+                f"lookahead={lookahead} does not fit {micro_batches} micro-batches over {num_stages} stages and"
+                f" {self.data_parallel_size} replica(s): the largest is {most};"
+                f" lower it, or use micro_batches >= {micro_batches + lookahead - most}"
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class ResolvedSettings:
+    """Settings fitted to a number of processes; the fields are those of :class:`PipelineSettings` without ``None``."""
+
+    num_stages: int
+    micro_batches: int
+    lookahead: int
+    settings: PipelineSettings
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas D."""
+        return self.settings.data_parallel_size
+
+    @property
+    def delay(self) -> int:
+        """Updates between the weights of a gradient and the weights that it is applied to."""
+        return self.settings.delay

@@ -1,0 +1,160 @@
+"""Cutting a model to one stage: its own units stay, under the names that they had; the others go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.materialize import materialize
+from lightning_asyncpp.pipeline.randomness import derive, preserved_generators
+from lightning_asyncpp.pipeline.units import Unit, ownership_problems, pipeline_units, sharing_problems, spread
+
+T = TypeVar("T")
+
+
+class OtherStage(nn.Module):
+    """Stands where a unit of another stage was: it holds nothing and cannot run."""
+
+    def __init__(self, name: str, stage: int) -> None:
+        super().__init__()
+        self.name, self.stage = name, stage
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Refuse to run."""
+        raise RuntimeError(
+            f"layer {self.name!r} lives on pipeline stage {self.stage}: call the whole model through"
+            " self.model(...) in a *_step method, or gather it with strategy.full_state_dict()"
+        )
+
+    def extra_repr(self) -> str:
+        """Name the layer and where it is."""
+        return f"{self.name!r} on stage {self.stage}"
+
+
+class _Scope(nn.Module):
+    """Runs any function while the parameters of ``units`` are swapped by ``functional_call``."""
+
+    def __init__(self, units: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+    def forward(self, function: Callable[[], T]) -> T:
+        return function()
+
+
+class Stage:
+    """The units of one stage, and how they are run on a given set of weights.
+
+    Attributes:
+        model: the model that was cut; units of other stages are replaced by :class:`OtherStage`.
+        units: this stage's units, in order.
+        first_unit: index of the first of them in the whole model; random layers are seeded with it.
+        parameters: name in the model -> the parameter, each parameter once.
+    """
+
+    def __init__(self, model: nn.Module, index: int, num_stages: int, units: list[Unit], first_unit: int) -> None:
+        self.model = model
+        self.index = index
+        self.num_stages = num_stages
+        self.units = units
+        self.first_unit = first_unit
+        self._scope = _Scope([unit.module for unit in units])
+        self.parameters = self._canonical_parameters()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether batches enter here."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.index == self.num_stages - 1
+
+    def forward(self, args: tuple, kwargs: dict[str, Any], seed: int, replica: int, k: int) -> Any:
+        """Apply the units in order; each draws its random numbers from (seed, unit, replica, k).
+
+        Args:
+            args: arguments of the first unit; the others take the output of the one before.
+            kwargs: keyword arguments of the first unit.
+            seed: the run's seed.
+            replica: index of the data-parallel replica.
+            k: the micro-batch, counted over the whole run.
+        """
+        device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
+        with preserved_generators(device):
+            for offset, unit in enumerate(self.units):
+                torch.manual_seed(derive(seed, "layer", self.first_unit + offset, replica, k))
+                output = unit.module(*args, **kwargs)
+                args, kwargs = (output,), {}
+        return args[0]
+
+    def under(self, weights: dict[str, Tensor] | None, function: Callable[[], T]) -> T:
+        """Call ``function`` while the parameters of the units are ``weights`` (name in the model -> leaf tensor).
+
+        Backward passes run under it too: activation checkpointing recomputes with the weights that it finds.
+        """
+        if weights is None:
+            return function()
+        swapped = {scoped: weights[name] for scoped, name in self._scoped_names.items() if name in weights}
+        return functional_call(self._scope, swapped, (function,), tie_weights=False)  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This stage's entries of the model's ``state_dict``, with their names in the whole model."""
+        return dict(self.model.state_dict())
+
+    def _canonical_parameters(self) -> dict[str, nn.Parameter]:
+        canonical: dict[str, nn.Parameter] = {}
+        name_of: dict[int, str] = {}
+        self._scoped_names: dict[str, str] = {}
+        for position, unit in enumerate(self.units):
+            for name, parameter in unit.module.named_parameters(remove_duplicate=False):
+                full = name_of.setdefault(id(parameter), f"{unit.name}.{name}")
+                canonical.setdefault(full, parameter)
+                self._scoped_names[f"units.{position}.{name}"] = full
+        return canonical
+
+
+def cut(
+    model: nn.Module, index: int, num_stages: int, seed: int, device: torch.device, root: nn.Module | None = None
+) -> Stage:
+    """Keep the units of stage ``index`` of a model, materialise their meta tensors and drop the other units.
+
+    Args:
+        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``; it is changed in place.
+        index: the stage, 0 first.
+        num_stages: number of stages.
+        seed: the run's seed, from which meta tensors are initialised.
+        device: where they are allocated.
+        root: the module around it, whose other parameters nobody would train.
+
+    Raises:
+        ConfigurationError: the model cannot be cut; all reasons are named.
+    """
+    units = pipeline_units(model)
+    if any(isinstance(unit.module, OtherStage) for unit in units):
+        raise ConfigurationError(
+            "self.model was already cut by another strategy or for another number of stages: build the module anew"
+        )
+    counts = spread(units, num_stages)
+    problems = ownership_problems(root if root is not None else model, units) + sharing_problems(units, counts)
+    if problems:
+        raise ConfigurationError.from_problems(problems)
+    first = sum(counts[:index])
+    own = range(first, first + counts[index])
+    materialize(units, own, seed, device)
+    stage_of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    for position, unit in enumerate(units):
+        if position not in own:
+            _replace(model, unit.name, OtherStage(unit.name, stage_of_unit[position]))
+    return Stage(model, index, num_stages, [units[position] for position in own], first)
+
+
+def _replace(model: nn.Module, name: str, substitute: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, substitute)

@@ -1,0 +1,141 @@
+"""From a complete gradient to what the optimizer needs: reduction over replicas, then the one control message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_asyncpp.pipeline.buckets import GradientBuckets, Gradients
+from lightning_asyncpp.pipeline.errors import PeerLostError
+from lightning_asyncpp.pipeline.mesh import Mesh
+
+_FIXED = 4
+
+
+@dataclass(frozen=True)
+class ControlMessage:
+    """What all ranks agree on about a mini-batch, from one asynchronous all-reduce.
+
+    Attributes:
+        weight: sum of the micro-batches' weights over the mini-batch and the replicas.
+        norm: 2-norm of the whole gradient over all stages, after division by ``weight``; fp64 sums, rounded to fp32.
+        finite: whether every element of the gradient is.
+        stop: number of ranks that ask for the run to end.
+        payload: what each replica's last stage attached, shape (replicas, length), fp64.
+    """
+
+    weight: float
+    norm: float
+    finite: bool
+    stop: int
+    payload: Tensor
+
+
+def squared_norm(gradients: Mapping[str, Tensor | None]) -> float:
+    """Sum of squares over all gradients, in fp64."""
+    total = 0.0
+    for gradient in gradients.values():
+        if gradient is not None:
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
+    return total
+
+
+def gradient_norm(sum_of_squares: float, weight: float) -> float:
+    """Norm of the mean gradient from the squares of the summed one, rounded to fp32.
+
+    Rounding hides the last bits of the fp64 sum, whose order depends on the number of stages.
+    """
+    norm = math.sqrt(sum_of_squares) / weight if weight else 0.0
+    return float(torch.tensor(norm, dtype=torch.float32))
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Factor of ``torch.nn.utils.clip_grad_norm_`` for a gradient of norm ``norm``."""
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+@dataclass
+class PendingUpdate:
+    """A complete gradient on its way to the optimizer: nothing here blocks until :meth:`finish`.
+
+    Attributes:
+        mesh: this rank's place.
+        gradients: name -> summed gradient of this stage; replaced by the sum over the replicas.
+        like: name -> a tensor of the gradient's shape and dtype.
+        weight: sum of the micro-batches' weights; counted on the last stages only.
+        stop: whether this rank asks for the run to end.
+        payload: this replica's attachment, of the same length on all ranks; counted on the last stages only.
+    """
+
+    mesh: Mesh
+    gradients: Gradients
+    like: Mapping[str, Tensor]
+    weight: float
+    stop: bool
+    payload: Tensor
+    _works: list[dist.Work] = field(default_factory=list)
+    _buckets: GradientBuckets | None = None
+    _message: Tensor | None = None
+    _message_work: dist.Work | None = None
+
+    def launch(self) -> None:
+        """Start the reduction over the replicas, or with one replica the control message."""
+        group = self.mesh.groups.data_parallel if self.mesh.groups is not None else None
+        if group is None:
+            self._launch_message()
+            return
+        self._buckets = GradientBuckets(self.gradients, self.like)
+        self._works = [_async(dist.all_reduce(flat, group=group, async_op=True)) for flat in self._buckets.flat]
+
+    def poll(self) -> None:
+        """Send the control message if the reduction is done by now."""
+        if self._message is None and all(work.is_completed() for work in self._works):
+            self._launch_message()
+
+    def finish(self) -> ControlMessage:
+        """Wait for the control message and read it."""
+        try:
+            if self._message is None:
+                self._launch_message()
+            if self._message_work is not None:
+                self._message_work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"a rank is gone: the first cause is the first error that one printed ({error})") from (
+                error
+            )
+        assert self._message is not None
+        weight, squares, non_finite, stop = self._message[:_FIXED].tolist()
+        payload = self._message[_FIXED:].view(self.mesh.num_replicas, -1)
+        return ControlMessage(weight, gradient_norm(squares, weight), non_finite == 0, int(stop), payload)
+
+    def _launch_message(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._buckets is not None:
+            self.gradients = self._buckets.unpack()
+        self._works, self._buckets = [], None
+        self._message = self._compose()
+        if self.mesh.groups is not None:
+            self._message_work = _async(dist.all_reduce(self._message, group=self.mesh.groups.control, async_op=True))
+
+    def _compose(self) -> Tensor:
+        squares = squared_norm(self.gradients)
+        finite = math.isfinite(squares)
+        message = torch.zeros(_FIXED + self.mesh.num_replicas * self.payload.numel(), dtype=torch.float64)
+        if self.mesh.replica == 0 and finite:  # every replica holds the same reduced gradient
+            message[1] = squares
+        message[2], message[3] = float(not finite), float(self.stop)
+        if self.mesh.is_last:
+            message[0] = self.weight
+            message[_FIXED:].view(self.mesh.num_replicas, -1)[self.mesh.replica] = self.payload
+        return message
+
+
+def _async(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in the group"
+    return work

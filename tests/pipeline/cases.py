@@ -1,0 +1,146 @@
+"""Cases that the engine and the oracle both run: models, data and options, made from a description."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+
+DIM = 6
+
+
+class Projection(nn.Module):
+    """x @ w, a norm and an elementwise scale: what goes wrong when weights are re-pointed under a live graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM) / DIM**0.5)
+        self.scale = nn.Parameter(torch.rand(DIM) + 0.5)
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(x @ self.weight) * self.scale
+
+
+class Experts(nn.Module):
+    """Batched expert weights under one bmm, and an RMS norm."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, DIM, DIM) / DIM**0.5)
+        self.norm = nn.RMSNorm(DIM)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.bmm(x.unsqueeze(0).expand(3, -1, -1), self.experts)
+        return x + self.dropout(self.norm(torch.tanh(y).sum(0)))
+
+
+def make_model(dropout: float = 0.0) -> nn.Sequential:
+    """Seven layers with parameters and two without."""
+    torch.manual_seed(11)
+    return nn.Sequential(
+        nn.Linear(DIM, DIM), nn.GELU(), Projection(), Experts(dropout), nn.Linear(DIM, DIM, bias=False),
+        nn.Tanh(), Projection(), Experts(dropout), nn.Linear(DIM, 1),
+    )  # fmt: skip
+
+
+class CountingSGD(torch.optim.Optimizer):
+    """Keeps its step count and a running maximum in param_groups, and lets the count scale the step."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "count": 0, "largest_lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            group["largest_lr"] = max(group["largest_lr"], group["lr"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] / (1 + 0.1 * group["count"]) + 0.01 * group["largest_lr"]))
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9)),
+    "muon": functools.partial(MuonAdamW, lr=0.02, weight_decay=0.05),
+    "counting": CountingSGD,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, to be made by a pipeline and by the oracle."""
+
+    micro_batches: int
+    lookahead: int | None = None
+    delay: int = 1
+    data_parallel_size: int = 1
+    optimizer: str = "adamw"
+    error_feedback: float | None = None
+    max_norm: float | None = None
+    scheduler: bool = False
+    dropout: float = 0.0
+    accumulate: int = 1
+    batch_sizes: tuple[int, ...] = (8, 8, 8, 8, 8)
+    unequal_weights: bool = False
+    nan_at: int | None = None
+    drains: tuple[int, ...] = ()
+    random_input: bool = False
+    checkpointing: bool = False
+    seed: int = 5
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def batch(self, index: int, replica: int = 0) -> dict[str, Tensor]:
+        """Batch ``index`` of a replica; some samples have a weight of their own, which may be 0."""
+        generator = torch.Generator().manual_seed(1000 + 31 * index + 7919 * replica)
+        size = self.batch_sizes[index]
+        x = torch.randn(size, DIM, generator=generator)
+        if index == self.nan_at:
+            x[size // 2] = float("nan")
+        weight = torch.randint(0, 4, (size,), generator=generator).float() if self.unequal_weights else torch.ones(size)
+        return {"x": x, "y": torch.randn(size, 1, generator=generator), "weight": weight}
+
+    def step(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The user's step around ``call``, the model."""
+
+        def step(micro_batch: dict[str, Tensor], _: float = 0.0) -> Tensor:
+            x = micro_batch["x"]
+            if self.random_input:
+                x = x + 0.1 * torch.randn_like(x)
+            out = call(x)
+            if self.random_input:
+                out = out * (1 + 0.1 * torch.rand(()))
+            loss = F.mse_loss(out, micro_batch["y"], reduction="none").squeeze(1)
+            return (loss * micro_batch["weight"]).sum() / micro_batch["weight"].sum()
+
+        return step
+
+    def weight(self, micro_batch: dict[str, Tensor]) -> float:
+        return float(micro_batch["weight"].sum())
+
+    def make_base(self, parameters: Any) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](parameters)
+
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        if self.error_feedback is None:
+            return self.make_base(parameters)
+        return ErrorFeedback(parameters, OPTIMIZERS[self.optimizer], strength=self.error_feedback)
+
+    def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+        if not self.scheduler:
+            return None
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + 0.3 * t))
+
+    @property
+    def mini_batches(self) -> list[list[int]]:
+        """Indices of the batches that share an update."""
+        count = len(self.batch_sizes)
+        return [list(range(i, min(i + self.accumulate, count))) for i in range(0, count, self.accumulate)]

@@ -1,0 +1,85 @@
+"""A pool of worker processes that stand in one mesh and run many cases, one after the other."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing as mp
+
+from lightning_asyncpp.pipeline.mesh import Mesh
+from tests.pipeline.cases import Case
+from tests.pipeline.runs import run_case
+
+
+class WorkerPool:
+    """``world_size`` processes over gloo; with replicas they stand as D x P."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        context = mp.get_context("spawn")
+        self._tasks = [context.SimpleQueue() for _ in range(world_size)]
+        self._results = context.Queue()
+        port = free_port()
+        self._processes = [
+            context.Process(target=_work, args=(rank, world_size, port, self._tasks[rank], self._results), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, case: Case, timeout: float = 120.0) -> list[dict[str, Any]]:
+        """Run a case on all ranks and return what each returned, by rank."""
+        for task in self._tasks:
+            task.put(case)
+        results: dict[int, Any] = {}
+        for _ in range(self.world_size):
+            rank, outcome, error = self._results.get(timeout=timeout)
+            if error:
+                raise AssertionError(f"rank {rank} failed on {case}:\n{error}")
+            results[rank] = outcome
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.put(None)
+        for process in self._processes:
+            process.join(timeout=20)
+            if process.is_alive():
+                process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60))
+    meshes: dict[int, Mesh] = {}
+    while (case := tasks.get()) is not None:
+        try:
+            replicas = case.data_parallel_size
+            if replicas not in meshes:
+                meshes[replicas] = Mesh(world_size // replicas, replicas, rank)
+                meshes[replicas].connect()
+            outcome = run_case(case, meshes[replicas])
+            results.put((rank, {k: _plain(v) for k, v in outcome.items()}, ""))
+        except Exception:
+            results.put((rank, None, traceback.format_exc()))
+            return
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _plain(value: Any) -> Any:
+    # numpy arrays travel by value; tensors would be shared by file descriptor
+    return {name: t.numpy() for name, t in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,97 @@
+"""Running a case through the engine (in a worker process) and through the oracle."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_asyncpp.pipeline.engine import Engine, Update
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.pipeline.runner import UserHooks
+from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.pipeline.stage import cut
+from lightning_asyncpp.pipeline.ticket import TicketOffice
+from lightning_asyncpp.pipeline.update import clip_coefficient
+from tests.pipeline.cases import Case, make_model
+
+warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+
+
+def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
+    """Run a case on this rank; returns this stage's final weights, its losses and its norms."""
+    settings = PipelineSettings(
+        micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
+        delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
+    ).resolved(mesh.world_size)  # fmt: skip
+    model = make_model(case.dropout)
+    stage = cut(model, mesh.stage, mesh.num_stages, case.seed, torch.device("cpu"))
+    if case.checkpointing:
+        _checkpoint_units(stage)
+    hooks = UserHooks(micro_batch_weight=case.weight)
+    engine = Engine(stage, mesh, settings, case.seed, torch.device("cpu"), hooks)
+    optimizer = case.make_optimizer(list(model.named_parameters()))
+    if case.error_feedback is not None:
+        optimizer.set_delay(case.delay)  # type: ignore[attr-defined]
+    scheduler = case.make_scheduler(optimizer)
+    office = TicketOffice(optimizer)
+    norms: list[float] = []
+
+    def apply(update: Update) -> None:
+        norms.append(update.message.norm)
+        if case.max_norm is not None:
+            factor = clip_coefficient(update.message.norm, case.max_norm)
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+        lend = nullcontext()
+        if case.error_feedback is not None and update.weights_before is not None:
+            lend = optimizer.weights_before(update.weights_before)  # type: ignore[attr-defined]
+        with office.redeemed(update.ticket), lend:
+            optimizer.step()
+
+    losses = []
+    for mini_batch in case.mini_batches:
+        outputs = [engine.run(case.batch(i, mesh.replica), case.step(model)) for i in mini_batch]
+        if mesh.is_last:
+            sums = [(output.mean_loss() or 0.0) * sum(output.weights) for output in outputs]
+            losses.append(float(sum(sums)) / max(sum(sum(o.weights) for o in outputs), 1e-9))
+        engine.close(office.file())
+        engine.apply_due(apply)
+        if scheduler is not None:
+            scheduler.step()
+        if mini_batch[-1] in case.drains:
+            engine.drain(apply)
+    engine.drain(apply)
+    weights = {name: p.detach().clone() for name, p in stage.parameters.items()}
+    return {"weights": weights, "losses": losses, "norms": norms, "replica": mesh.replica, "stage": mesh.stage}
+
+
+def run_oracle(case: Case) -> tuple[dict[str, Tensor], list[float]]:
+    """Run a case in this process; with replicas their micro-batches are simply more micro-batches."""
+    assert case.data_parallel_size == 1 or (not case.dropout and not case.random_input)
+    model = make_model(case.dropout)
+    optimizer = case.make_base(list(model.named_parameters()))
+    scheduler = case.make_scheduler(optimizer)
+    batches = [
+        [case.batch(i, r) for i in indices for r in range(case.data_parallel_size)] for indices in case.mini_batches
+    ]
+    losses = train_reference(
+        model, case.step(model), batches, optimizer,
+        micro_batches=case.micro_batches, delay=case.delay, max_norm=case.max_norm,
+        error_feedback=case.error_feedback if case.delay else None,
+        after_update=scheduler.step if scheduler is not None else None,
+        weight=case.weight, skip_nonfinite=case.nan_at is not None, seed=case.seed,
+    )  # fmt: skip
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
+
+
+def _checkpoint_units(stage: Any) -> None:
+    for unit in stage.units:
+        forward = unit.module.forward
+        unit.module.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)
