@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
 from lightning_asyncpp.pipeline.mesh import Mesh
-
-_LENGTH = 8192
 
 
 class OtherStageFailedError(RuntimeError):
@@ -16,19 +15,26 @@ class OtherStageFailedError(RuntimeError):
 
 
 def exchange(mesh: Mesh, text: str) -> list[str]:
-    """Give every rank the text of every rank, in the order of ranks; a blocking collective, 8 KiB a rank at most."""
+    """Give every rank the text of every rank, in the order of ranks; a blocking collective."""
     if mesh.groups is None:
         return [text]
-    encoded = text.encode()[:_LENGTH]
-    mine = torch.zeros(_LENGTH, dtype=torch.uint8)
-    if encoded:
-        mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    gathered = [torch.empty_like(mine) for _ in range(mesh.world_size)]
+    encoded = text.encode()
     try:
-        dist.all_gather(gathered, mine, group=mesh.groups.host)
+        sizes = _gather(mesh, torch.tensor([len(encoded)]))
+        mine = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        if encoded:
+            mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        rows = _gather(mesh, mine) if mine.numel() else [mine] * mesh.world_size
     except RuntimeError as error:
         raise PeerLostError(f"a rank is gone: the first cause is the first error that one printed ({error})") from error
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
+    return [bytes(row[: int(size)].tolist()).decode(errors="replace") for row, size in zip(rows, sizes)]
+
+
+def _gather(mesh: Mesh, tensor: Tensor) -> list[Tensor]:
+    assert mesh.groups is not None
+    gathered = [torch.empty_like(tensor) for _ in range(mesh.world_size)]
+    dist.all_gather(gathered, tensor, group=mesh.groups.host)
+    return gathered
 
 
 def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:

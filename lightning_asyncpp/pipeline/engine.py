@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.transport import Transport
-from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate
+from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags
 from lightning_asyncpp.pipeline.weights import WeightVersions
 
 
@@ -116,8 +116,8 @@ class Engine:
         if mesh.num_stages > 1:
             transport = Transport(mesh, device, settings.settings.max_message_bytes)
         self.runner = StageRunner(stage, mesh, transport, hooks, seed, device)
-        self.stop_requested = False
-        self.stop_agreed = False
+        self.requested = StopFlags()
+        self.agreed = StopFlags()
         self.next_forward = 0
         self.next_backward = 0
         self.evaluated = 0
@@ -239,6 +239,11 @@ class Engine:
         self._open = MiniBatch(state["mini_batch"], state["micro_batch"])
         self.weights.restore(state["version"], older)
 
+    def release(self) -> None:
+        """Take back what the engine put on the parameters."""
+        for guard in self._guards:
+            guard.remove()
+
     def _slots(self, batch: Any) -> list[Any]:
         count = self.settings.micro_batches
         if not (self.mesh.is_first or self.mesh.is_last):
@@ -317,7 +322,7 @@ class Engine:
         payload = mini_batch.payload if mini_batch.payload is not None else torch.zeros(0, dtype=torch.float64)
         gradients = self.weights.take_gradients(version)
         like = self.weights.parameters
-        pending = PendingUpdate(self.mesh, gradients, like, mini_batch.weight, self.stop_requested, payload)
+        pending = PendingUpdate(self.mesh, gradients, like, mini_batch.weight, replace(self.requested), payload)
         pending.launch()
         return pending
 
@@ -330,14 +335,15 @@ class Engine:
         assert mini_batch.pending is not None
         assert mini_batch.ticket is not None
         message = mini_batch.pending.finish()
-        self.stop_agreed = self.stop_agreed or message.stop > 0
+        self.agreed.interrupted |= message.interrupted > 0
+        self.agreed.finished |= message.finished > 0
         gradients = mini_batch.pending.gradients
         if not message.finite and self.settings.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(_non_finite(mini_batch.index, self.mesh.stage, gradients))
         skipped = not message.finite or message.weight == 0
         update = Update(mini_batch.index, mini_batch.ticket, message, skipped, self.weights.advance())
         if not skipped:
-            with self._gradients_set(gradients, message.weight):
+            with self._gradients_set(gradients, message.weight), self.runner.span(Kind.UPDATE, mini_batch.index):
                 apply(update)
         return update
 

@@ -16,7 +16,9 @@ from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import fingerprint, number_of_samples, split_batch
 from lightning_asyncpp.pipeline.model_call import ModelCall
 from lightning_asyncpp.pipeline.randomness import derive, seeded
+from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.stage import Stage
+from lightning_asyncpp.pipeline.trace import Trace
 from lightning_asyncpp.pipeline.transport import Arrival, Transport
 
 Step = Callable[[Any, float], Any]
@@ -77,6 +79,7 @@ class StageRunner:
         hooks: the user's side.
         seed: the run's seed.
         device: where tensors live.
+        trace: records what is done when; None records nothing.
     """
 
     stage: Stage
@@ -85,6 +88,7 @@ class StageRunner:
     hooks: UserHooks
     seed: int
     device: torch.device
+    trace: Trace | None = None
     call: ModelCall = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +108,19 @@ class StageRunner:
             purpose: ``"train"``, or what is evaluated: random numbers are derived from it.
         """
         arrival = self._receive(k)
+        with self.span(Kind.FORWARD, k):
+            return self._forward_arrived(k, version, weights, slot, step, purpose, arrival)
+
+    def _forward_arrived(
+        self,
+        k: int,
+        version: int,
+        weights: dict[str, Tensor] | None,
+        slot: Any,
+        step: Step,
+        purpose: str,
+        arrival: Arrival | None,
+    ) -> Flight:
         if (slot is None and self.mesh.is_first) or (arrival is not None and arrival.header.kind == Header.EMPTY):
             return self._pass_empty(k, version, slot)
         if self.mesh.is_first and not self.mesh.is_last:
@@ -129,7 +146,8 @@ class StageRunner:
             assert self.transport is not None
             gradients = self.transport.receive_gradients(flight.k)
         if flight.outputs:
-            self.stage.under(weights, lambda: torch.autograd.backward(flight.outputs, gradients))
+            with self.span(Kind.BACKWARD, flight.k):
+                self.stage.under(weights, lambda: torch.autograd.backward(flight.outputs, gradients))
         self.send_input_gradients(flight)
 
     def send_input_gradients(self, flight: Flight) -> None:
@@ -141,6 +159,10 @@ class StageRunner:
         """Tell the stage after that nothing comes, so that it does not wait."""
         if self.transport is not None and not self.mesh.is_last:
             self.transport.send_activation(Header(k, Header.FAILED), ())
+
+    def span(self, kind: Kind, index: int) -> AbstractContextManager[None]:
+        """Record what runs meanwhile, if anything is recorded."""
+        return self.trace.span(kind, index) if self.trace is not None else nullcontext()
 
     def _receive(self, k: int) -> Arrival | None:
         if self.mesh.is_first or self.transport is None:

@@ -104,6 +104,10 @@ class Stage:
         swapped = {scoped: weights[name] for scoped, name in self._scoped_names.items() if name in weights}
         return functional_call(self._scope, swapped, (function,), tie_weights=False)  # type: ignore[no-any-return]
 
+    def refresh(self) -> None:
+        """Look up the parameters again: moving a module to another dtype or device may have replaced them."""
+        self.parameters = self._canonical_parameters()
+
     def state_dict(self) -> dict[str, Tensor]:
         """This stage's entries of the model's ``state_dict``, with their names in the whole model."""
         return dict(self.model.state_dict())

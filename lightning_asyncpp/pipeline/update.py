@@ -14,7 +14,7 @@ from lightning_asyncpp.pipeline.buckets import GradientBuckets, Gradients
 from lightning_asyncpp.pipeline.errors import PeerLostError
 from lightning_asyncpp.pipeline.mesh import Mesh
 
-_FIXED = 4
+_FIXED = 5
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,30 @@ class ControlMessage:
         weight: sum of the micro-batches' weights over the mini-batch and the replicas.
         norm: 2-norm of the whole gradient over all stages, after division by ``weight``; fp64 sums, rounded to fp32.
         finite: whether every element of the gradient is.
-        stop: number of ranks that ask for the run to end.
+        interrupted: number of ranks that were told to end (SIGTERM).
+        finished: number of ranks that want training to stop early.
         payload: what each replica's last stage attached, shape (replicas, length), fp64.
     """
 
     weight: float
     norm: float
     finite: bool
-    stop: int
+    interrupted: int
+    finished: int
     payload: Tensor
+
+
+@dataclass
+class StopFlags:
+    """What this rank asks of all; carried by the next control message.
+
+    Attributes:
+        interrupted: the process was told to end.
+        finished: somebody decided that training is done.
+    """
+
+    interrupted: bool = False
+    finished: bool = False
 
 
 def squared_norm(gradients: Mapping[str, Tensor | None]) -> float:
@@ -68,7 +83,7 @@ class PendingUpdate:
         gradients: name -> summed gradient of this stage; replaced by the sum over the replicas.
         like: name -> a tensor of the gradient's shape and dtype.
         weight: sum of the micro-batches' weights; counted on the last stages only.
-        stop: whether this rank asks for the run to end.
+        stop: what this rank asks for.
         payload: this replica's attachment, of the same length on all ranks; counted on the last stages only.
     """
 
@@ -76,7 +91,7 @@ class PendingUpdate:
     gradients: Gradients
     like: Mapping[str, Tensor]
     weight: float
-    stop: bool
+    stop: StopFlags
     payload: Tensor
     _works: list[dist.Work] = field(default_factory=list)
     _buckets: GradientBuckets | None = None
@@ -109,9 +124,10 @@ class PendingUpdate:
                 error
             )
         assert self._message is not None
-        weight, squares, non_finite, stop = self._message[:_FIXED].tolist()
+        weight, squares, non_finite, interrupted, finished = self._message[:_FIXED].tolist()
         payload = self._message[_FIXED:].view(self.mesh.num_replicas, -1)
-        return ControlMessage(weight, gradient_norm(squares, weight), non_finite == 0, int(stop), payload)
+        norm = gradient_norm(squares, weight)
+        return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), payload)
 
     def _launch_message(self) -> None:
         for work in self._works:
@@ -129,7 +145,8 @@ class PendingUpdate:
         message = torch.zeros(_FIXED + self.mesh.num_replicas * self.payload.numel(), dtype=torch.float64)
         if self.mesh.replica == 0 and finite:  # every replica holds the same reduced gradient
             message[1] = squares
-        message[2], message[3] = float(not finite), float(self.stop)
+        message[2] = float(not finite)
+        message[3], message[4] = float(self.stop.interrupted), float(self.stop.finished)
         if self.mesh.is_last:
             message[0] = self.weight
             message[_FIXED:].view(self.mesh.num_replicas, -1)[self.mesh.replica] = self.payload

@@ -1,0 +1,114 @@
+"""The text files of a corpus: which they are, what they hold, and which are kept for validation."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_asyncpp.data.errors import DataError
+
+STANDARD_LIBRARY = "stdlib"
+TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.tex", "**/*.html", "**/*.json", "**/*.jsonl")
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One document of a corpus."""
+
+    path: Path
+    """Where the file is."""
+    name: str
+    """Path relative to the corpus's folder, with forward slashes: the document's identity on every machine."""
+    size: int
+    """Length in bytes."""
+    modified: int
+    """Time of the last change, in nanoseconds."""
+
+    def draw(self, purpose: str) -> float:
+        """A number in [0, 1) that depends only on the name and on what it is drawn for."""
+        return int.from_bytes(hashlib.sha256(f"{purpose}:{self.name}".encode()).digest()[:6], "big") / 2**48
+
+    def read(self) -> str:
+        """Return the text; a file that is not UTF-8 text is an error."""
+        content = self.path.read_bytes()
+        mend = "remove it from the folder, or give `patterns` that leave it out"
+        if b"\0" in content:
+            raise DataError(f"{self.path} is not text: it holds NUL bytes; {mend}")
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.path} is not UTF-8 text (byte {error.start}: {error.reason}); "
+                f"convert it (iconv -t UTF-8), {mend}"
+            ) from error
+
+
+def find_text_files(
+    source: str | Path, patterns: Sequence[str] = TEXT_PATTERNS, max_bytes: int | None = None
+) -> list[TextFile]:
+    """List the documents of a corpus in an order that depends only on their names.
+
+    Args:
+        source: a folder, or ``"stdlib"`` for the running Python's standard library without its tests.
+        patterns: globs of the files to take, relative to the folder. Hidden files and folders are left out.
+        max_bytes: take documents, in their order, as long as they fit into so many bytes.
+    """
+    library = source == STANDARD_LIBRARY
+    folder = Path(sysconfig.get_path("stdlib")) if library else Path(source).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"source={str(source)!r}: there is no such folder; give a folder of text files, or 'stdlib'")
+    files = _matching_files(folder, ("**/*.py",) if library else patterns, _NOT_LIBRARY if library else set())
+    if not files:
+        raise DataError(f"{folder} holds no text file that matches {list(patterns)}; add files, or set `patterns`")
+    files.sort(key=lambda file: (file.draw("order"), file.name))
+    return files if max_bytes is None else _within(files, max_bytes)
+
+
+def split_files(files: Sequence[TextFile], val_fraction: float) -> tuple[list[TextFile], list[TextFile]]:
+    """Divide documents into those to train on and those to validate on, by a hash of their names.
+
+    A document stays on its side when others come and go, except that neither side is left empty.
+    """
+    if not files:
+        raise DataError("there are no files to divide")
+    if val_fraction > 0 and len(files) < 2:
+        raise DataError(
+            f"{files[0].path} is the only file, and the split is by file; "
+            "cut it into several, or set val_fraction=0 for no validation"
+        )
+    draws = {file: file.draw("split") for file in files}
+    validation = {file for file in files if draws[file] < val_fraction}
+    if val_fraction > 0 and not validation:
+        validation = {min(files, key=lambda file: draws[file])}
+    elif len(validation) == len(files):
+        validation.remove(max(files, key=lambda file: draws[file]))
+    return [file for file in files if file not in validation], [file for file in files if file in validation]
+
+
+def _matching_files(folder: Path, patterns: Sequence[str], left_out: set[str]) -> list[TextFile]:
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
+    files = []
+    for path in paths:
+        parts = path.relative_to(folder).parts
+        hidden = any(part.startswith(".") for part in parts)
+        if hidden or left_out.intersection(parts) or not path.is_file():
+            continue
+        status = path.stat()
+        files.append(TextFile(path, "/".join(parts), status.st_size, status.st_mtime_ns))
+    return files
+
+
+def _within(files: Sequence[TextFile], max_bytes: int) -> list[TextFile]:
+    taken, total = [], 0
+    for file in files:
+        if total + file.size <= max_bytes:
+            taken.append(file)
+            total += file.size
+    if not taken:
+        smallest = min(files, key=lambda file: file.size)
+        raise DataError(f"max_bytes={max_bytes}: the smallest file, {smallest.path}, has {smallest.size} bytes already")
+    return taken

@@ -1,0 +1,95 @@
+"""Telling litdata which share of the data this process reads.
+
+litdata divides a dataset by the world size. In a pipeline all stages of a replica must read the same batches, so the
+division has to go by replicas instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from litdata import StreamingDataLoader, StreamingDataset
+
+
+@contextmanager
+def replica_environment(num_replicas: int, rank: int) -> Iterator[None]:
+    """Let litdata detect a world of replicas: it trusts these environment variables before torch.distributed."""
+    seen_by_litdata = {"WORLD_SIZE": str(num_replicas), "GLOBAL_RANK": str(rank), "NNODES": "1"}
+    before = {name: os.environ.get(name) for name in seen_by_litdata}
+    os.environ.update(seen_by_litdata)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def use_replica(source: Any, num_replicas: int, rank: int) -> None:
+    """Make a litdata loader or dataset read the share of one replica.
+
+    With several replicas the incomplete last batch is dropped, as litdata itself does in a distributed run, so that
+    all replicas have the same number of batches.
+
+    Args:
+        source: a ``StreamingDataLoader``, a ``StreamingDataset``, or a combination of such datasets.
+        num_replicas: number of data-parallel replicas, at least 1.
+        rank: index of this process's replica, below ``num_replicas``.
+    """
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank={rank}, num_replicas={num_replicas}: rank must be at least 0 and below num_replicas")
+    if isinstance(source, StreamingDataLoader):
+        use_replica(source.dataset, num_replicas, rank)
+        _resume_as_replica(source, num_replicas, rank)
+        return
+    for dataset in _parts(source):
+        dataset.distributed_env = _distributed_env(num_replicas, rank)
+        if num_replicas > 1:
+            dataset.set_drop_last(True)
+
+
+def _parts(source: Any) -> list[Any]:
+    datasets = [source] if isinstance(source, StreamingDataset) else list(getattr(source, "_datasets", []))
+    if not datasets or not all(hasattr(dataset, "distributed_env") for dataset in datasets):
+        raise RuntimeError(
+            f"{type(source).__name__} has no `distributed_env`, where litdata keeps its world size, so that every "
+            "pipeline stage would read different data. Give a litdata StreamingDataset, or install a litdata version "
+            "that this package was tested with (0.2.76)."
+        )
+    return datasets
+
+
+def _distributed_env(num_replicas: int, rank: int) -> Any:
+    """Build litdata's private description of the world; the only place where the private name is used."""
+    try:
+        from litdata.utilities.env import _DistributedEnv
+
+        # One node whatever the cluster: with more, litdata's order would depend on how the replicas are placed.
+        return _DistributedEnv(world_size=num_replicas, global_rank=rank, num_nodes=1)
+    except (ImportError, TypeError) as error:
+        raise RuntimeError(
+            "This litdata version has no `litdata.utilities.env._DistributedEnv(world_size, global_rank, num_nodes)`, "
+            "which is needed for all stages of a replica to read the same data. "
+            "Install a version that this package was tested with: pip install litdata==0.2.76"
+        ) from error
+
+
+def _resume_as_replica(loader: Any, num_replicas: int, rank: int) -> None:
+    """On resuming, let the loader compare a checkpoint with the world of replicas, and keep its own cache folder."""
+    load_state_dict = type(loader).load_state_dict
+
+    def load_for_replica(state: dict[str, Any]) -> None:
+        dataset = loader.dataset
+        if isinstance(dataset, StreamingDataset) and dataset.input_dir.url is not None:
+            # A remote dataset is cached in a folder of each process; the checkpoint names the one of its writer.
+            own_folders = {"input_dir_path": None, "cache_dir_path": dataset.cache_dir.path}
+            state = {**state, "dataset": {**state["dataset"], **own_folders}}
+        with replica_environment(num_replicas, rank):
+            load_state_dict(loader, state)
+
+    loader.load_state_dict = load_for_replica

@@ -1,0 +1,289 @@
+"""The LightningDataModule that turns text into batches of token sequences."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
+from torch import Tensor
+
+from lightning_asyncpp.data.corpus import TEXT_PATTERNS
+from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.replica import replica_environment, use_replica
+from lightning_asyncpp.data.source import (
+    TextSource,
+    TokenSource,
+    default_cache_dir,
+    existing_tokens,
+    is_token_source,
+    is_uri,
+    load_tokenizer,
+)
+from lightning_asyncpp.data.token_dataset import count_sequences
+from lightning_asyncpp.data.tokenizer import Tokenizer
+
+
+class TextDataModule(L.LightningDataModule):
+    """Batches of token sequences from a folder of text, Python's standard library, or a litdata token dataset.
+
+    Text is tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` that is named after its content. A
+    batch is (batch, context_length + 1) int64; sequences do not overlap. The order depends on ``seed``, the epoch, the
+    replica, ``batch_size`` and ``num_workers``, and never on the number of pipeline stages.
+
+    Args:
+        source: a folder of text files; ``"stdlib"`` for the running Python's standard library; or a litdata dataset
+            that was written with ``TokensLoader``, as a folder or a URI such as ``s3://bucket/tokens``.
+        tokenizer: ``"byte"``, ``"bpe"`` to train one on the training files, or the path of a ``tokenizer.json``.
+            ``None`` stands for ``"byte"`` with text; with tokens it stands for whatever they were made with.
+        vocab_size: number of token ids: of the vocabulary to train with ``"bpe"``, and otherwise the one that the data
+            must have.
+        context_length: tokens that the model sees per sequence; a sample has one more, the last target.
+        batch_size: sequences per replica and training step.
+        val_fraction: share of the text files that are kept for validation, chosen by a hash of their names; 0 for no
+            validation.
+        val_source: folder or URI of the tokens to validate on, if ``source`` is a litdata dataset.
+        patterns: globs of the text files to take, relative to the folder.
+        max_bytes: most bytes of text to take; ``None`` for all.
+        cache_dir: folder for prepared datasets; ``None`` for ``lightning_asyncpp`` in the user's cache folder.
+        num_workers: processes that load data, per training process; 0 loads in the training process.
+        shuffle: whether to train in another order in every epoch.
+        drop_last: whether to leave out an incomplete last training batch. Validation leaves it out only if there are
+            several replicas, which must all have the same number of batches.
+        seed: seed of the order.
+    """
+
+    def __init__(
+        self,
+        source: str = "stdlib",
+        tokenizer: str | None = None,
+        vocab_size: int | None = None,
+        context_length: int = 256,
+        batch_size: int = 8,
+        val_fraction: float = 0.1,
+        val_source: str | None = None,
+        patterns: Sequence[str] = TEXT_PATTERNS,
+        max_bytes: int | None = None,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        seed: int = 42,
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.tokenizer_name = tokenizer
+        self.expected_vocab_size = vocab_size
+        self.context_length = context_length
+        self.batch_size = batch_size
+        self.val_fraction = val_fraction
+        self.val_source = val_source
+        self.patterns = tuple(patterns)
+        self.max_bytes = max_bytes
+        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self.num_workers = num_workers
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
+        self.tokens: TokenSource | None = None
+        if problems := self._wrong_arguments():
+            raise DataError("TextDataModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sample: the context and the last target."""
+        return self.context_length + 1
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; known before :meth:`setup` unless it is a property of the data."""
+        if self.tokens is not None and self.tokens.metadata is not None:
+            return self.tokens.metadata.vocab_size
+        if self.expected_vocab_size is not None:
+            return self.expected_vocab_size
+        if self.tokenizer_name is None and is_token_source(self.source):
+            raise DataError(f"{self.source} does not say its vocabulary; give vocab_size")
+        return self.tokenizer.vocab_size
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the data; a trained one exists after :meth:`setup`."""
+        folder = None if self.tokens is None else self.tokens.folder
+        if folder is not None and (folder / "tokenizer.json").exists():
+            return load_tokenizer(str(folder / "tokenizer.json"))
+        if self.tokenizer_name == "bpe":
+            raise DataError("the tokenizer is trained by prepare_data(); call it, and setup(), before")
+        return load_tokenizer(self.tokenizer_name or "byte")
+
+    def prepare_data(self) -> None:
+        """Tokenise the text unless that was done before; once per node."""
+        if not is_token_source(self.source):
+            self._text().prepare()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Find the token dataset and check it."""
+        if is_token_source(self.source):
+            self.tokens = existing_tokens(self.source, self.val_source)
+        else:
+            self.tokens = self._text().prepared()
+        self._check_vocabulary()
+        for split in (self.tokens.train, self.tokens.validation):
+            if split is not None and not is_uri(split):
+                self._check_sequences(split, batches=False)
+
+    def train_dataloader(self) -> StreamingDataLoader:
+        """Return the training batches of this process's replica."""
+        return self._loader(self._prepared().train, training=True)
+
+    def val_dataloader(self) -> StreamingDataLoader | list[Any]:
+        """Return the validation batches of this process's replica; an empty list without validation."""
+        validation = self._prepared().validation
+        return [] if validation is None else self._loader(validation, training=False)
+
+    def test_dataloader(self) -> StreamingDataLoader | list[Any]:
+        """Return the validation batches: a language model's test set is a choice of the user."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> StreamingDataLoader | list[Any]:
+        """Return the validation batches."""
+        return self.val_dataloader()
+
+    def _loader(self, split: str, training: bool) -> StreamingDataLoader:
+        num_replicas, rank = self._replica()
+        drop_last = self.drop_last if training else num_replicas > 1
+        if training and num_replicas > 1 and not drop_last:
+            raise DataError(
+                f"drop_last=False with {num_replicas} replicas gives them different numbers of batches; leave it True"
+            )
+        if not is_uri(split):
+            self._check_sequences(split, batches=drop_last)
+        # litdata reads tokens from a read-only map, which torch warns of, and copies them at once.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", module="litdata")
+        with replica_environment(num_replicas, rank):
+            dataset = StreamingDataset(
+                split,
+                cache_dir=self._download_folder() if is_uri(split) else None,
+                item_loader=TokensLoader(block_size=self.sequence_length),
+                shuffle=self.shuffle and training,
+                drop_last=drop_last,
+                seed=self.seed,
+                transform=_to_int64,
+            )
+            loader = StreamingDataLoader(
+                dataset,
+                batch_size=self.batch_size,
+                num_workers=self.num_workers,
+                pin_memory=torch.cuda.is_available(),
+            )
+        use_replica(loader, num_replicas, rank)
+        return loader
+
+    def _replica(self) -> tuple[int, int]:
+        sampler = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
+
+    def _download_folder(self) -> str:
+        # One folder per process: litdata deletes chunks behind a reader, and counts the other readers by world size,
+        # where the other stages of a replica do not appear.
+        rank = 0 if self.trainer is None else self.trainer.global_rank
+        folder = self.cache_dir / "streamed" / f"rank-{rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(folder)
+
+    def _prepared(self) -> TokenSource:
+        if self.tokens is None:
+            raise DataError("the data is not set up; call prepare_data() and setup() first, or give it to a Trainer")
+        return self.tokens
+
+    def _text(self) -> TextSource:
+        return TextSource(
+            self.source,
+            self.patterns,
+            self.tokenizer_name or "byte",
+            self.expected_vocab_size,
+            self.val_fraction,
+            self.max_bytes,
+            self.cache_dir,
+        )
+
+    def _check_sequences(self, split: str, batches: bool) -> None:
+        sequences = count_sequences(Path(split), self.sequence_length)
+        needed = self.batch_size * self._replica()[0] if batches else 1
+        if sequences < needed:
+            raise DataError(
+                f"{split} holds {sequences} sequences of context_length + 1 = {self.sequence_length} tokens, and at "
+                f"least {needed} are needed; lower context_length or batch_size, or give more text"
+            )
+
+    def _check_vocabulary(self) -> None:
+        metadata = self._prepared().metadata
+        if metadata is not None:
+            expected = self.expected_vocab_size
+            if self.tokenizer_name not in (None, "bpe"):
+                self._check_tokenizer(metadata.tokenizer, metadata.vocab_size)
+            elif expected is not None and self.tokenizer_name is None and expected != metadata.vocab_size:
+                raise DataError(
+                    f"{self.source} has a vocabulary of {metadata.vocab_size} token ids instead of vocab_size="
+                    f"{expected}; correct vocab_size, or name another dataset"
+                )
+        model = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
+        known = getattr(getattr(model, "config", None), "vocab_size", None)
+        needed = self.expected_vocab_size if metadata is None else metadata.vocab_size
+        if known is not None and needed is not None and needed > known:
+            raise DataError(
+                f"{self.source} has a vocabulary of {needed} token ids, and the model only {known}; "
+                f"build the model with vocab_size={needed}"
+            )
+
+    def _check_tokenizer(self, fingerprint: str, vocab_size: int) -> None:
+        tokenizer = self.tokenizer if self._prepared().folder is None else load_tokenizer(str(self.tokenizer_name))
+        if tokenizer.fingerprint != fingerprint:
+            raise DataError(
+                f"{self.source} was made by another tokenizer ({fingerprint}, {vocab_size} token ids) than "
+                f"tokenizer={self.tokenizer_name!r} ({tokenizer.fingerprint}, {tokenizer.vocab_size} token ids); "
+                "leave `tokenizer` out, or prepare the text again"
+            )
+
+    def _wrong_arguments(self) -> list[str]:
+        problems = [
+            f"{name}={value!r}: must be a whole number of at least {least}"
+            for name, value, least in (
+                ("context_length", self.context_length, 1),
+                ("batch_size", self.batch_size, 1),
+                ("num_workers", self.num_workers, 0),
+                ("seed", self.seed, 0),
+                ("max_bytes", 1 if self.max_bytes is None else self.max_bytes, 1),
+                ("vocab_size", 1 if self.expected_vocab_size is None else self.expected_vocab_size, 1),
+            )
+            if not isinstance(value, int) or isinstance(value, bool) or value < least
+        ]
+        if not 0 <= self.val_fraction < 1:
+            problems.append(f"val_fraction={self.val_fraction!r}: must be at least 0 and below 1")
+        if not self.patterns:
+            problems.append("patterns=[]: give at least one glob, for instance '**/*.txt'")
+        return problems + self._wrong_combinations()
+
+    def _wrong_combinations(self) -> list[str]:
+        problems = []
+        tokens, vocab_size = is_token_source(self.source), self.expected_vocab_size
+        if self.tokenizer_name == "bpe" and tokens:
+            problems.append(
+                "tokenizer='bpe': a vocabulary is trained on text, and source is a token dataset; leave it out"
+            )
+        elif self.tokenizer_name == "bpe" and (vocab_size is None or vocab_size < 257):
+            problems.append(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257, the bytes and an end")
+        if not tokens and self.tokenizer_name in (None, "byte") and vocab_size not in (None, 256):
+            problems.append(
+                f"vocab_size={vocab_size!r}: the byte tokenizer has 256; leave it out, or set tokenizer='bpe'"
+            )
+        if not tokens and self.val_source is not None:
+            problems.append(f"val_source={self.val_source!r}: is for token datasets; text is divided by val_fraction")
+        return problems
+
+
+def _to_int64(tokens: Tensor) -> Tensor:
+    return tokens.long()

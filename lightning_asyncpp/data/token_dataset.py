@@ -1,0 +1,197 @@
+"""Token datasets on disk: written once, in litdata's format, with what is known about them beside the chunks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from litdata import TokensLoader
+from litdata.streaming import Cache
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lightning_asyncpp.data.corpus import TextFile
+from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.replica import replica_environment
+from lightning_asyncpp.data.tokenizer import Tokenizer
+
+FORMAT_VERSION = 1
+METADATA = "metadata.json"
+INDEX = "index.json"
+_CHUNK_BYTES = 64 * 2**20
+_GROUP_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What is known about a token dataset."""
+
+    vocab_size: int
+    """Number of token ids of the tokenizer."""
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+    train_tokens: int
+    """Tokens to train on, ends of documents included."""
+    val_tokens: int
+    """Tokens to validate on; 0 without validation."""
+    dtype: str
+    """Integer type of the stored tokens, as torch names it."""
+    format_version: int = FORMAT_VERSION
+    """Raised whenever older readers would misread the folder."""
+
+
+def fingerprint(files: Sequence[TextFile], tokenizer: str, val_fraction: float) -> str:
+    """Hash of all that decides the content of a token dataset: names, sizes and times of files, tokenizer, split."""
+    listed = [(file.name, file.size, file.modified) for file in files]
+    content = json.dumps([FORMAT_VERSION, listed, tokenizer, val_fraction])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def write_token_dataset(
+    folder: Path, train: Sequence[TextFile], validation: Sequence[TextFile], tokenizer: Tokenizer
+) -> None:
+    """Tokenise the files and write ``folder`` with ``train/``, ``val/`` and ``metadata.json``.
+
+    All is written to a temporary folder beside it and renamed when complete, so that a crash leaves no half dataset
+    behind. If another process was faster, its folder stays.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        dtype = _smallest_dtype(tokenizer.vocab_size)
+        train_tokens = _write_split(temporary / "train", train, tokenizer, dtype)
+        val_tokens = _write_split(temporary / "val", validation, tokenizer, dtype) if validation else 0
+        tokenizer.save(temporary)
+        stored_as = str(dtype).removeprefix("torch.")
+        metadata = Metadata(tokenizer.vocab_size, tokenizer.fingerprint, train_tokens, val_tokens, stored_as)
+        (temporary / METADATA).write_text(json.dumps(asdict(metadata), indent=2))
+        temporary.chmod(0o755)  # mkdtemp keeps other users out, who may share the cache
+        _publish(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read ``metadata.json`` of a folder that :func:`write_token_dataset` wrote."""
+    if not (folder / METADATA).is_file():
+        raise DataError(f"{folder / METADATA} is missing; delete {folder} and have it prepared again")
+    content = _read_json(folder / METADATA, folder)
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{folder / METADATA} has format_version={version!r}, and this release reads {FORMAT_VERSION}; "
+            "delete the folder to have it prepared again, or use the release that wrote it"
+        )
+    try:
+        return Metadata(**content)
+    except TypeError as error:
+        raise DataError(f"{folder / METADATA} is damaged ({error}); {_mend(folder)}") from error
+
+
+def count_sequences(folder: Path, length: int) -> int:
+    """Check the chunks of one split of a token dataset and count its sequences.
+
+    Args:
+        folder: the folder that holds ``index.json`` and the chunks.
+        length: tokens per sequence.
+    """
+    index = _read_json(folder / INDEX, folder)
+    try:
+        kind, chunks = index["config"]["data_format"][0], index["chunks"]
+        tokens = [(chunk["filename"], chunk["chunk_bytes"], chunk["dim"]) for chunk in chunks]
+    except (KeyError, TypeError, IndexError) as error:
+        raise DataError(f"{folder / INDEX} is damaged (no {error}); {_mend(folder)}") from error
+    if not str(kind).startswith("no_header_") or any(count is None for _, _, count in tokens):
+        raise DataError(
+            f"{folder} is a litdata dataset of {kind!r}, not of tokens; "
+            "write it with litdata.optimize(..., item_loader=TokensLoader()) from 1-d integer tensors"
+        )
+    for name, size, _ in tokens:
+        _check_chunk(folder, name, size)
+    return sum(count // length for _, _, count in tokens)
+
+
+def _check_chunk(folder: Path, name: str, size: int) -> None:
+    path = folder / name
+    if not path.is_file():
+        raise DataError(f"{path} is missing, though {INDEX} lists it; {_mend(folder)}")
+    if path.stat().st_size != size:
+        raise DataError(f"{path} has {path.stat().st_size} bytes instead of {size}; {_mend(folder)}")
+
+
+def _write_split(folder: Path, files: Sequence[TextFile], tokenizer: Tokenizer, dtype: torch.dtype) -> int:
+    total = 0
+    # Written in this process: litdata.optimize would spawn others, which run the user's script once more where it has
+    # no `if __name__ == "__main__"`, and would leave the order of the chunks to chance.
+    with replica_environment(num_replicas=1, rank=0):
+        cache = Cache(str(folder), chunk_bytes=_CHUNK_BYTES, item_loader=TokensLoader())
+        for index, tokens in enumerate(_tokenised(files, tokenizer, dtype)):
+            cache[index] = tokens
+            total += tokens.numel()
+        cache.done()
+        cache.merge()
+    return total
+
+
+def _tokenised(files: Sequence[TextFile], tokenizer: Tokenizer, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the tokens of some documents at a time, each followed by the end of a document: (length,) ``dtype``."""
+    end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
+    ending = torch.tensor(end, dtype=dtype)
+    for group in _groups(tqdm(files, desc="tokenising", unit="file", leave=False)):
+        encoded = tokenizer.encode_batch([file.read() for file in group])
+        tokens = torch.cat([part for document in encoded for part in (document.to(dtype), ending)])
+        if tokens.numel():
+            yield tokens
+
+
+def _groups(files: Iterable[TextFile]) -> Iterator[list[TextFile]]:
+    group: list[TextFile] = []
+    size = 0
+    for file in files:
+        group.append(file)
+        size += file.size
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _smallest_dtype(vocab_size: int) -> torch.dtype:
+    limits = ((2**8, torch.uint8), (2**16, torch.uint16), (2**31, torch.int32))
+    return next(dtype for limit, dtype in limits if vocab_size <= limit)
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        if not (folder / METADATA).is_file():
+            raise
+
+
+def _read_json(path: Path, folder: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise DataError(f"{path} is missing; {_mend(folder)}")
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON ({error}); {_mend(folder)}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds no JSON object; {_mend(folder)}")
+    return content
+
+
+def _mend(folder: Path) -> str:
+    for prepared in (folder, folder.parent):
+        if (prepared / METADATA).exists():
+            return f"delete {prepared} and have it prepared again, or restore it from where it came"
+    return f"restore {folder} from where it came"

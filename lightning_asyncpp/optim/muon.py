@@ -1,0 +1,96 @@
+"""Muon's update of one parameter group: momentum, orthogonalisation, decoupled weight decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_asyncpp.optim.newton_schulz import orthogonalize
+
+BATCH_ELEMENTS = 2**25
+"""Elements joined into one product: enough to fill a GPU, small beside the model (64 MiB in bfloat16)."""
+
+
+class Stack(NamedTuple):
+    """Views of a weight, its gradient and its momentum, each of shape (matrices, rows, columns)."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+    fan_out: int
+    fan_in: int
+
+
+@torch.no_grad()
+def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> None:
+    """Update every parameter of ``group`` that has a gradient; the momentum is ``state[p]["momentum_buffer"]``."""
+    params = [p for p in group["params"] if p.grad is not None]
+    for p in params:
+        if p.grad.is_sparse:
+            raise RuntimeError("Muon does not support sparse gradients: make them dense (sparse=False)")
+        if "momentum_buffer" not in state[p]:
+            state[p]["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
+    stacks = [stack for p in params for stack in _stacks(p, state[p]["momentum_buffer"])]
+    for batch in _batches(stacks, group["batched"]):
+        _step_batch(batch, group)
+
+
+def lr_scale(adjust_lr: str, fan_out: int, fan_in: int) -> float:
+    """Return the factor on a matrix's learning rate, as ``adjust_lr_fn`` of torch.optim.Muon."""
+    if adjust_lr == "original":
+        return math.sqrt(max(1, fan_out / fan_in))
+    return 0.2 * math.sqrt(max(fan_out, fan_in))
+
+
+def _step_batch(batch: list[Stack], group: dict[str, Any]) -> None:
+    lr, momentum = group["lr"], group["momentum"]
+    directions = []
+    for stack in batch:
+        stack.momentum.lerp_(stack.grad, 1 - momentum)
+        directions.append(stack.grad.lerp(stack.momentum, momentum) if group["nesterov"] else stack.momentum)
+    steps = orthogonalize(
+        directions,
+        steps=group["newton_schulz_steps"],
+        coefficients=tuple(group["coefficients"]),
+        dtype=getattr(torch, group["newton_schulz_dtype"]),
+    ).split([stack.weight.size(0) for stack in batch])
+    for stack, step in zip(batch, steps):
+        stack.weight.mul_(1 - lr * group["weight_decay"])
+        stack.weight.add_(step, alpha=-lr * lr_scale(group["adjust_lr"], stack.fan_out, stack.fan_in))
+
+
+def _stacks(p: Tensor, momentum: Tensor) -> Iterator[Stack]:
+    """Cut a weight into stacks of bounded size, a rule that sees nothing but this weight's own shape."""
+    views = [t if t.ndim == 3 else t.unsqueeze(0) for t in (p.detach(), p.grad, momentum) if t is not None]
+    matrices = max(1, BATCH_ELEMENTS // math.prod(p.shape[-2:]))
+    rows, columns = p.shape[-2:]
+    fans = (rows, columns) if p.ndim == 2 else (columns, rows)  # nn.Linear keeps (out, in), experts (in, out)
+    for weight, grad, buffer in zip(*(view.split(matrices) for view in views)):
+        yield Stack(weight, grad, buffer, *fans)
+
+
+def _batches(stacks: list[Stack], batched: bool | None) -> Iterator[list[Stack]]:
+    """Join stacks of equal matrices up to ``BATCH_ELEMENTS``."""
+    batches: dict[Any, list[Stack]] = {}
+    elements: dict[Any, int] = {}
+    for stack in stacks:
+        key, size = (stack.weight.shape[-2:], stack.weight.device), stack.weight.numel()
+        full = elements.get(key, 0) + size > BATCH_ELEMENTS
+        if key in batches and (full or not _may_batch(stack.weight.device, batched)):
+            yield batches.pop(key)
+            elements[key] = 0
+        batches.setdefault(key, []).append(stack)
+        elements[key] = elements.get(key, 0) + size
+    yield from batches.values()
+
+
+def _may_batch(device: torch.device, batched: bool | None) -> bool:
+    if batched is not None:
+        return batched
+    # On a CPU a batched product is no faster. On a GPU the library may choose another kernel for another batch size,
+    # so whoever asks for deterministic results gets them independent of which matrices share a stage.
+    return device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,181 @@
+"""A pipeline from set-up to the end, as both the Trainer's and Fabric's strategies use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_asyncpp.pipeline.engine import Engine, Update
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.runner import UserHooks
+from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
+from lightning_asyncpp.pipeline.stage import Stage, cut
+from lightning_asyncpp.pipeline.ticket import TicketOffice
+from lightning_asyncpp.pipeline.update import clip_coefficient
+
+ApplyStep = Callable[[], None]
+
+
+class PipelineSession:
+    """Everything that a strategy holds about its pipeline.
+
+    Args:
+        settings: the user's choices.
+    """
+
+    def __init__(self, settings: PipelineSettings) -> None:
+        self.settings = settings
+        self.mesh: Mesh | None = None
+        self.resolved: ResolvedSettings | None = None
+        self.stage: Stage | None = None
+        self.engine: Engine | None = None
+        self.optimizer: Optimizer | None = None
+        self.seed = 0
+        self.failure: BaseException | None = None
+        self._office: TicketOffice | None = None
+        self._norm: float | None = None
+
+    def connect(self, rank: int, world_size: int) -> Mesh:
+        """Fit the settings to the world and make the process groups; a collective call.
+
+        Raises:
+            ConfigurationError: the settings do not fit; every rank finds the same.
+        """
+        resolved = self.settings.resolved(world_size)
+        if self.mesh is None or self.mesh.rank != rank or self.mesh.world_size != world_size:
+            self.resolved = resolved
+            self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank)
+            self.mesh.connect()
+        return self.mesh
+
+    def cut(self, model: nn.Module, seed: int, device: torch.device, root: nn.Module | None = None) -> Stage:
+        """Reduce ``model`` to this rank's stage, once; its meta tensors are materialised on ``device``."""
+        mesh = self._connected()
+        if self.stage is None or self.stage.model is not model:
+            self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root)
+        self.seed = seed
+        return self.stage
+
+    def start(self, hooks: UserHooks, device: torch.device, training: bool) -> Engine:
+        """Make the engine; replicas start from replica 0's weights. A collective call.
+
+        Args:
+            hooks: the user's side.
+            device: where the stage lives.
+            training: whether weights will be updated; evaluation needs no second version.
+        """
+        mesh, stage = self._connected(), self.stage
+        assert stage is not None, "cut() comes before start()"
+        stage.refresh()
+        self._copy_from_first_replica(stage)
+        settings = self.settings if training else self.settings.with_delay(0)
+        self.failure = None
+        self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), self.seed, device, hooks)
+        return self.engine
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know."""
+        self.optimizer = optimizer
+        self._office = TicketOffice(optimizer)
+        if callable(set_delay := getattr(optimizer, "set_delay", None)):
+            set_delay(self.settings.delay)
+
+    def close(self, payload: Tensor | None = None) -> None:
+        """End the mini-batch and file its ticket."""
+        assert self._office is not None, "attach() an optimizer before training"
+        self.running().close(self._office.file(), payload)
+
+    def apply_due(self, step: ApplyStep) -> list[Update]:
+        """Apply the updates whose time has come; ``step`` clips and steps the optimizer."""
+        return self.running().apply_due(lambda update: self._apply(update, step))
+
+    def drain(self, step: ApplyStep) -> list[Update]:
+        """Finish what is in flight and apply every outstanding update."""
+        return self.running().drain(lambda update: self._apply(update, step))
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of the update being applied to a norm over all stages of ``max_norm``.
+
+        Returns:
+            The norm before clipping.
+        """
+        if norm_type != 2.0:
+            raise ConfigurationError(
+                f"norm_type={norm_type}: over pipeline stages gradients are clipped by their 2-norm only; leave it out"
+            )
+        if self._norm is None:
+            raise RuntimeError("gradients can be clipped only while an update is applied")
+        factor = clip_coefficient(self._norm, max_norm)
+        if factor < 1.0:
+            for parameter in self.running().weights.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return torch.tensor(self._norm)
+
+    def running(self) -> Engine:
+        """The engine.
+
+        Raises:
+            RuntimeError: the pipeline was not started, or failed before: nobody would answer.
+        """
+        if self.failure is not None:
+            raise RuntimeError(
+                "the pipeline failed and its ranks no longer answer each other:"
+                f" {type(self.failure).__name__}: {self.failure}"
+            ) from self.failure
+        if self.engine is None:
+            raise RuntimeError("the pipeline is not set up yet")
+        return self.engine
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first failure: from now on every collective of this session raises."""
+        if self.failure is None:
+            self.failure = error
+
+    def finish(self) -> None:
+        """Let go of the engine, after every message has arrived; a collective unless the session failed."""
+        if self.engine is not None and self.failure is None and self.engine.runner.transport is not None:
+            self.engine.runner.transport.settle()
+            dist.barrier(group=self._groups().host)
+        if self.engine is not None:
+            self.engine.release()
+        self.engine = None
+
+    def _apply(self, update: Update, step: ApplyStep) -> None:
+        assert self._office is not None
+        self._norm = update.message.norm
+        with self._office.redeemed(update.ticket), self._lend(update):
+            step()
+        self._norm = None
+
+    @contextmanager
+    def _lend(self, update: Update) -> Iterator[None]:
+        # An optimizer that compares weights before and after its step need not copy them: the older version is alive.
+        lend: Any = getattr(self.optimizer, "weights_before", None)
+        with lend(update.weights_before) if callable(lend) and update.weights_before is not None else nullcontext():
+            yield
+
+    def _copy_from_first_replica(self, stage: Stage) -> None:
+        mesh = self._connected()
+        group = mesh.groups.data_parallel if mesh.groups is not None else None
+        if group is None:
+            return
+        source = mesh.rank_of(mesh.stage, replica=0)
+        for tensor in stage.state_dict().values():
+            dist.broadcast(tensor, source, group=group)
+
+    def _connected(self) -> Mesh:
+        assert self.mesh is not None, "connect() comes first"
+        return self.mesh
+
+    def _groups(self) -> Any:
+        groups = self._connected().groups
+        assert groups is not None
+        return groups

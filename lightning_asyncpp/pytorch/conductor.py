@@ -1,0 +1,121 @@
+"""The callback that stands first in line: what others read after a batch, weights or metrics, it has made ready."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+from lightning.pytorch import Callback, LightningModule
+
+from lightning_asyncpp.pytorch import private
+
+if TYPE_CHECKING:
+    from lightning_asyncpp.pytorch.strategy import PipelineStrategy
+
+
+class Conductor(Callback):
+    """Drains the pipeline when what follows a batch reads weights or metrics, and logs what became known.
+
+    Args:
+        strategy: the strategy whose pipeline it is.
+    """
+
+    def __init__(self, strategy: PipelineStrategy) -> None:
+        self.strategy = strategy
+        self._stopping = False
+
+    @classmethod
+    def install(cls, trainer: L.Trainer, strategy: PipelineStrategy) -> None:
+        """Put a conductor in front of the trainer's callbacks and take over what Lightning does per batch."""
+        callbacks = [c for c in trainer.callbacks if not isinstance(c, Conductor)]  # type: ignore[attr-defined]
+        conductor = cls(strategy)
+        trainer.callbacks = [conductor, *callbacks]  # type: ignore[attr-defined]
+        private.replace_sigterm_broadcast(trainer, conductor.on_sigterm)
+        private.replace_step_logging(trainer, lambda: conductor.at_end_of_batch(trainer))
+
+    def on_sigterm(self) -> None:
+        """Ask all ranks to end after a common batch."""
+        engine = self.strategy.session.engine
+        if engine is not None and self.strategy.session.optimizer is not None:
+            engine.requested.interrupted = True
+        else:
+            private.set_received_sigterm(self.strategy._module.trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the last update brought; drain if anything that follows needs it."""
+        self.strategy.step_metrics.log_received()
+        engine = self.strategy.session.running()
+        if self._must_drain(trainer, batch_idx):
+            self.strategy.drain()
+            self.strategy.step_metrics.log_received()
+        if engine.agreed.interrupted:
+            private.set_received_sigterm(trainer)
+        if engine.agreed.finished:
+            self._stopping = trainer.should_stop = True
+
+    def at_end_of_batch(self, trainer: L.Trainer) -> None:
+        """Hold back a stop that a callback of this rank alone may have decided on, until all ranks know of it."""
+        if trainer.should_stop and not self._stopping:
+            trainer.should_stop = False
+            self.strategy.session.running().requested.finished = True
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Log torchmetrics objects of the epoch."""
+        self.strategy.step_metrics.log_metric_objects(training=True)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Log torchmetrics objects of loaders without a length."""
+        self.strategy.step_metrics.log_metric_objects(training=False)
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Log torchmetrics objects of loaders without a length."""
+        self.strategy.step_metrics.log_metric_objects(training=False)
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Log what a loader brought, after its last batch."""
+        limits = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._log_evaluation(limits, batch_idx, dataloader_idx)
+
+    def on_test_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Log what a loader brought, after its last batch."""
+        self._log_evaluation(trainer.num_test_batches, batch_idx, dataloader_idx)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let callbacks that save on an exception fail instead of waiting for ranks that do not answer."""
+        engine = self.strategy.session.engine
+        agreed_and_drained = engine is not None and engine.agreed.interrupted and engine.idle
+        if not agreed_and_drained:
+            self.strategy.session.fail(exception)
+
+    def _log_evaluation(self, limits: list[int | float], batch_idx: int, dataloader_idx: int) -> None:
+        limit = limits[dataloader_idx] if dataloader_idx < len(limits) else float("inf")
+        # Without a length only the loop knows which batch is the last: exchange after every one.
+        if limit == float("inf") or batch_idx + 1 >= limit:
+            self.strategy.step_metrics.log_evaluation(whole_loader=limit != float("inf"))
+
+    def _must_drain(self, trainer: L.Trainer, batch_idx: int) -> bool:
+        engine = self.strategy.session.running()
+        last = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
+        done = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        stopping = engine.agreed.interrupted or engine.agreed.finished
+        saving = any(private.checkpoint_is_due(c, trainer.global_step) for c in trainer.checkpoint_callbacks)
+        plateau = any(c.reduce_on_plateau and c.interval == "step" for c in trainer.lr_scheduler_configs)
+        return last or done or stopping or saving or plateau or private.validation_is_due(trainer)

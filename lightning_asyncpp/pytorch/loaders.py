@@ -1,0 +1,84 @@
+"""Data loaders under a pipeline: middle stages read nothing, and all stages of a replica read the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_asyncpp.data.replica import use_replica
+
+
+class PlaceholderBatch:
+    """Stands where a middle stage would have a batch."""
+
+    def __repr__(self) -> str:
+        return "<no batch: this is a middle stage of the pipeline>"
+
+
+class PlaceholderLoader:
+    """As many placeholders as a loader has batches; the loader itself is never iterated.
+
+    Args:
+        loader: the loader of this replica, with a length.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.sampler = getattr(loader, "sampler", None)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[PlaceholderBatch]:
+        return (PlaceholderBatch() for _ in range(len(self)))
+
+
+class StatefulPlaceholderLoader(PlaceholderLoader):
+    """A placeholder for a loader that can be resumed: the state lives on the ranks that read."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take up."""
+
+
+def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bool) -> object:
+    """Return the loader that a stage iterates instead of ``loader``.
+
+    Args:
+        loader: what the user gave; a litdata loader is told the replica, it would otherwise split by rank.
+        num_replicas: number of replicas.
+        replica: index of this rank's.
+        needs_data: whether this is the first or the last stage. The others iterate placeholders if the loader has a
+            length, and otherwise the loader itself, since only it knows when an epoch ends.
+    """
+    if _is_litdata(loader):
+        use_replica(loader, num_replicas, replica)
+    if needs_data or not _has_length(loader):
+        return loader
+    stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    return StatefulPlaceholderLoader(loader) if stateful else PlaceholderLoader(loader)
+
+
+def _is_litdata(loader: object) -> bool:
+    streaming = sys.modules.get("litdata.streaming.dataset")  # not imported: then the user has no such loader
+    return (
+        streaming is not None
+        and isinstance(loader, DataLoader)
+        and isinstance(loader.dataset, streaming.StreamingDataset)
+    )
+
+
+def _has_length(loader: object) -> bool:
+    if not isinstance(loader, Sized):
+        return False
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True

@@ -1,0 +1,211 @@
+"""``self.log`` inside micro-batches: gathered on the last stage, known to every rank with the update, logged once.
+
+The values of a batch travel in the control message of its mini-batch, as numbers at agreed places. What stands where
+(the schema) is exchanged only when it changes. Every rank then logs the same value under the same name, so callbacks
+that decide on a metric decide alike everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import numbers
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+_HEAD = 3  # schema, loss, weight of the loss
+_REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What ``self.log`` was told about a name."""
+
+    name: str
+    reduction: str
+    prog_bar: bool
+    logger: bool | None
+    on_step: bool
+    on_epoch: bool
+    add_dataloader_idx: bool = True
+
+
+@dataclass
+class Accumulator:
+    """Values of one name over micro-batches."""
+
+    reduction: str
+    value: float | None = None
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        """Take in a value that stands for ``weight`` (samples, tokens)."""
+        self.weight += weight
+        if self.value is None:
+            self.value = value * weight if self.reduction == "mean" else value
+        elif self.reduction == "mean":
+            self.value += value * weight
+        elif self.reduction == "sum":
+            self.value += value
+        else:
+            self.value = min(self.value, value) if self.reduction == "min" else max(self.value, value)
+
+    def result(self) -> float:
+        """The value so far."""
+        assert self.value is not None
+        if self.reduction == "mean":
+            return self.value / self.weight if self.weight else float("nan")
+        return self.value
+
+
+@dataclass
+class LogRecorder:
+    """Takes the place of ``LightningModule.log`` while a micro-batch runs.
+
+    Attributes:
+        on_step, on_epoch: what they default to in the step that runs.
+        entries: name -> what was logged, in order of appearance.
+        values: name -> its values.
+        metrics: name -> the torchmetrics object logged under it.
+        weight: of the micro-batch that runs.
+    """
+
+    on_step: bool
+    on_epoch: bool
+    entries: dict[str, Entry] = field(default_factory=dict)
+    values: dict[str, Accumulator] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    metric_entries: dict[str, Entry] = field(default_factory=dict)
+    weight: float = 0.0
+    _pending: list[tuple[Entry, Tensor | float, float]] = field(default_factory=list)
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Record a value; arguments as in :meth:`lightning.pytorch.LightningModule.log`.
+
+        ``sync_dist`` is implied: the value is always reduced over micro-batches and replicas.
+        """
+        entry = Entry(
+            name, _reduction(name, reduce_fx), prog_bar, logger,
+            self.on_step if on_step is None else on_step, self.on_epoch if on_epoch is None else on_epoch,
+            add_dataloader_idx,
+        )  # fmt: skip
+        if isinstance(value, Metric):
+            self._log_metric_object(entry, value)
+            return
+        if not isinstance(value, (Tensor, numbers.Number)) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise ConfigurationError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a Metric")
+        if self.entries.setdefault(name, entry) != entry:
+            raise ConfigurationError(f"self.log({name!r}, ...) was called twice with different arguments")
+        kept = value.detach() if isinstance(value, Tensor) else float(value)  # type: ignore[arg-type]
+        self._pending.append((entry, kept, float(self.weight if batch_size is None else batch_size)))
+
+    def _log_metric_object(self, entry: Entry, metric: Metric) -> None:
+        """Keep the object for the epoch's end; its value on this micro-batch is one like any other."""
+        self.metrics[entry.name], self.metric_entries[entry.name] = metric, entry
+        value = getattr(metric, "_forward_cache", None)
+        if entry.on_step and isinstance(value, Tensor) and value.numel() == 1:
+            name = f"{entry.name}_step" if entry.on_epoch else entry.name
+            self.log(name, value, entry.prog_bar, entry.logger, on_step=True, on_epoch=False)
+
+    def settle(self) -> None:
+        """Turn what was recorded into numbers: one host synchronisation per batch instead of one per value."""
+        for entry, value, weight in self._pending:
+            if weight or entry.reduction != "mean":
+                self.values.setdefault(entry.name, Accumulator(entry.reduction)).add(float(value), weight)
+        self._pending.clear()
+
+    def clear(self) -> None:
+        """Forget the values; names and torchmetrics objects stay."""
+        self._pending.clear()
+        self.values.clear()
+        self.entries.clear()
+
+    def schema(self) -> str:
+        """Names and options in the order of the values, as JSON."""
+        return json.dumps([asdict(self.entries[name]) for name in self.values])
+
+    def encode(self, slots: int, loss: Tensor | None, weight: float) -> Tensor:
+        """Pack the values into a vector of :func:`payload_length` fp64 numbers."""
+        self.settle()
+        if len(self.values) > slots:
+            raise ConfigurationError(
+                f"{len(self.values)} names were logged in one batch, more than metric_slots={slots}: raise it"
+            )
+        payload = torch.zeros(payload_length(slots), dtype=torch.float64)
+        payload[0] = schema_number(self.schema())
+        payload[1], payload[2] = (0.0 if loss is None else float(loss)), weight
+        for index, accumulator in enumerate(self.values.values()):
+            payload[_HEAD + 2 * index] = accumulator.result()
+            payload[_HEAD + 2 * index + 1] = accumulator.weight
+        return payload
+
+
+def payload_length(slots: int) -> int:
+    """Length of the vector that carries up to ``slots`` values."""
+    return _HEAD + 2 * slots
+
+
+def schema_number(schema: str) -> int:
+    """A number that stands for a schema; 0 is the empty one's."""
+    return 0 if schema == "[]" else zlib.crc32(schema.encode()) + 1
+
+
+def decode_schema(schema: str) -> list[Entry]:
+    """Read what :meth:`LogRecorder.schema` wrote."""
+    return [Entry(**fields) for fields in json.loads(schema)]
+
+
+def combine(payload: Tensor, entries: list[Entry]) -> list[tuple[Entry, float, float]]:
+    """Values of a mini-batch over all replicas.
+
+    Args:
+        payload: shape (replicas, payload length).
+        entries: what stands at the places.
+
+    Returns:
+        For every entry its value and the weight that it stands for.
+    """
+    combined = []
+    for index, entry in enumerate(entries):
+        accumulator = Accumulator(entry.reduction)
+        for value, weight in payload[:, _HEAD + 2 * index : _HEAD + 2 * index + 2].tolist():
+            accumulator.add(value, weight)
+        combined.append((entry, accumulator.result(), accumulator.weight))
+    return combined
+
+
+def mean_loss(payload: Tensor) -> float:
+    """Weighted mean of the replicas' losses."""
+    weight = float(payload[:, 2].sum())
+    return float((payload[:, 1] * payload[:, 2]).sum()) / weight if weight else float("nan")
+
+
+def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:
+    text = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", repr(reduce_fx))
+    text = "mean" if text == "avg" else text
+    if text not in _REDUCTIONS:
+        raise ConfigurationError(f"self.log({name!r}, reduce_fx={text!r}): use one of {', '.join(_REDUCTIONS)}")
+    return text

@@ -1,0 +1,99 @@
+"""The private names of Lightning that the strategies need, each behind one function that fails loudly without it.
+
+Lightning has no public way to replace its per-batch broadcast of SIGTERM, to ask whether validation is due, or to log a
+metric with the step that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+
+class LightningChangedError(RuntimeError):
+    """A private name of Lightning that this package relies on is gone."""
+
+    def __init__(self, owner: object, name: str, purpose: str) -> None:
+        super().__init__(
+            f"lightning {L.__version__} has no {type(owner).__name__}.{name}, which lightning_asyncpp needs to"
+            f" {purpose}; install a lightning version that it was tested with (2.6)"
+        )
+
+
+def _required(owner: object, name: str, purpose: str) -> Any:
+    if not hasattr(owner, name):
+        raise LightningChangedError(owner, name, purpose)
+    return getattr(owner, name)
+
+
+def replace_sigterm_broadcast(trainer: Trainer, on_sigterm: Callable[[], None]) -> None:
+    """Drop the blocking broadcast of every batch; ``on_sigterm`` is called when this process receives SIGTERM."""
+    purpose = "agree on SIGTERM without a broadcast in every batch"
+    loop = trainer.fit_loop.epoch_loop
+    connector = _required(trainer, "_signal_connector", purpose)
+    _required(loop, "_broadcast_sigterm_tensor", purpose)
+    _required(connector, "_sigterm_notifier_fn", purpose)
+    vars(loop)["_broadcast_sigterm_tensor"] = lambda: None
+
+    def notify(signum: int, _: Any) -> None:
+        if trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)
+        on_sigterm()
+
+    connector._sigterm_notifier_fn = notify
+
+
+def set_received_sigterm(trainer: Trainer) -> None:
+    """Let Lightning end the run after this batch; every rank calls it at the same batch."""
+    _required(trainer, "_signal_connector", "end a run on SIGTERM").received_sigterm = True
+
+
+def validation_is_due(trainer: Trainer) -> bool:
+    """Whether the training loop validates after the current batch."""
+    loop = trainer.fit_loop.epoch_loop
+    check = _required(loop, "_should_check_val_fx", "drain the pipeline before validation")
+    fetcher = _required(trainer.fit_loop, "_data_fetcher", "drain the pipeline before validation")
+    return bool(check(fetcher))
+
+
+def has_timed_validation(trainer: Trainer) -> bool:
+    """Whether ``val_check_interval`` is a time: every rank would decide by its own clock."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
+    """Whether a checkpoint callback saves after the current batch, as far as its step interval says."""
+    every = getattr(callback, "_every_n_train_steps", 0) or 0
+    return every > 0 and global_step % every == 0
+
+
+def replace_step_logging(trainer: Trainer, at_end_of_batch: Callable[[], None]) -> None:
+    """Log no step metrics at the end of a batch, but call ``at_end_of_batch``; see :func:`log_step_metrics`."""
+    purpose = "log metrics with the step that they belong to"
+    connector = _required(trainer, "_logger_connector", purpose)
+    _required(connector, "update_train_step_metrics", purpose)
+    connector.update_train_step_metrics = at_end_of_batch
+
+
+def log_step_metrics(trainer: Trainer, batches_ago: int) -> None:
+    """Send the step metrics to the loggers as those of the batch ``batches_ago`` batches before the current one."""
+    purpose = "log metrics with the step that they belong to"
+    connector = _required(trainer, "_logger_connector", purpose)
+    step = _required(trainer.fit_loop.epoch_loop, "_batches_that_stepped", purpose) - batches_ago
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    due = every > 0 and (step + 1) % every == 0
+    if due or trainer.should_stop:
+        metrics = dict(_required(connector, "metrics", purpose)["log"])
+        if metrics:
+            metrics.setdefault("epoch", trainer.current_epoch)
+            connector.log_metrics(metrics, step=step)
+
+
+def current_hook(module: LightningModule) -> str | None:
+    """Name of the hook that Lightning is running."""
+    hook: str | None = _required(module, "_current_fx_name", "know where a metric is logged")
+    return hook

@@ -1,0 +1,90 @@
+"""Configurations of a Trainer that cannot be run right, each with the mend; all are found before training starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import lightning as L
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_asyncpp.pytorch import private
+
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+_CALLBACKS: tuple[tuple[type, str], ...] = (
+    (WeightAveraging, "it averages a whole model, but each rank holds one stage and two versions of it"),
+    (StochasticWeightAveraging, "it averages a whole model and swaps weights, but each rank holds one stage"),
+    (ModelPruning, "it rewrites parameters while two versions of them are alive"),
+    (BaseFinetuning, "it freezes and unfreezes parameters while the engine holds two versions of the trainable ones"),
+    (LearningRateFinder, "it runs and rolls back training by itself; search with single runs of a few hundred steps"),
+    (BatchSizeFinder, "it needs an out-of-memory error on all ranks at once; choose batch_size by hand"),
+)
+
+
+def trainer_problems(trainer: L.Trainer) -> list[str]:
+    """What the Trainer's arguments and callbacks ask for that a pipeline cannot do."""
+    problems = []
+    if trainer.precision not in _PRECISIONS:
+        problems.append(
+            f"precision={trainer.precision!r} is not supported: fp16 needs a loss scale that all stages agree on before"
+            f" the backward; use one of {', '.join(_PRECISIONS)}"
+        )
+    if private.has_timed_validation(trainer):
+        problems.append(
+            "val_check_interval is a time: every rank would decide by its own clock; give a number of batches"
+        )
+    return problems + _callback_problems(trainer)
+
+
+def _callback_problems(trainer: L.Trainer) -> list[str]:
+    problems = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for refused, reason in _CALLBACKS:
+            if isinstance(callback, refused):
+                problems.append(f"{type(callback).__name__} cannot work under a pipeline: {reason}; leave it out")
+                break
+    return problems
+
+
+def module_problems(module: LightningModule, trainer: L.Trainer) -> list[str]:
+    """What the LightningModule does that a pipeline cannot follow."""
+    problems = []
+    if not module.automatic_optimization:
+        problems.append(
+            "automatic_optimization=False: with manual optimization the module decides when to step, but an update"
+            " comes one batch after its gradient; use automatic optimization"
+        )
+    if not isinstance(getattr(module, "model", None), nn.Module):
+        problems.append(
+            f"{type(module).__name__} has no self.model: assign the network to it, as an nn.Sequential or a module with"
+            " pipeline_layers(), in __init__ or configure_model"
+        )
+    if (
+        trainer.state.fn == TrainerFn.FITTING
+        and "dataloader_iter" in inspect.signature(module.training_step).parameters
+    ):
+        problems.append("training_step(dataloader_iter) is not supported: the pipeline cuts batches; take a batch")
+    if (reduction := getattr(module, "loss_reduction", "mean")) not in ("mean", "sum"):
+        problems.append(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
+    return problems
+
+
+def optimizer_problems(optimizers: Sequence[Optimizer]) -> list[str]:
+    """What configure_optimizers returned that one update per mini-batch cannot use."""
+    if len(optimizers) != 1:
+        return [
+            f"configure_optimizers returned {len(optimizers)} optimizers: a pipeline has exactly one update per"
+            " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
+        ]
+    return []

@@ -1,0 +1,236 @@
+"""What the steps log: recorded per micro-batch on the last stage, logged per batch on every rank."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_asyncpp.pipeline.agreement import exchange
+from lightning_asyncpp.pipeline.engine import BatchOutput, Update
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.log_recorder import (
+    Accumulator,
+    Entry,
+    LogRecorder,
+    combine,
+    decode_schema,
+    mean_loss,
+    payload_length,
+)
+from lightning_asyncpp.pytorch.merge_outputs import merge_outputs
+
+if TYPE_CHECKING:
+    from lightning_asyncpp.pytorch.strategy import PipelineStrategy
+
+_EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
+
+
+class StepMetrics:
+    """Stands between ``self.log`` and Lightning for the steps that run in micro-batches.
+
+    Args:
+        strategy: the strategy whose steps they are.
+    """
+
+    def __init__(self, strategy: PipelineStrategy) -> None:
+        self.strategy = strategy
+        self._train = LogRecorder(on_step=True, on_epoch=False)
+        self._evaluation = LogRecorder(on_step=False, on_epoch=True)
+        self._active: LogRecorder | None = None
+        self._schemas: dict[int, list[Entry]] = {0: []}  # the same on all ranks
+        self._own_schemas: dict[int, str] = {}
+        self._updates: deque[tuple[Update, list[Entry]]] = deque()
+        self._losses: list[tuple[Tensor, float]] = []
+        self._module: LightningModule | None = None
+        self._trainer: L.Trainer | None = None
+        self._log: Callable[..., None] | None = None
+
+    def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
+        """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone."""
+        self.disconnect()
+        self._trainer, self._module, self._log = trainer, module, module.log
+        module.log = self._dispatch  # type: ignore[method-assign]
+        # What is logged here is the same on all ranks already.
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
+        groups = self.strategy._mesh.groups
+        for metric in (m for m in module.modules() if isinstance(m, Metric)):
+            group = groups.last_stages if groups is not None else None
+            metric.process_group = group
+            metric.sync_on_compute = group is not None
+            metric.dist_sync_on_step = False
+
+    def disconnect(self) -> None:
+        """Give ``module.log`` back."""
+        if self._module is not None:
+            self._module.__dict__.pop("log", None)
+        self._module = self._trainer = self._log = None
+        self._updates.clear()
+        self._losses.clear()
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self, weight: float) -> Iterator[None]:
+        """Record what is logged meanwhile as that of a micro-batch of weight ``weight``."""
+        assert self._trainer is not None
+        self._active = self._train if self._trainer.training else self._evaluation
+        self._active.weight = weight
+        try:
+            yield
+        finally:
+            self._active = None
+
+    def add_batch(self, output: BatchOutput) -> None:
+        """Take in the losses of a training batch."""
+        if self.strategy._mesh.is_last:
+            loss = output.mean_loss(getattr(self.strategy._module, "loss_reduction", "mean"))
+            if loss is not None:
+                self._losses.append((loss, sum(output.weights)))
+
+    def payload(self) -> Tensor:
+        """What the last stage attaches to the control message of the mini-batch, as fp64 numbers."""
+        slots = self.strategy.session.settings.metric_slots
+        if not self.strategy._mesh.is_last:
+            self._train.clear()
+            return torch.zeros(payload_length(slots), dtype=torch.float64)
+        weight = sum(w for _, w in self._losses)
+        loss = sum(loss.double() * w for loss, w in self._losses) / weight if weight else None
+        payload = self._train.encode(slots, loss, weight)  # type: ignore[arg-type]
+        self._own_schemas[int(payload[0])] = self._train.schema()
+        self._train.clear()
+        self._losses.clear()
+        return payload
+
+    def receive(self, updates: Sequence[Update]) -> None:
+        """Take the metrics out of applied updates; they are logged in the next hook that may log."""
+        for update in updates:
+            self._updates.append((update, self._entries(update.message.payload[:, 0])))
+            self.strategy.set_loss(mean_loss(update.message.payload))
+
+    def log_received(self) -> None:
+        """Log what updates brought, each as the metrics of its own step."""
+        assert self._trainer is not None
+        assert self._log is not None
+        engine = self.strategy.session.running()
+        while self._updates:
+            update, entries = self._updates.popleft()
+            for entry, value, weight in combine(update.message.payload, entries):
+                self._log(
+                    entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
+                    on_epoch=entry.on_epoch, reduce_fx=entry.reduction, batch_size=weight,
+                )  # fmt: skip
+            private.log_step_metrics(self._trainer, batches_ago=engine.mini_batch - 1 - update.mini_batch)
+
+    def _entries(self, numbers: Tensor) -> list[Entry]:
+        """What stands at the places of a payload; exchanged between all ranks the first time."""
+        number = int(numbers[0])
+        if bool((numbers != number).any()):
+            raise ConfigurationError(
+                "the replicas logged different names in the same training batch: call self.log with the same names in"
+                " every step, whatever the data"
+            )
+        if number not in self._schemas:
+            texts = exchange(self.strategy._mesh, self._own_schemas.get(number, ""))
+            self._schemas[number] = decode_schema(texts[0])
+        return self._schemas[number]
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+
+    def merged(self, output: BatchOutput) -> Any:
+        """What the step would have returned for the whole batch."""
+        self._evaluation.settle()
+        return merge_outputs(output.results, output.weights)
+
+    def log_evaluation(self, whole_loader: bool) -> None:
+        """Log what was recorded since the last call, alike on all ranks; a blocking collective, once per loader.
+
+        Args:
+            whole_loader: the values are those of a whole loader, torchmetrics objects included; otherwise Lightning
+                goes on averaging.
+        """
+        assert self._log is not None
+        recorder = self._evaluation
+        for entry, value, weight in self._exchange(recorder, metric_objects=whole_loader):
+            self._log(
+                entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
+                on_epoch=entry.on_epoch, reduce_fx=entry.reduction, batch_size=1 if whole_loader else weight,
+                add_dataloader_idx=entry.add_dataloader_idx,
+            )  # fmt: skip
+        recorder.clear()
+
+    def log_metric_objects(self, training: bool) -> None:
+        """Log the torchmetrics objects of an epoch, alike on all ranks, and reset them."""
+        assert self._log is not None
+        if not self._has_metric_objects:
+            return
+        recorder = LogRecorder(on_step=False, on_epoch=True)
+        source = self._train if training else self._evaluation
+        recorder.metrics, recorder.metric_entries = source.metrics, source.metric_entries
+        for entry, value, _ in self._exchange(recorder, metric_objects=True):
+            if entry.on_epoch:
+                self._log(
+                    entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=False, on_epoch=True,
+                    batch_size=1,
+                )  # fmt: skip
+
+    def _exchange(self, recorder: LogRecorder, metric_objects: bool) -> list[tuple[Entry, float, float]]:
+        """Values of all replicas' last stages, combined; the same on every rank."""
+        recorder.settle()
+        rows: list[tuple[dict[str, Any], float, float]] = []
+        if self.strategy._mesh.is_last:
+            rows = [(asdict(recorder.entries[n]), a.result(), a.weight) for n, a in recorder.values.items()]
+            if metric_objects:
+                rows += [(asdict(recorder.metric_entries[n]), _computed(m), 1.0) for n, m in recorder.metrics.items()]
+        combined: dict[Entry, Accumulator] = {}
+        for text in exchange(self.strategy._mesh, json.dumps(rows) if rows else ""):
+            for fields, value, weight in json.loads(text) if text else []:
+                entry = Entry(**fields)
+                combined.setdefault(entry, Accumulator(entry.reduction)).add(value, weight)
+        return [(entry, accumulator.result(), accumulator.weight) for entry, accumulator in combined.items()]
+
+    # -- everything else ------------------------------------------------------------------------------------------
+
+    @property
+    def _has_metric_objects(self) -> bool:
+        return self._module is not None and any(isinstance(m, Metric) for m in self._module.modules())
+
+    def _dispatch(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """What ``module.log`` does while the strategy runs."""
+        assert self._log is not None
+        assert self._module is not None
+        if self._active is not None:
+            self._active.log(name, value, *args, **kwargs)
+            return
+        if private.current_hook(self._module) in _EPOCH_ENDS and not kwargs.get("rank_zero_only"):
+            value = self._value_of_rank_zero(value)
+        self._log(name, value, *args, **kwargs)
+
+    def _value_of_rank_zero(self, value: Any) -> Any:
+        # Off the last stage a value computed at an epoch's end saw no data: all ranks take rank 0's, or decide apart.
+        mesh = self.strategy._mesh
+        if isinstance(value, Metric):
+            value = _computed(value) if mesh.is_last else 0.0
+        if mesh.groups is None or not isinstance(value, (Tensor, int, float)):
+            return value
+        agreed = torch.tensor(float(value), dtype=torch.float64)
+        dist.broadcast(agreed, 0, group=mesh.groups.host)
+        return agreed.float()
+
+
+def _computed(metric: Metric) -> float:
+    value = metric.compute()
+    metric.reset()
+    return float(value)

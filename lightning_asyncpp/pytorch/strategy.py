@@ -1,0 +1,411 @@
+"""The Trainer strategies: an ordinary LightningModule, cut over pipeline stages."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_asyncpp.pipeline.agreement import agree_on_problems
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.runner import UserHooks
+from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.pipeline.state import (
+    gather_stages,
+    load_pipeline_state,
+    merge,
+    own_optimizer_state,
+    pipeline_state,
+    to_device,
+)
+from lightning_asyncpp.pytorch.conductor import Conductor
+from lightning_asyncpp.pytorch.loaders import stage_loader
+from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems, trainer_problems
+from lightning_asyncpp.pytorch.step_metrics import StepMetrics
+
+NonFinitePolicy = Literal["stop", "skip"]
+
+
+class PipelineStrategy(DDPStrategy):
+    """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
+
+    The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
+    to the Trainer's hooks.
+    """
+
+    # PipelineModule leaves its layers on the meta device for a strategy that says so.
+    materializes_stages = True
+
+    def __init__(self, settings: PipelineSettings, **launch: Any) -> None:
+        super().__init__(**launch)
+        self.session = PipelineSession(settings)
+        self.step_metrics = StepMetrics(self)
+        self._loss: Tensor = torch.zeros(())
+        self._in_step = False
+        self._loaded_state: Mapping[str, Any] | None = None
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.session.connect(self.global_rank, self.world_size)
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module
+        agree_on_problems(self._mesh, [*trainer_problems(trainer), *module_problems(module, trainer)])
+        self.session.cut(self._network(), self._run_seed(), torch.device("cpu"), root=module)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        training = trainer.state.fn == TrainerFn.FITTING
+        self.session.start(self._hooks(module), self.root_device, training)
+        Conductor.install(trainer, self)
+        self.step_metrics.connect(trainer, module)
+        if training:
+            self.setup_optimizers(trainer)
+            agree_on_problems(self._mesh, optimizer_problems(self.optimizers))
+            self._attach_optimizer(trainer)
+        self.setup_precision_plugin()
+
+    def _attach_optimizer(self, trainer: L.Trainer) -> None:
+        optimizer = self.optimizers[0]
+        self.session.attach(optimizer)
+        # The first mini-batch has no update yet; torch would warn that a scheduler stepped before the optimizer.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def _hooks(self, module: LightningModule) -> UserHooks:
+        return UserHooks(
+            split_batch=getattr(module, "split_batch", split_batch),
+            micro_batch_weight=getattr(module, "micro_batch_weight", number_of_samples),
+            loss_reduction=getattr(module, "loss_reduction", "mean"),
+            forward_context=self._forward_context,
+        )
+
+    def _forward_context(self) -> AbstractContextManager[Any]:
+        return self.precision_plugin.forward_context()
+
+    def _network(self) -> Module:
+        network = self._module.model
+        assert isinstance(network, Module)
+        return network
+
+    def _run_seed(self) -> int:
+        """The seed of ``seed_everything``, or one that rank 0 draws."""
+        given = os.environ.get("PL_GLOBAL_SEED")
+        return int(given) if given is not None else super().broadcast(secrets.randbelow(2**31))
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self.session.mesh is not None
+        return self.session.mesh
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning's question whether samplers must be told the replica."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self.session.mesh
+        if mesh is None:
+            return {"num_replicas": self.session.settings.data_parallel_size, "rank": 0}
+        return {"num_replicas": mesh.num_replicas, "rank": mesh.replica}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        mesh = self._mesh
+        return stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.session.running().run(args[0], self._user_step("training_step", args, kwargs))
+        self.step_metrics.add_batch(output)
+        if self._mesh.is_last:
+            loss = output.mean_loss(getattr(self._module, "loss_reduction", "mean"))
+            self._loss = torch.full((), float("nan"), device=self.root_device) if loss is None else loss
+        return self._loss.clone()
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The engine ran the backwards; what is left are the hooks around them."""
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        return self.precision_plugin.post_backward(closure_loss, self._module)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the batch, file its ticket, and apply the update of the batch before."""
+        result = closure()
+        self.session.close(self.step_metrics.payload())
+        self.step_metrics.receive(self.session.apply_due(self._step_optimizer))
+        return result
+
+    def drain(self) -> None:
+        """Finish what is in flight and apply every update; changes the clock, never the trajectory."""
+        if self.session.engine is not None and self.session.optimizer is not None:
+            self.step_metrics.receive(self.session.drain(self._step_optimizer))
+
+    def set_loss(self, loss: float) -> None:
+        """Remember the newest loss that all ranks know; off the last stage it is what ``outputs`` holds."""
+        if not self._mesh.is_last:
+            self._loss = torch.tensor(loss, device=self.root_device)
+
+    def _step_optimizer(self) -> None:
+        self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.session.clip(float(clip_val))
+
+    def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float], Any]:
+        function = getattr(self._module, name)
+
+        def step(micro_batch: Any, weight: float) -> Any:
+            self._in_step = True
+            try:
+                with self.step_metrics.recording(weight):
+                    return function(micro_batch, *args[1:], **kwargs)
+            finally:
+                self._in_step = False
+
+        return step
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        output = self.session.running().evaluate(args[0], self._user_step(name, args, kwargs), purpose=name)
+        return self.step_metrics.merged(output) if self._mesh.is_last else None
+
+    @override
+    def on_validation_start(self) -> None:
+        self.drain()
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
+        self.session.running()
+        self.drain()
+        own = self._module.state_dict()
+        parts = gather_stages(self._mesh, own)
+        return merge(parts) if parts else own
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.full_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.session.running()
+        return {"pipeline_stages": gather_stages(self._mesh, optimizer.state_dict())}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.session.optimizer is not None:
+            checkpoint["pipeline"] = pipeline_state(self.session)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._loaded_state = checkpoint.get("pipeline")
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        own = self._module.state_dict().keys()
+        state = {name: value for name, value in checkpoint["state_dict"].items() if name in own}
+        self._module.load_state_dict(state, strict=strict)
+        engine = self.session.running()
+        if self.session.optimizer is None:
+            engine.weights.restore(0, None)
+        else:
+            load_pipeline_state(self.session, self._loaded_state)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            optimizer.load_state_dict(to_device(own_optimizer_state(self._mesh, state), self.root_device))
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._check_collective("barrier")
+        super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        self._check_collective("broadcast")
+        return super().broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        self._check_collective("reduce")
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        self._check_collective("all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _check_collective(self, name: str) -> None:
+        if self._in_step:
+            raise RuntimeError(
+                f"{name} was called inside a *_step method: only the last stage runs it to the end, so the others would"
+                " never join; move it to a hook such as on_train_batch_end"
+            )
+        if self.session.failure is not None:
+            self.session.running()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.session.fail(exception)
+
+    @override
+    def teardown(self) -> None:
+        self.step_metrics.disconnect()
+        self.session.finish()
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """The names are registered by importing the package."""
+
+
+class AsyncPipelineStrategy(PipelineStrategy):
+    """Asynchronous pipeline parallelism: PipeDream-2BW, no flush, every gradient exactly one update old.
+
+    Args:
+        micro_batches: micro-batches that every batch is cut into; at least the number of stages, which is the default.
+        lookahead: extra micro-batches in flight; hides latency and jitter, costs activation memory, never changes the
+            delay. Default: 1 where it is allowed, else 0.
+        data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
+        nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
+        metric_slots: how many names ``self.log`` may log per training batch.
+        max_message_bytes: largest activation message that a stage accepts, in bytes.
+        process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
+        timeout: of blocking communication.
+        start_method: how Lightning starts the processes; ``"popen"`` runs the script again.
+
+    Raises:
+        ConfigurationError: when training starts, on every rank, with every problem that was found.
+
+    Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (ICML 2021).
+    """
+
+    def __init__(
+        self,
+        micro_batches: int | None = None,
+        lookahead: int | None = None,
+        data_parallel_size: int = 1,
+        nonfinite_gradients: NonFinitePolicy = "stop",
+        metric_slots: int = 64,
+        max_message_bytes: int = 2**34,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **plugins: Any,
+    ) -> None:
+        settings = PipelineSettings(
+            micro_batches, lookahead, data_parallel_size, 1, nonfinite_gradients, metric_slots, max_message_bytes
+        )
+        super().__init__(
+            settings,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **plugins,
+        )
+
+
+class SyncPipelineStrategy(PipelineStrategy):
+    """Synchronous pipeline parallelism on the same engine: 1F1B with a flush per mini-batch, no delay.
+
+    Arguments as for :class:`AsyncPipelineStrategy`; any number of micro-batches works, ``lookahead`` defaults to 0.
+    """
+
+    def __init__(
+        self,
+        micro_batches: int | None = None,
+        lookahead: int | None = None,
+        data_parallel_size: int = 1,
+        nonfinite_gradients: NonFinitePolicy = "stop",
+        metric_slots: int = 64,
+        max_message_bytes: int = 2**34,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **plugins: Any,
+    ) -> None:
+        settings = PipelineSettings(
+            micro_batches, lookahead, data_parallel_size, 0, nonfinite_gradients, metric_slots, max_message_bytes
+        )
+        super().__init__(
+            settings,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **plugins,
+        )
+
+
+def register() -> None:
+    """Make the strategies known to ``Trainer(strategy=...)`` by name."""
+    for name, strategy in (("async_pipeline", AsyncPipelineStrategy), ("sync_pipeline", SyncPipelineStrategy)):
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])

@@ -1,0 +1,180 @@
+"""Stages of one replica read the same batches, replicas read different ones: checked with real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset, TokensLoader
+
+from lightning_asyncpp.data import TextDataModule, use_replica
+from lightning_asyncpp.data import replica as replica_module
+
+EPOCHS = 2
+
+
+def text_module(folder: Path, replica: int, replicas: int, num_workers: int, **arguments: Any) -> TextDataModule:
+    data = TextDataModule(
+        str(folder),
+        context_length=32,
+        batch_size=4,
+        val_fraction=0.2,
+        cache_dir=str(folder.parent / "cache"),
+        num_workers=num_workers,
+        **arguments,
+    )
+    sampler = {"num_replicas": replicas, "rank": replica}
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        distributed_sampler_kwargs=sampler, lightning_module=None, global_rank=0
+    )
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def read_in_process(rank: int, stages: int, replicas: int, folder: Path, num_workers: int, queue: Any) -> None:
+    world = stages * replicas
+    dist.init_process_group("gloo", init_method=f"file://{folder.parent}/store", rank=rank, world_size=world)
+    data = text_module(folder, rank // stages, replicas, num_workers)
+    loader = data.train_dataloader()
+    epochs = [torch.cat(list(loader)).tolist() for _ in range(EPOCHS)]
+    batches = sum(1 for _ in data.val_dataloader())
+    lengths = (len(loader), len(data.val_dataloader()), batches)
+    queue.put((rank, epochs, lengths))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_two_stages_of_two_replicas(text_folder: Path, num_workers: int) -> None:
+    text_module(text_folder, 0, 1, 0)  # prepared before, as by the launcher's first process
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [
+        context.Process(target=read_in_process, args=(rank, 2, 2, text_folder, num_workers, queue)) for rank in range(4)
+    ]
+    for process in processes:
+        process.start()
+    results = sorted(queue.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    epochs, lengths = [result[1] for result in results], [result[2] for result in results]
+    assert len(set(lengths)) == 1
+    train_length, val_length, val_batches = lengths[0]
+    assert val_length == val_batches > 0
+    for epoch in range(EPOCHS):
+        first, same, second, same_as_second = (rank_epochs[epoch] for rank_epochs in epochs)
+        assert first == same
+        assert second == same_as_second
+        assert len(first) == len(second) == train_length * 4
+        assert not {tuple(sample) for sample in first} & {tuple(sample) for sample in second}
+    assert epochs[0][0] != epochs[0][1]
+
+
+def test_number_of_stages_does_not_change_the_data(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = torch.cat(list(text_module(text_folder, 0, 1, 0).train_dataloader()))
+    monkeypatch.setenv("WORLD_SIZE", "4")  # as a launcher of four stages sets it
+    in_pipeline = torch.cat(list(text_module(text_folder, 0, 1, 0).train_dataloader()))
+    assert torch.equal(alone, in_pipeline)
+
+
+def token_folder(text_folder: Path) -> str:
+    tokens = text_module(text_folder, 0, 1, 0).tokens
+    assert tokens is not None
+    return tokens.train
+
+
+def test_existing_loader_and_combination(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = token_folder(text_folder)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+    def dataset() -> StreamingDataset:
+        return StreamingDataset(folder, item_loader=TokensLoader(33))
+
+    loader = StreamingDataLoader(dataset(), batch_size=4)
+    before = len(loader)
+    use_replica(loader, 2, 1)
+    assert 3 * before < len(loader) == sum(1 for _ in loader)
+    combination = CombinedStreamingDataset([dataset(), dataset()], iterate_over_all=True)
+    use_replica(combination, 2, 1)
+    assert all(len(part) > 3 * before * 4 for part in combination._datasets)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("remote", [False, True])
+def test_resumes_in_the_middle_of_an_epoch(
+    text_folder: Path, num_workers: int, remote: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")  # two stages of two replicas; litdata would see four shares
+    folder = token_folder(text_folder)
+
+    def loader(cache: str) -> Any:
+        source = {"source": f"local:{folder}"} if remote else {}
+        data = text_module(text_folder, 1, 2, num_workers)
+        if remote:
+            data = TextDataModule(
+                **source,
+                context_length=32,
+                batch_size=4,
+                cache_dir=str(text_folder.parent / cache),
+                num_workers=num_workers,
+            )
+            data.trainer = SimpleNamespace(  # type: ignore[assignment]
+                distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, lightning_module=None, global_rank=2
+            )
+            data.setup()
+        return data.train_dataloader()
+
+    whole = loader("one")
+    expected = [batch for _ in range(2) for batch in whole]
+    state = None
+    for part in range(2):  # the second interruption is of a run that was itself resumed
+        interrupted = loader("one")
+        if state is not None:
+            interrupted.load_state_dict(state)
+        iterator = iter(interrupted)
+        for position in range(3):
+            assert torch.equal(next(iterator), expected[3 * part + position])
+        state = interrupted.state_dict()
+    resumed = loader("another")
+    resumed.load_state_dict(state)
+    rest = [batch for _ in range(2) for batch in resumed]
+    assert len(rest) == len(expected) - 6
+    assert all(torch.equal(a, b) for a, b in zip(rest, expected[6:], strict=True))
+
+
+def test_incomplete_batches_with_several_replicas(text_folder: Path) -> None:
+    with pytest.raises(ValueError, match="drop_last=False with 2 replicas"):
+        text_module(text_folder, 0, 2, 0, drop_last=False).train_dataloader()
+    assert len(text_module(text_folder, 0, 1, 0, drop_last=False).train_dataloader()) > 0
+
+
+def test_wrong_rank() -> None:
+    with pytest.raises(ValueError, match="rank=2, num_replicas=2"):
+        use_replica(None, 2, 2)
+
+
+def test_guard_when_litdata_renames_its_parts(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = text_module(text_folder, 0, 1, 0).train_dataloader()
+    monkeypatch.delattr("litdata.utilities.env._DistributedEnv")
+    with pytest.raises(RuntimeError, match=r"has no `litdata\.utilities\.env\._DistributedEnv"):
+        use_replica(loader, 2, 0)
+    monkeypatch.undo()
+    del loader.dataset.distributed_env
+    with pytest.raises(RuntimeError, match="has no `distributed_env`"):
+        use_replica(loader, 2, 0)
+
+
+def test_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("GLOBAL_RANK", raising=False)
+    with replica_module.replica_environment(2, 1):
+        assert replica_module.os.environ["WORLD_SIZE"] == "2"
+    assert replica_module.os.environ["WORLD_SIZE"] == "4"
+    assert "GLOBAL_RANK" not in replica_module.os.environ

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from litdata.streaming import Cache
+
+from lightning_asyncpp.data import DataError, TextDataModule
+from lightning_asyncpp.data import token_dataset as token_dataset_module
+from lightning_asyncpp.data.corpus import find_text_files, split_files
+
+
+def module(folder: Path, **arguments: Any) -> TextDataModule:
+    given = {"context_length": 32, "batch_size": 4, "val_fraction": 0.2, "cache_dir": str(folder.parent / "cache")}
+    return TextDataModule(**{"source": str(folder), **given, **arguments})
+
+
+def ready(folder: Path, **arguments: Any) -> TextDataModule:
+    data = module(folder, **arguments)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def prepared_folder(folder: Path) -> Path:
+    return next((folder.parent / "cache").iterdir())
+
+
+def test_text_comes_back_split_by_file(text_folder: Path) -> None:
+    data = ready(text_folder, shuffle=False)
+    train, validation = split_files(find_text_files(text_folder), 0.2)
+    for files, loader in ((train, data.train_dataloader()), (validation, data.val_dataloader())):
+        batches = list(loader)
+        assert len(batches) == len(loader) > 3
+        assert all(batch.dtype == torch.int64 and batch.shape[1] == 33 for batch in batches)
+        read = bytes(torch.cat(batches).flatten().tolist())
+        written = b"".join(file.path.read_bytes() + b"\0" for file in files)
+        assert written.startswith(read)
+        assert len(written) - len(read) < 4 * 33
+    assert sum(len(batch) for batch in data.val_dataloader()) == len(written) // 33  # the incomplete batch stays
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_epochs_differ_and_repeat_with_the_seed(text_folder: Path, num_workers: int) -> None:
+    def epochs(seed: int) -> list[torch.Tensor]:
+        loader = ready(text_folder, seed=seed, num_workers=num_workers, batch_size=16).train_dataloader()
+        return [torch.cat(list(loader)) for _ in range(2)]
+
+    first, again, other = epochs(1), epochs(1), epochs(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], other[0])
+
+
+def test_bpe_is_trained_on_the_training_files_and_kept(text_folder: Path) -> None:
+    _, validation = split_files(find_text_files(text_folder), 0.2)
+    validation[0].path.write_text("ŧŧŧŧŧŧŧŧ" * 200)
+    data = ready(text_folder, tokenizer="bpe", vocab_size=400, context_length=8, batch_size=2)
+    assert 257 < data.vocab_size <= 400
+    batch = next(iter(data.train_dataloader()))
+    assert int(batch.max()) < data.vocab_size
+    assert "document" in data.tokenizer.decode(torch.cat(list(data.train_dataloader())).flatten())
+    assert len(data.tokenizer.encode_batch(["ŧŧŧŧ"])[0]) == 8  # no merge was learned from validation text
+    from_file = ready(text_folder, tokenizer=str(prepared_folder(text_folder) / "tokenizer.json"), context_length=8)
+    assert from_file.vocab_size == data.vocab_size
+
+
+def test_several_chunks(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_dataset_module, "_CHUNK_BYTES", 8_000)
+    monkeypatch.setattr(token_dataset_module, "_GROUP_BYTES", 2_000)
+    data = ready(text_folder)
+    assert len(list((prepared_folder(text_folder) / "train").glob("chunk-*"))) > 2
+    loader = data.train_dataloader()
+    assert len(list(loader)) == len(loader)
+
+
+def test_prepared_once_and_anew_when_the_text_changes(text_folder: Path) -> None:
+    ready(text_folder)
+    first = prepared_folder(text_folder)
+    before = (first / "metadata.json").stat().st_mtime_ns
+    ready(text_folder)
+    assert [first] == list(first.parent.iterdir())
+    assert (first / "metadata.json").stat().st_mtime_ns == before
+    (text_folder / "0.txt").write_text("changed\n" * 200)
+    ready(text_folder)
+    assert len(list(first.parent.iterdir())) == 2
+
+
+def test_a_crash_leaves_nothing(text_folder: Path) -> None:
+    (text_folder / "broken.txt").write_bytes(b"text" * 2000 + b"\0")
+    with pytest.raises(DataError, match=r"broken\.txt"):
+        module(text_folder).prepare_data()
+    assert list((text_folder.parent / "cache").iterdir()) == []
+
+
+def test_the_slower_of_two_processes_keeps_the_other_folder(text_folder: Path, tmp_path: Path) -> None:
+    data = ready(text_folder)
+    folder = prepared_folder(text_folder)
+    content = (folder / "metadata.json").read_bytes()
+    train, validation = split_files(find_text_files(text_folder), 0.5)
+    token_dataset_module.write_token_dataset(folder, train, validation, data.tokenizer)
+    assert (folder / "metadata.json").read_bytes() == content
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_without_validation(text_folder: Path) -> None:
+    data = ready(text_folder, val_fraction=0.0)
+    assert data.val_dataloader() == []
+    assert len(data.train_dataloader()) > 0
+
+
+def test_prepared_and_raw_token_datasets_as_source(text_folder: Path) -> None:
+    expected = torch.cat(list(ready(text_folder).train_dataloader()))
+    folder = prepared_folder(text_folder)
+    data = ready(folder)
+    assert torch.equal(torch.cat(list(data.train_dataloader())), expected)
+    assert data.vocab_size == 256
+    raw = ready(folder / "train", val_source=str(folder / "val"), vocab_size=256)
+    assert torch.equal(torch.cat(list(raw.train_dataloader())), expected)
+    assert len(raw.val_dataloader()) == len(data.val_dataloader())
+
+
+def test_uri_is_streamed(text_folder: Path) -> None:
+    expected = torch.cat(list(ready(text_folder).train_dataloader()))
+    folder = prepared_folder(text_folder)
+    data = ready(text_folder, source=f"local:{folder / 'train'}", val_source=f"local:{folder / 'val'}")
+    assert torch.equal(torch.cat(list(data.train_dataloader())), expected)
+    assert (folder / "train" / "chunk-0-0.bin").exists()
+
+
+def test_text_shorter_than_a_sequence(text_folder: Path) -> None:
+    with pytest.raises(DataError, match=r"holds 0 sequences of context_length \+ 1 = 1000001 tokens"):
+        ready(text_folder, context_length=1_000_000)
+    with pytest.raises(DataError, match="at least 100000 are needed; lower context_length or batch_size"):
+        ready(text_folder, batch_size=100_000).train_dataloader()
+
+
+def damage(folder: Path, how: str) -> str:
+    """Damage a prepared folder; returns the file that the error has to name."""
+    chunk, metadata = folder / "train" / "chunk-0-0.bin", folder / "metadata.json"
+    if how == "missing chunk":
+        chunk.unlink()
+    elif how == "short chunk":
+        chunk.write_bytes(chunk.read_bytes()[:-1])
+    elif how == "bad index":
+        (folder / "train" / "index.json").write_text('{"chunks": [{}], "config": {"data_format": ["x"]}}')
+        return "index.json"
+    elif how == "bad metadata":
+        metadata.write_text("{")
+        return "metadata.json"
+    elif how == "metadata of another version":
+        metadata.write_text(json.dumps({**json.loads(metadata.read_bytes()), "format_version": 99}))
+        return "metadata.json"
+    elif how == "no metadata":
+        metadata.unlink()
+        return "metadata.json"
+    return "chunk-0-0.bin"
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["missing chunk", "short chunk", "bad index", "bad metadata", "metadata of another version", "no metadata"],
+)
+def test_damaged_cache_is_reported_and_kept(text_folder: Path, how: str) -> None:
+    ready(text_folder)
+    folder = prepared_folder(text_folder)
+    named = damage(folder, how)
+    state = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(DataError, match=named) as caught:
+        ready(text_folder)
+    assert f"delete {folder} " in str(caught.value) or "delete the folder" in str(caught.value)  # and never its parent
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == state
+
+
+def test_vocabulary_that_does_not_fit(text_folder: Path) -> None:
+    ready(text_folder, tokenizer="bpe", vocab_size=300)
+    folder = prepared_folder(text_folder)
+    with pytest.raises(DataError, match="another tokenizer"):
+        ready(folder, tokenizer="byte")
+    with pytest.raises(DataError, match="instead of vocab_size=256"):
+        ready(folder, vocab_size=256)
+    data = module(folder)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=256))
+    data.trainer = SimpleNamespace(lightning_module=model, distributed_sampler_kwargs=None)  # type: ignore[assignment]
+    with pytest.raises(DataError, match=r"the model only 256; build the model with vocab_size="):
+        data.setup()
+    model.config.vocab_size = 512
+    data.setup()
+
+
+def test_dataset_that_holds_no_tokens(tmp_path: Path) -> None:
+    cache = Cache(str(tmp_path / "images"), chunk_bytes=1000)
+    cache[0] = {"label": 1}
+    cache.done()
+    cache.merge()
+    with pytest.raises(DataError, match="not of tokens"):
+        ready(tmp_path / "images")
+
+
+def test_paths_that_do_not_exist(text_folder: Path) -> None:
+    with pytest.raises(DataError, match=r"absent.*no such folder"):
+        module(text_folder / "absent").prepare_data()
+    with pytest.raises(DataError, match=r"absent\.json.*no such file"):
+        module(text_folder, tokenizer="absent.json").prepare_data()
+    with pytest.raises(DataError, match="not prepared; call prepare_data"):
+        module(text_folder).setup()
+    with pytest.raises(DataError, match="not set up"):
+        module(text_folder).train_dataloader()
+    ready(text_folder)
+    with pytest.raises(DataError, match="val_source='absent' is no litdata dataset"):
+        ready(prepared_folder(text_folder), val_source="absent")
+
+
+def test_all_wrong_arguments_at_once() -> None:
+    with pytest.raises(DataError) as caught:
+        TextDataModule(
+            context_length=0,
+            batch_size=0,
+            num_workers=-1,
+            seed=-1,
+            max_bytes=0,
+            val_fraction=1.0,
+            patterns=[],
+            tokenizer="bpe",
+            val_source="tokens",
+        )
+    for name in ("context_length", "batch_size", "num_workers", "seed", "max_bytes", "val_fraction", "patterns"):
+        assert f"- {name}=" in str(caught.value)
+    assert "vocab_size=None: tokenizer='bpe' needs at least 257" in str(caught.value)
+    assert "val_source='tokens': is for token datasets" in str(caught.value)
+    with pytest.raises(DataError, match="the byte tokenizer has 256"):
+        TextDataModule(vocab_size=1000)
+
+
+def test_relocated_cache_is_readable(text_folder: Path) -> None:
+    expected = torch.cat(list(ready(text_folder).train_dataloader()))
+    moved = text_folder.parent / "moved"
+    shutil.move(prepared_folder(text_folder), moved)
+    assert torch.equal(torch.cat(list(ready(moved).train_dataloader())), expected)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asyncpp.data import BPETokenizer, ByteTokenizer, DataError
+
+TEXT = "def größe(x):\n    return x  # 日本\n"
+
+
+def test_bytes_there_and_back() -> None:
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(TEXT)
+    assert tokens.dtype == torch.uint8
+    assert tokens.tolist() == list(TEXT.encode())
+    assert tokenizer.decode(tokens) == TEXT
+    assert tokenizer.encode("").shape == (0,)
+
+
+def test_bpe_there_and_back(tmp_path: Path) -> None:
+    trained = BPETokenizer.train([TEXT * 3, "return " * 50], vocab_size=300)
+    assert 257 < trained.vocab_size <= 300
+    assert trained.end_of_document == 0
+    tokens = trained.encode(TEXT + "\x01 never seen: ŧ")
+    assert len(tokens) < len(TEXT.encode())
+    assert trained.decode(tokens) == TEXT + "\x01 never seen: ŧ"
+    trained.save(tmp_path)
+    loaded = BPETokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded.fingerprint == trained.fingerprint
+    assert torch.equal(loaded.encode(TEXT), trained.encode(TEXT))
+
+
+def test_training_bpe_twice_gives_the_same() -> None:
+    texts = [Path(__file__).read_text(), TEXT * 9]
+    assert BPETokenizer.train(texts, 400).fingerprint == BPETokenizer.train(texts, 400).fingerprint
+
+
+def test_wrong_tokenizer_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.json.*no such file"):
+        BPETokenizer.load(tmp_path / "absent.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(DataError, match=r"broken\.json cannot be read"):
+        BPETokenizer.load(tmp_path / "broken.json")
+
+
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_module = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "tokenizers":
+            raise ImportError(name)
+        return import_module(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r'pip install "lightning-asyncpp\[bpe\]"'):
+        BPETokenizer.train(["text"], 300)

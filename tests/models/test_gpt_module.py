@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_asyncpp.models import GPTConfig
+from lightning_asyncpp.pytorch.gpt_module import GPTModule
+from lightning_asyncpp.pytorch.tokens_per_second import TokensPerSecond
+
+TINY = GPTConfig(vocab_size=32, context_length=16, num_layers=1, dim=16, num_heads=2, mlp_dim=32)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def batches(count: int = 6) -> DataLoader:
+    tokens = torch.randint(0, 32, (4 * count, 17), generator=torch.Generator().manual_seed(1))
+    return DataLoader(tokens, batch_size=4)  # type: ignore[arg-type]
+
+
+def trainer(folder: Path, **arguments: Any) -> L.Trainer:
+    return L.Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        **arguments,
+    )
+
+
+def test_weight_and_loss_leave_padding_out() -> None:
+    module = GPTModule(TINY)
+    module.configure_model()
+    tokens = next(iter(batches()))
+    padded = tokens.clone()
+    padded[2, 9:] = -100
+    padded[3, 1:] = -100
+    assert module.micro_batch_weight(tokens) == 64
+    assert module.micro_batch_weight(padded) == 16 + 16 + 8 + 0
+    per_sequence = module.predict_step(padded, 0)
+    torch.testing.assert_close(per_sequence[:2], module.predict_step(tokens, 0)[:2])
+    assert per_sequence[3] == 0
+    mean = module._mean_loss(padded)
+    torch.testing.assert_close(mean, (per_sequence * torch.tensor([16, 16, 8, 0])).sum() / 40)
+    nothing = module._mean_loss(torch.full((2, 17), -100))
+    nothing.backward()
+    assert nothing == 0
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
+def test_initial_loss_is_that_of_a_uniform_guess() -> None:
+    L.seed_everything(0, verbose=False)
+    module = GPTModule(TINY)
+    module.configure_model()
+    loss = module._mean_loss(next(iter(batches())))
+    assert float(loss.detach()) == pytest.approx(math.log(32), abs=0.05)
+
+
+def test_weights_depend_on_the_seed_and_ties_survive() -> None:
+    def built(seed: int, tie: bool) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        module = GPTModule(
+            GPTConfig(vocab_size=32, context_length=16, num_layers=1, dim=16, num_heads=2, tie_embeddings=tie)
+        )
+        module.configure_model()
+        assert module.model is not None
+        return module.model
+
+    assert torch.equal(built(1, False).head.weight, built(1, False).head.weight)
+    assert not torch.equal(built(1, False).head.weight, built(2, False).head.weight)
+    tied = built(1, True)
+    assert tied.head.weight is tied.embedding.token.weight
+    assert tied.head.weight.detach().std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_learning_rate(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Watch(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            seen.append(optimizer.param_groups[0]["lr"])
+
+    module = GPTModule(TINY, optimizer=adam, warmup_steps=2, min_lr_ratio=0.1)
+    trainer(tmp_path, max_epochs=1, callbacks=[Watch()], enable_checkpointing=False).fit(module, batches(6))
+    cosine = [0.01 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 4))) for step in range(4)]
+    assert seen == pytest.approx([0.005, 0.01, *cosine])
+    constant = GPTModule(TINY, decay="constant", warmup_steps=4)._learning_rate_factor()
+    assert [constant(step) for step in (0, 3, 4, 10**6)] == [0.25, 1.0, 1.0, 1.0]
+
+
+def test_default_optimizer_trains_and_a_checkpoint_is_read_without_code(tmp_path: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    module = GPTModule(TINY, warmup_steps=1)
+    loader = batches(2)
+    first = float(trainer(tmp_path, enable_checkpointing=False).validate(module, loader, verbose=False)[0]["val_loss"])
+    run = trainer(tmp_path, max_epochs=4, callbacks=[TokensPerSecond(window=3)])
+    run.fit(module, loader, loader)
+    assert float(run.callback_metrics["val_loss"]) < first - 0.005
+    assert float(run.callback_metrics["tokens_per_second"]) > 0
+    path = run.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    torch.load(path, weights_only=True)
+    loaded = GPTModule.load_from_checkpoint(path, weights_only=True)
+    assert loaded.config == TINY
+    assert loaded.warmup_steps == 1
+    with pytest.raises(ValueError, match="micro_batch_weight"):
+        TokensPerSecond().setup(run, L.LightningModule(), "fit")
+
+
+def test_tokens_per_second_averages_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 2.0, 4.0, 100.0, 101.0])
+    monkeypatch.setattr("lightning_asyncpp.pytorch.tokens_per_second.time.perf_counter", lambda: next(clock))
+    logged: list[float] = []
+
+    class Module:
+        def micro_batch_weight(self, batch: Any) -> float:
+            return 30.0
+
+        def log(self, name: str, value: float, **how: Any) -> None:
+            assert name == "tokens_per_second"
+            assert how["rank_zero_only"] is True
+            logged.append(value)
+
+    class Run:
+        is_global_zero = True
+        distributed_sampler_kwargs = {"num_replicas": 2, "rank": 0}
+
+    callback, run, module = TokensPerSecond(window=2), Run(), Module()
+    for batch in range(3):
+        callback.on_train_batch_start(run, module, None, batch)  # type: ignore[arg-type]
+        callback.on_train_batch_end(run, module, None, None, batch)  # type: ignore[arg-type]
+    callback.on_validation_start(run, module)  # type: ignore[arg-type]
+    callback.on_train_batch_start(run, module, None, 3)  # type: ignore[arg-type]
+    callback.on_train_batch_end(run, module, None, None, 3)  # type: ignore[arg-type]
+    assert logged == pytest.approx([60, 60, 120 / 3, 120 / 3])
+
+
+def test_all_wrong_arguments_at_once() -> None:
+    with pytest.raises(ValueError, match="GPTModule cannot be built") as caught:
+        GPTModule(TINY, warmup_steps=-1, decay="linear", min_lr_ratio=2.0)  # type: ignore[arg-type]
+    assert str(caught.value).count("\n") == 3

@@ -1,0 +1,242 @@
+"""MuonAdamW against torch.optim.Muon and torch.optim.AdamW, and what pipeline stages rely on."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp.optim import MuonAdamW
+from lightning_asyncpp.optim.muon import lr_scale
+from lightning_asyncpp.optim.newton_schulz import COEFFICIENTS, orthogonalize
+
+SHAPES = [(16, 24), (16, 24), (24, 16), (8, 8), (3, 40), (16, 24)]
+
+
+def matrices(shapes=SHAPES, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def set_gradients(params, step, skip=()):
+    for i, p in enumerate(params):
+        generator = torch.Generator().manual_seed(1000 * step + i)
+        p.grad = None if i in skip else torch.randn(p.shape, generator=generator)
+
+
+def named(params):
+    return [(f"w{i}", p) for i, p in enumerate(params)]
+
+
+@pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("batched", [True, False])
+def test_equals_torch_muon(adjust_lr, nesterov, batched):
+    ours, theirs = matrices(), matrices()
+    optimizer = MuonAdamW(
+        named(ours), lr=0.02, momentum=0.9, nesterov=nesterov, weight_decay=0.3, adjust_lr=adjust_lr, batched=batched
+    )
+    reference = torch.optim.Muon(
+        theirs, lr=0.02, momentum=0.9, nesterov=nesterov, weight_decay=0.3, adjust_lr_fn=adjust_lr
+    )
+    for step in range(3):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(ours, theirs):
+        # Bitwise on the CPUs tried. A CPU that sums bfloat16 products in another order moves an entry by about one
+        # bfloat16 rounding of an orthogonal matrix's entries, times lr * 0.2 * sqrt(40), in each of 3 steps.
+        torch.testing.assert_close(p, q, rtol=0, atol=3 * 2**-8 * 0.02 * 0.2 * 40**0.5)
+
+
+def reference_newton_schulz(x, dtype, steps=5):
+    a, b, c = COEFFICIENTS
+    x = x.to(dtype)
+    x = x.T if x.size(0) > x.size(1) else x
+    y = x / x.norm()
+    for _ in range(steps):
+        gram = y @ y.T
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (8, 8)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+def test_newton_schulz_formula(shape, dtype, tolerance):
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    result = orthogonalize([x], dtype=dtype)
+    assert result.dtype == dtype
+    for one, source in zip(result, x):
+        expected = reference_newton_schulz(source, dtype)
+        one = one.T if shape[0] > shape[1] else one
+        torch.testing.assert_close(one, expected, rtol=0, atol=tolerance)
+    singular = torch.linalg.svdvals(result[0])
+    assert singular.max() < 1.3
+    assert singular.min() > 0.3
+
+
+def test_zero_gradient_gives_no_nan():
+    assert orthogonalize([torch.zeros(2, 4, 5)]).eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_update_does_not_depend_on_the_batch(dtype, threads):
+    """Pipeline stages hold different subsets of the same matrices: every subset must give the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        shapes = [(96, 160), (96, 160), (40, 24), (96, 160), (40, 24), (3, 33, 17), (3, 33, 17), (33, 17)]
+        together = matrices(shapes)
+        optimizer = MuonAdamW(named(together), newton_schulz_dtype=dtype, batched=True)
+        for step in range(2):
+            set_gradients(together, step)
+            optimizer.step()
+        for i, expected in enumerate(together):
+            alone = matrices(shapes)[i]
+            single = MuonAdamW([(f"w{i}", alone)], newton_schulz_dtype=dtype, batched=i % 2 == 0)
+            for step in range(2):
+                alone.grad = torch.randn(shapes[i], generator=torch.Generator().manual_seed(1000 * step + i))
+                single.step()
+            assert torch.equal(alone, expected), f"matrix {i}"
+    finally:
+        torch.set_num_threads(before)
+
+
+def count_products(monkeypatch, **kwargs):
+    sizes = []
+    original = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda x, y: sizes.append(x.size(0)) or original(x, y))
+    params = matrices()
+    optimizer = MuonAdamW(named(params), newton_schulz_steps=1, newton_schulz_dtype="float32", **kwargs)
+    set_gradients(params, 0)
+    optimizer.step()
+    return sorted(sizes)
+
+
+def test_equal_shapes_share_one_product(monkeypatch):
+    assert count_products(monkeypatch, batched=True) == [1, 1, 1, 3]
+    assert count_products(monkeypatch, batched=False) == [1] * 6
+    assert count_products(monkeypatch) == [1] * 6  # a CPU
+
+
+def test_batches_are_bounded(monkeypatch):
+    monkeypatch.setattr("lightning_asyncpp.optim.muon.BATCH_ELEMENTS", 2 * 16 * 24)
+    assert count_products(monkeypatch, batched=True) == [1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
+def test_experts_are_linear_weights_one_by_one(adjust_lr, monkeypatch):
+    experts = nn.Parameter(torch.randn(4, 8, 20, generator=torch.Generator().manual_seed(0)))  # (experts, in, out)
+    linears = [nn.Parameter(e.detach().T.clone()) for e in experts]
+    experts.grad = torch.randn(4, 8, 20, generator=torch.Generator().manual_seed(1))
+    for linear, grad in zip(linears, experts.grad):
+        linear.grad = grad.T.clone()
+    monkeypatch.setattr("lightning_asyncpp.optim.muon.BATCH_ELEMENTS", 3 * 8 * 20)  # cut within the weight
+    options = {"lr": 0.1, "adjust_lr": adjust_lr, "newton_schulz_dtype": "float32"}
+    MuonAdamW([("experts.up", experts)], **options).step()
+    MuonAdamW(named(linears), **options).step()
+    for expert, linear in zip(experts, linears):
+        torch.testing.assert_close(expert.T, linear, rtol=0, atol=1e-6)
+
+
+def test_lr_scale():
+    assert lr_scale("original", 9, 4) == pytest.approx(1.5)
+    assert lr_scale("original", 4, 9) == 1
+    assert lr_scale("match_rms_adamw", 4, 25) == pytest.approx(1.0)
+
+
+def test_equals_torch_adamw_bitwise():
+    shapes = [(7,), (5, 4), (), (2, 3, 3, 3)]
+    ours, theirs = matrices(shapes), matrices(shapes)
+    names = ["b", "embed.weight", "scale", "conv.weight"]
+    optimizer = MuonAdamW(zip(names, ours), lr=9.0, adamw_lr=0.01, adamw_weight_decay=0.2, adamw_betas=(0.8, 0.99))
+    reference = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.2, betas=(0.8, 0.99), eps=1e-8)
+    for step in range(4):
+        set_gradients(ours, step, skip=[step])
+        set_gradients(theirs, step, skip=[step])
+        optimizer.step()
+        reference.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
+
+
+def test_parameters_without_gradient_stay():
+    params = matrices([(4, 5), (4, 5), (5,)])
+    optimizer = MuonAdamW(named(params))
+    before = [p.detach().clone() for p in params]
+    set_gradients(params, 0, skip=[1, 2])
+    optimizer.step()
+    assert [torch.equal(p, b) for p, b in zip(params, before)] == [False, True, True]
+    assert set(optimizer.state) == {params[0]}
+
+
+def test_groups_are_read_at_each_step_and_left_alone():
+    params, reference = matrices([(4, 5), (5,)]), matrices([(4, 5), (5,)])
+    optimizer, fixed = MuonAdamW(named(params), lr=1.0), MuonAdamW(named(reference), lr=0.25, adamw_lr=0.5)
+    for group, lr in zip(optimizer.param_groups, (0.25, 0.5)):
+        group["lr"] = lr
+    for p in (params, reference):
+        set_gradients(p, 0)
+    optimizer.step()
+    fixed.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, reference))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("shapes", [[(4, 5), (5,)], [(4, 5)], [(5,)]])
+@pytest.mark.parametrize("copying", ["state_dict", "deepcopy"])
+def test_state_continues_bitwise(shapes, copying):
+    params = matrices(shapes)
+    optimizer = MuonAdamW(named(params))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for step in range(2):
+        set_gradients(params, step)
+        optimizer.step()
+        scheduler.step()
+    if copying == "deepcopy":
+        params2, optimizer2 = copy.deepcopy((params, optimizer))
+    else:
+        buffer = io.BytesIO()
+        torch.save(optimizer.state_dict(), buffer)
+        buffer.seek(0)
+        params2 = copy.deepcopy(params)
+        optimizer2 = MuonAdamW(named(params2), lr=7.0)
+        optimizer2.load_state_dict(torch.load(buffer, weights_only=True))
+    for p, o in ((params, optimizer), (params2, optimizer2)):
+        set_gradients(p, 5)
+        o.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, params2))
+    assert [g["lr"] for g in optimizer2.param_groups] == [g["lr"] for g in optimizer.param_groups]
+
+
+def test_an_empty_group_has_the_same_keys_as_a_full_one():
+    full = MuonAdamW(named(matrices([(4, 5), (5,)]))).param_groups
+    for shape in [(4, 5), (5,)]:
+        groups = MuonAdamW(named(matrices([shape]))).param_groups
+        assert [g.keys() for g in groups] == [g.keys() for g in full]
+
+
+def test_closure_and_dtype_argument():
+    params = matrices([(4, 5)])
+    optimizer = MuonAdamW(named(params), newton_schulz_dtype=torch.float32)
+    assert optimizer.param_groups[0]["newton_schulz_dtype"] == "float32"
+
+    def closure():
+        assert torch.is_grad_enabled()
+        loss = params[0].square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert optimizer.step(closure) > 0
+
+
+def test_sparse_gradients_are_refused():
+    (p,) = matrices([(4, 5)])
+    p.grad = torch.ones(4, 5).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        MuonAdamW([("w", p)]).step()
