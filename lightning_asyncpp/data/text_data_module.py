@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,6 +173,7 @@ class TextDataModule(L.LightningDataModule):
                 drop_last=drop_last,
                 seed=self.seed,
                 transform=_to_int64,
+                **_full_shuffle(),
             )
             loader = StreamingDataLoader(
                 dataset,
@@ -283,6 +285,12 @@ class TextDataModule(L.LightningDataModule):
         if not tokens and self.val_source is not None:
             problems.append(f"val_source={self.val_source!r}: is for token datasets; text is divided by val_fraction")
         return problems
+
+
+def _full_shuffle() -> dict[str, Any]:
+    # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
+    known = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
+    return {"item_shuffle_window": 0} if known else {}
 
 
 def _to_int64(tokens: Tensor) -> Tensor:

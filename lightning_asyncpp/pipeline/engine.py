@@ -137,6 +137,11 @@ class Engine:
         """Whether nothing is in flight and no update is outstanding."""
         return self.next_backward == self.next_forward and not self._closed
 
+    @property
+    def accumulating(self) -> bool:
+        """Whether batches ran that no :meth:`close` has given an update yet."""
+        return self.next_forward > self._open.first
+
     def run(self, batch: Any, step: Step) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
 

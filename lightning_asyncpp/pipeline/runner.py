@@ -37,6 +37,7 @@ class UserHooks:
         micro_batch_weight: micro-batch -> its weight w_k in the mini-batch's mean loss.
         loss_reduction: ``"mean"`` if the step returns the mean over the micro-batch's weight, ``"sum"`` if the sum.
         forward_context: entered around every forward, for the precision.
+        context_around_step: whether it covers the whole step of the user, or the layers of the model alone.
         model_name: how the user calls the model, for messages.
     """
 
@@ -44,6 +45,7 @@ class UserHooks:
     micro_batch_weight: Callable[[Any], float] = number_of_samples
     loss_reduction: str = "mean"
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context_around_step: bool = True
     model_name: str = "self.model"
 
 
@@ -183,7 +185,7 @@ class StageRunner:
         self, k: int, version: int, weights: dict[str, Tensor] | None, slot: Any, step: Step, purpose: str
     ) -> Flight:
         weight = float(self.hooks.micro_batch_weight(slot))
-        with seeded(derive(self.seed, purpose, self.mesh.replica, k), self.device), self.hooks.forward_context():
+        with seeded(derive(self.seed, purpose, self.mesh.replica, k), self.device), self._step_context():
             args, kwargs = self.call.capture(lambda: step(slot, weight))
         header = Header(k, weight=weight, fingerprint=fingerprint(slot))
         return self._pass_on(k, version, weights, args, kwargs, weight, header, ())
@@ -229,12 +231,15 @@ class StageRunner:
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
             if arrival is not None:
                 args, kwargs = (received,), {}
-            return self._compute(weights, args, kwargs, k, in_context=True)
+            return self._compute(weights, args, kwargs, k, in_context=self.hooks.context_around_step)
 
-        with seeded(derive(self.seed, purpose, self.mesh.replica, k), self.device), self.hooks.forward_context():
+        with seeded(derive(self.seed, purpose, self.mesh.replica, k), self.device), self._step_context():
             result = self.call.redirect(lambda: step(slot, weight), compute)
         outputs = self._loss_to_differentiate(result, weight) if purpose == "train" else ()
         return Flight(k, version, weight, inputs, outputs, result)
+
+    def _step_context(self) -> AbstractContextManager[Any]:
+        return self.hooks.forward_context() if self.hooks.context_around_step else nullcontext()
 
     def _compute(
         self, weights: dict[str, Tensor] | None, args: tuple, kwargs: dict[str, Any], k: int, in_context: bool = False

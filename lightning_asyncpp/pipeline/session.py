@@ -23,6 +23,18 @@ from lightning_asyncpp.pipeline.update import clip_coefficient
 ApplyStep = Callable[[], None]
 
 
+def check_norm_type(norm_type: float) -> None:
+    """Refuse norms other than the 2-norm: the control message carries a sum of squares.
+
+    Raises:
+        ConfigurationError: it is another one.
+    """
+    if norm_type != 2.0:
+        raise ConfigurationError(
+            f"norm_type={norm_type}: over pipeline stages gradients are clipped by their 2-norm only; leave it out"
+        )
+
+
 class PipelineSession:
     """Everything that a strategy holds about its pipeline.
 
@@ -40,7 +52,7 @@ class PipelineSession:
         self.seed = 0
         self.failure: BaseException | None = None
         self._office: TicketOffice | None = None
-        self._norm: float | None = None
+        self._update: Update | None = None
 
     def connect(self, rank: int, world_size: int) -> Mesh:
         """Fit the settings to the world and make the process groups; a collective call.
@@ -106,18 +118,24 @@ class PipelineSession:
         Returns:
             The norm before clipping.
         """
-        if norm_type != 2.0:
-            raise ConfigurationError(
-                f"norm_type={norm_type}: over pipeline stages gradients are clipped by their 2-norm only; leave it out"
-            )
-        if self._norm is None:
-            raise RuntimeError("gradients can be clipped only while an update is applied")
-        factor = clip_coefficient(self._norm, max_norm)
+        check_norm_type(norm_type)
+        norm = self.updating().message.norm
+        factor = clip_coefficient(norm, max_norm)
         if factor < 1.0:
             for parameter in self.running().weights.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        return torch.tensor(self._norm)
+        return torch.tensor(norm)
+
+    def updating(self) -> Update:
+        """The update that is being applied.
+
+        Raises:
+            RuntimeError: none is; gradients exist only meanwhile.
+        """
+        if self._update is None:
+            raise RuntimeError("gradients can be clipped only while an update is applied")
+        return self._update
 
     def running(self) -> Engine:
         """The engine.
@@ -150,10 +168,10 @@ class PipelineSession:
 
     def _apply(self, update: Update, step: ApplyStep) -> None:
         assert self._office is not None
-        self._norm = update.message.norm
+        self._update = update
         with self._office.redeemed(update.ticket), self._lend(update):
             step()
-        self._norm = None
+        self._update = None
 
     @contextmanager
     def _lend(self, update: Update) -> Iterator[None]:

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from lightning_asyncpp.pipeline.agreement import exchange
 from lightning_asyncpp.pipeline.engine import BatchOutput, Update
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.log_recorder import (
     Accumulator,
@@ -30,7 +31,6 @@ from lightning_asyncpp.pytorch.log_recorder import (
     mean_loss,
     payload_length,
 )
-from lightning_asyncpp.pytorch.merge_outputs import merge_outputs
 
 if TYPE_CHECKING:
     from lightning_asyncpp.pytorch.strategy import PipelineStrategy

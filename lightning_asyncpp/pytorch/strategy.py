@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_asyncpp.data.stage_loader import stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_problems
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
@@ -35,7 +36,6 @@ from lightning_asyncpp.pipeline.state import (
     to_device,
 )
 from lightning_asyncpp.pytorch.conductor import Conductor
-from lightning_asyncpp.pytorch.loaders import stage_loader
 from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Command-line tools: each is a subcommand of ``asyncpp``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,12 +43,24 @@ class Experts(nn.Module):
         return x + self.dropout(self.norm(torch.tanh(y).sum(0)))
 
 
-def make_model(dropout: float = 0.0) -> nn.Sequential:
-    """Seven layers with parameters and two without."""
+class Spare(nn.Module):
+    """Holds a parameter that is used by micro-batches with a positive sum only, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Parameter(torch.ones(DIM))
+        self.never = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.sometimes if float(x.detach().sum()) > 0 else x
+
+
+def make_model(dropout: float = 0.0, spare: bool = False) -> nn.Sequential:
+    """Seven layers with parameters and two without; ``spare`` adds one whose parameters are not always used."""
     torch.manual_seed(11)
     return nn.Sequential(
         nn.Linear(DIM, DIM), nn.GELU(), Projection(), Experts(dropout), nn.Linear(DIM, DIM, bias=False),
-        nn.Tanh(), Projection(), Experts(dropout), nn.Linear(DIM, 1),
+        nn.Tanh(), Projection(), Experts(dropout), *([Spare()] if spare else []), nn.Linear(DIM, 1),
     )  # fmt: skip
 
 
@@ -95,11 +107,13 @@ class Case:
     drains: tuple[int, ...] = ()
     random_input: bool = False
     checkpointing: bool = False
+    spare: bool = False
+    same_data: bool = False  # all replicas read replica 0's batches
     seed: int = 5
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def batch(self, index: int, replica: int = 0) -> dict[str, Tensor]:
         """Batch ``index`` of a replica; some samples have a weight of their own, which may be 0."""
+        replica = 0 if self.same_data else replica
         generator = torch.Generator().manual_seed(1000 + 31 * index + 7919 * replica)
         size = self.batch_sizes[index]
         x = torch.randn(size, DIM, generator=generator)

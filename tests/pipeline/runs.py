@@ -29,7 +29,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
         micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
         delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
     ).resolved(mesh.world_size)  # fmt: skip
-    model = make_model(case.dropout)
+    model = make_model(case.dropout, case.spare)
     stage = cut(model, mesh.stage, mesh.num_stages, case.seed, torch.device("cpu"))
     if case.checkpointing:
         _checkpoint_units(stage)
@@ -57,7 +57,11 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
 
     losses = []
     for mini_batch in case.mini_batches:
-        outputs = [engine.run(case.batch(i, mesh.replica), case.step(model)) for i in mini_batch]
+        outputs = []
+        for i in mini_batch:
+            outputs.append(engine.run(case.batch(i, mesh.replica), case.step(model)))
+            if i in case.drains and i != mini_batch[-1]:
+                engine.drain(apply)
         if mesh.is_last:
             sums = [(output.mean_loss() or 0.0) * sum(output.weights) for output in outputs]
             losses.append(float(sum(sums)) / max(sum(sum(o.weights) for o in outputs), 1e-9))
@@ -75,7 +79,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
 def run_oracle(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     """Run a case in this process; with replicas their micro-batches are simply more micro-batches."""
     assert case.data_parallel_size == 1 or (not case.dropout and not case.random_input)
-    model = make_model(case.dropout)
+    model = make_model(case.dropout, case.spare)
     optimizer = case.make_base(list(model.named_parameters()))
     scheduler = case.make_scheduler(optimizer)
     batches = [

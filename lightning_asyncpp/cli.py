@@ -1,0 +1,90 @@
+"""The ``asyncpp`` command: Lightning's subcommands on YAML recipes, and the tools."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jsonargparse
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+import lightning_asyncpp  # registers the strategies
+
+# subcommand -> the module whose main(arguments) runs it
+TOOLS = {"bench": "lightning_asyncpp.tools.bench"}
+
+_DESCRIPTION = f"""Asynchronous pipeline parallelism for PyTorch Lightning ({lightning_asyncpp.__name__}).
+
+  asyncpp fit --config recipes/quickstart.yaml     train; also: validate, test, predict
+  asyncpp fit --config recipes/quickstart.yaml --print_config
+  asyncpp bench schedule                           measure schedules with stages that sleep; also: bench compute
+"""
+
+
+class AsyncppCLI(LightningCLI):
+    """LightningCLI that ends a training with a line on what to look at next."""
+
+    def after_fit(self) -> None:
+        """Name the checkpoint and the logs."""
+        checkpoint = getattr(self.trainer.checkpoint_callback, "best_model_path", "") or "none was configured"
+        logs = next((l for l in self.trainer.loggers if isinstance(l, TensorBoardLogger)), None)
+        look = f"`tensorboard --logdir {logs.root_dir}` shows the curves" if logs is not None else "no TensorBoard logs"
+        _print(f"Done. Checkpoint: {checkpoint}; {look}.")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        arguments: what follows ``asyncpp``; default: those of the process.
+    """
+    if arguments is not None:
+        sys.argv = [sys.argv[0], *arguments]
+    if sys.argv[1:2] and sys.argv[1] in TOOLS:
+        importlib.import_module(TOOLS[sys.argv[1]]).main(sys.argv[2:])
+        return
+    sys.argv[1:] = _with_optimizer(sys.argv[1:])
+    _quiet()
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    AsyncppCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        # Each stage builds its own optimizer, after the cut and with the parameters' names.
+        auto_configure_optimizers=False,
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"description": _DESCRIPTION},
+        parser_class=LightningArgumentParser,
+    )
+
+
+def _with_optimizer(arguments: Sequence[str]) -> list[str]:
+    """Let ``--optimizer ...`` stand for the module's argument of that name."""
+    short, full = "--optimizer", "--model.init_args.optimizer"
+    return [
+        full + argument[len(short) :] if argument.startswith(short) and argument[len(short) :][:1] in "=." else argument
+        for argument in arguments
+    ]
+
+
+def _quiet() -> None:
+    # Remarks of Lightning on its own internals and on loaders that are as they should be.
+    for message in (
+        ".*isinstance\\(treespec, LeafSpec\\).*",
+        ".*does not have many workers.*",
+        ".*`IterableDataset` has `__len__` defined.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+@rank_zero_only
+def _print(text: Any) -> None:
+    print(text, flush=True)

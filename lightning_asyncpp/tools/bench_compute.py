@@ -1,0 +1,82 @@
+"""``asyncpp bench compute``: what does an asynchronous pipeline gain when stages really compute?
+
+Every stage is a process with one thread, pinned to a core of its own where there are enough, that runs a chain of
+x + norm(x) @ w. Its length is calibrated so that forward and backward of a micro-batch take about ``--target-ms``. All
+systems run in the same processes, in turn, again and again.
+
+What is measured: as for ``asyncpp bench schedule``, and how the gain over torch's measured Schedule1F1B compares with
+the ideal 1 + (P - 1) / m. Messages (``rows`` x ``width`` floats), the update and all work of the framework share the
+cores with the computation, as they do in training on CPUs. The floor computes and steps as much, without messages,
+neighbours or Trainer; but cores that never wait may also clock lower.
+
+What is not: memory, data loading, start-up, and networks: messages stay on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import PositiveFloat, PositiveInt
+
+from lightning_asyncpp.tools.bench_arguments import check_shape, make_parser
+from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, Job
+from lightning_asyncpp.tools.bench_launch import measure
+from lightning_asyncpp.tools.bench_report import Line, as_json, summarise, table, write_json
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark for every number of micro-batches and print its tables."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    check_shape(parser, arguments, arguments.micro_batches)
+    results: list[dict[str, Any]] = []
+    for micro_batches in arguments.micro_batches:
+        job = _job(arguments, micro_batches)
+        measured = measure(job, arguments.timeout)
+        lines = summarise(job, measured)
+        ideal = 1 + (job.stages - 1) / micro_batches
+        print(
+            f"{job.stages} stages, {micro_batches} micro-batches of {measured.facts['calibrated_ms']:.1f} ms:"
+            f" ideal gain {ideal:.2f}"
+        )
+        print(table(lines))
+        cost = clipping_cost(lines)
+        if cost is not None:
+            print(f"clipping costs {cost:+.1%}")
+        print()
+        results.append(as_json(job, lines, measured, ideal_gain=ideal, clipping_cost=cost))
+    if arguments.json:
+        write_json(arguments.json, results)
+
+
+def clipping_cost(lines: Sequence[Line]) -> float | None:
+    """How much longer a mini-batch takes with clipping, relative; None if that was not measured."""
+    medians = {line.system: line.milliseconds.median for line in lines}
+    if ASYNC_CLIPPED not in medians:
+        return None
+    return medians[ASYNC_CLIPPED] / medians[ASYNC] - 1
+
+
+def _parser() -> ArgumentParser:
+    parser = make_parser("compute", "Gain of an asynchronous pipeline whose stages multiply matrices.")
+    parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, one process each")
+    parser.add_argument(
+        "--micro-batches", type=PositiveInt, nargs="+", default=[2, 4, 8], help="per mini-batch; several may be given"
+    )
+    parser.add_argument("--target-ms", type=PositiveFloat, default=14.0, help="forward + backward of a stage, in ms")
+    parser.add_argument("--rows", type=PositiveInt, default=512, help="rows of a micro-batch")
+    parser.add_argument("--width", type=PositiveInt, default=128, help="width of the layers")
+    parser.add_argument("--clip", type=bool, default=True, help="run the asynchronous pipeline with clipping as well")
+    parser.add_argument("--pin", type=bool, default=True, help="give every process a core of its own")
+    return parser
+
+
+def _job(arguments: Namespace, micro_batches: int) -> Job:
+    clipped = [ASYNC_CLIPPED] if arguments.clip else []
+    return Job(
+        "compute", arguments.stages, micro_batches, (ASYNC, *clipped, SYNC, ONE_F_ONE_B, GPIPE, FLOOR),
+        arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead,
+        target_ms=arguments.target_ms, rows=arguments.rows, width=arguments.width, pinned=arguments.pin,
+    )  # fmt: skip

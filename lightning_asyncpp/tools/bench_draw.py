@@ -1,0 +1,72 @@
+"""``asyncpp bench draw``: the ideal timelines of a flush per mini-batch and of none, from the schedules themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+
+from lightning_asyncpp.pipeline.schedule import Schedule
+from lightning_asyncpp.pipeline.trace import Span
+from lightning_asyncpp.tools.bench_arguments import check_shape
+from lightning_asyncpp.tools.ideal import simulate
+from lightning_asyncpp.tools.svg import version_style
+from lightning_asyncpp.tools.timeline import Axis, Legend, Panel, by_version, draw_timelines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw to a file."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    check_shape(parser, arguments, [arguments.micro_batches])
+    picture = draw_schedules(
+        arguments.stages, arguments.micro_batches, arguments.mini_batches, arguments.lookahead, arguments.backward
+    )
+    with open(arguments.svg, "w", encoding="utf-8") as file:
+        file.write(picture)
+
+
+def draw_schedules(
+    stages: int, micro_batches: int, mini_batches: int = 3, lookahead: int = 0, backward: float = 2.0
+) -> str:
+    """Draw the synchronous and the asynchronous schedule below each other, as an SVG document.
+
+    Args:
+        stages: number of stages.
+        micro_batches: per mini-batch.
+        mini_batches: how many.
+        lookahead: extra micro-batches in flight of the asynchronous schedule.
+        backward: time of a backward; a forward takes 1.
+    """
+    panels, length = [], 0.0
+    for name, ahead, delay in (("1F1B, a flush per mini-batch", 0, 0), ("2BW, no flush", lookahead, 1)):
+        schedules = [Schedule(stage, stages, ahead, delay) for stage in range(stages)]
+        lanes = simulate(schedules, mini_batches, micro_batches, 1.0, backward)
+        panels.append(Panel(name, lanes, 0.0, by_version(schedules[0], micro_batches)))
+        length = max(length, _end(lanes))
+    title = f"{stages} stages, {micro_batches} micro-batches per mini-batch: colours are weight versions"
+    return draw_timelines(title, panels, Axis(length, 1.0, "time"), _legend(mini_batches))
+
+
+def _end(lanes: Sequence[Sequence[Span]]) -> float:
+    return max(span.end for lane in lanes for span in lane)
+
+
+def _legend(mini_batches: int) -> Legend:
+    versions = [
+        (f"{version_style(v, light=True)}/{version_style(v, light=False)}", f"on W{v}: forward, backward")
+        for v in range(min(mini_batches, 4))
+    ]
+    return Legend([*versions, ("update", "update"), ("lane", "idle")])
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="asyncpp bench draw", description="Draw the ideal timelines of both schedules.")
+    parser.add_argument("--stages", type=PositiveInt, default=4, help="number of stages")
+    parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
+    parser.add_argument("--mini-batches", type=PositiveInt, default=3, help="mini-batches to draw")
+    parser.add_argument("--lookahead", type=NonNegativeInt, default=0, help="extra micro-batches in flight")
+    parser.add_argument("--backward", type=PositiveFloat, default=2.0, help="time of a backward; a forward takes 1")
+    parser.add_argument("--svg", type=str, required=True, help="file to write")
+    return parser

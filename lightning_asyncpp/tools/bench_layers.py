@@ -1,0 +1,133 @@
+"""Layers that record when their own forward and backward bodies run: one that sleeps and one that multiplies."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.pipeline.trace import Span, Trace
+
+
+class SleepingLayer(nn.Module):
+    """Multiplies with a weight and sleeps: the machine's speed and number of cores hardly matter.
+
+    Args:
+        forward_ms: length of the forward.
+        backward_ms: length of the backward.
+        width: size of the last dimension.
+        meter: records the sleeps, as they were, not as they were asked for.
+    """
+
+    def __init__(self, forward_ms: float, backward_ms: float, width: int, meter: Trace) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.seconds = forward_ms / 1e3, backward_ms / 1e3
+        self.meter = meter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sleep, and multiply."""
+        return _Sleep.apply(x * self.weight, *self.seconds, self.meter)  # type: ignore[no-any-return]
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float, meter: Trace) -> Tensor:
+        ctx.backward_seconds, ctx.meter = backward_seconds, meter
+        with meter.span(Kind.FORWARD, 0):
+            time.sleep(forward_seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        with ctx.meter.span(Kind.BACKWARD, 0):
+            time.sleep(ctx.backward_seconds)
+        return gradient, None, None, None
+
+
+class ComputingLayer(nn.Module):
+    """A chain of residual blocks, x + norm(x) @ w, between two markers that take the time.
+
+    The gradient of the input is computed on every stage, also on the first: all stages cost the same.
+
+    Args:
+        blocks: length of the chain.
+        width: size of the last dimension.
+        meter: records how long forward and backward take.
+    """
+
+    def __init__(self, blocks: int, width: int, meter: Trace) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(_Block(width) for _ in range(blocks)))
+        self.meter = meter
+        self._anchor = torch.zeros((), requires_grad=True)  # no parameter: lets the markers see every backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the blocks."""
+        watch = _Watch(self.meter)
+        return _Leave.apply(self.blocks(_Enter.apply(x, self._anchor, watch)), watch)  # type: ignore[no-any-return]
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))  # type: ignore[no-any-return]
+
+
+class _Watch:
+    """Times one forward and its backward."""
+
+    def __init__(self, meter: Trace) -> None:
+        self.meter = meter
+        self.started = 0.0
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
+
+    def stop(self, kind: Kind) -> None:
+        self.meter.spans.append(Span(kind, 0, self.started, time.perf_counter()))
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, watch: _Watch) -> Tensor:
+        ctx.watch = watch
+        watch.start()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.watch.stop(Kind.BACKWARD)
+        return gradient, None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, watch: _Watch) -> Tensor:
+        ctx.watch = watch
+        watch.stop(Kind.FORWARD)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.watch.start()
+        return gradient, None
+
+
+def block_seconds(rows: int, width: int, blocks: int = 4, runs: int = 15) -> float:
+    """Measured time of forward and backward of one block of a :class:`ComputingLayer`, the median of ``runs``."""
+    meter = Trace(0)
+    layer = ComputingLayer(blocks, width, meter)
+    x = torch.randn(rows, width)
+    for _ in range(runs + 3):
+        layer(x).sum().backward()
+    spans = [span.end - span.start for span in meter.spans[6:]]
+    times = sorted(forward + backward for forward, backward in zip(spans[::2], spans[1::2]))
+    return times[len(times) // 2] / blocks

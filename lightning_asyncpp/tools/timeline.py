@@ -1,0 +1,164 @@
+"""Timelines of pipeline stages as a self-contained SVG: one lane per stage, panels below each other on one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule
+from lightning_asyncpp.pipeline.trace import Span
+from lightning_asyncpp.tools.svg import Drawing, on_version, version_style
+
+_WIDTH, _LEFT, _RIGHT = 1120.0, 74.0, 22.0
+_LANE, _GAP, _PANEL_HEAD, _PANEL_FOOT = 22.0, 4.0, 32.0, 10.0
+_TOP, _AXIS, _LEGEND = 36.0, 42.0, 34.0
+_MARKER = 2.5  # an update is a moment compared with a forward: drawn as a line that can be seen
+_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+
+
+@dataclass(frozen=True)
+class Paint:
+    """How a span is drawn: its style, and what is written in it in which style."""
+
+    style: str
+    label: str = ""
+    label_style: str = "ink"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One run of a pipeline.
+
+    Attributes:
+        title: what ran.
+        lanes: spans of each stage, the first stage first, on one clock.
+        start: when the drawing begins on that clock.
+        paint: how spans are drawn.
+    """
+
+    title: str
+    lanes: Sequence[Sequence[Span]]
+    start: float
+    paint: Callable[[Span], Paint] = lambda span: Paint(_NAMES[span.kind])
+
+
+@dataclass(frozen=True)
+class Legend:
+    """Styles with what they mean; a style ``a/b`` shows two halves."""
+
+    entries: Sequence[tuple[str, str]] = (
+        ("forward", "forward"),
+        ("backward", "backward"),
+        ("update", "update"),
+        ("lane", "idle"),
+    )
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The time axis.
+
+    Attributes:
+        length: how much time is drawn, in the unit of the spans.
+        factor: what a label shows of one such unit.
+        unit: name of what a label shows.
+    """
+
+    length: float
+    factor: float = 1e3
+    unit: str = "ms"
+
+
+def draw_timelines(title: str, panels: Sequence[Panel], axis: Axis, legend: Legend | None = None) -> str:
+    """Draw runs below each other, on the same time scale.
+
+    Args:
+        title: of the whole picture.
+        panels: the runs.
+        axis: how much of each is drawn, and how time is labelled.
+        legend: what the colours mean; default: forward, backward, update, idle.
+
+    Returns:
+        An SVG document.
+    """
+    heights = [_PANEL_HEAD + len(panel.lanes) * (_LANE + _GAP) + _PANEL_FOOT for panel in panels]
+    drawing = Drawing(_WIDTH, _TOP + sum(heights) + _AXIS + _LEGEND, title)
+    drawing.text(20, 28, title, size=17, bold=True)
+    scale = (_WIDTH - _LEFT - _RIGHT) / axis.length
+    y = _TOP
+    for panel, height in zip(panels, heights):
+        _draw_panel(drawing, panel, axis, y, scale)
+        y += height
+    _draw_axis(drawing, axis, _TOP + _PANEL_HEAD, y, scale)
+    _draw_legend(drawing, legend or Legend(), y + _AXIS)
+    return drawing.render()
+
+
+def by_version(schedule: Schedule, micro_batches: int) -> Callable[[Span], Paint]:
+    """Colour by the weight version that a micro-batch runs on, and write its number into the box."""
+
+    def paint(span: Span) -> Paint:
+        if span.kind is Kind.UPDATE:
+            return Paint("update")
+        version = schedule.weight_version(span.index // micro_batches)
+        light = span.kind is Kind.FORWARD
+        return Paint(version_style(version, light), str(span.index), on_version(light))
+
+    return paint
+
+
+def _draw_panel(drawing: Drawing, panel: Panel, axis: Axis, top: float, scale: float) -> None:
+    drawing.text(_LEFT, top + _PANEL_HEAD - 9, panel.title, size=13, bold=True)
+    for stage, spans in enumerate(panel.lanes):
+        y = top + _PANEL_HEAD + stage * (_LANE + _GAP)
+        drawing.text(_LEFT - 8, y + _LANE / 2 + 4, f"stage {stage}", style="dim", anchor="end")
+        drawing.box(_LEFT, y, axis.length * scale, _LANE, "lane")
+        # Updates last: a marker must not vanish below the forward that follows it.
+        for span in sorted(spans, key=lambda span: span.kind is Kind.UPDATE):
+            _draw_span(drawing, panel, axis, span, y, scale)
+
+
+def _draw_span(drawing: Drawing, panel: Panel, axis: Axis, span: Span, y: float, scale: float) -> None:
+    start, end = max(span.start - panel.start, 0.0), min(span.end - panel.start, axis.length)
+    if end < start or start >= axis.length:
+        return
+    paint = panel.paint(span)
+    took = (span.end - span.start) * axis.factor
+    tip = f"{_NAMES[span.kind]} {span.index}" + (f": {took:.3g} {axis.unit}" if took else "")
+    x, width = _LEFT + start * scale, (end - start) * scale
+    if span.kind is Kind.UPDATE:
+        drawing.box(x, y - 2, max(width, _MARKER), _LANE + 4, paint.style, tip)
+        return
+    drawing.box(x, y, max(width - 0.6, 0.4), _LANE, paint.style, tip)
+    if paint.label and width > 6.5 * len(paint.label) + 2:
+        drawing.text(x + width / 2 - 0.3, y + _LANE / 2 + 4, paint.label, paint.label_style, size=11, anchor="middle")
+
+
+def _draw_axis(drawing: Drawing, axis: Axis, top: float, y: float, scale: float) -> None:
+    drawing.line(_LEFT, y, _LEFT + axis.length * scale, y)
+    step = _tick_step(axis.length * axis.factor)
+    for number in range(int(axis.length * axis.factor / step + 1e-9) + 1):
+        x = _LEFT + number * step / axis.factor * scale
+        drawing.line(x, y, x, y + 5)
+        drawing.text(x, y + 18, f"{number * step:g}", style="dim", anchor="middle")
+    drawing.text(_LEFT - 8, y + 18, axis.unit, style="dim", anchor="end")
+
+
+def _tick_step(length: float) -> float:
+    """A step of 1, 2 or 5 times a power of ten that gives at most twelve ticks."""
+    step = 1e-3
+    while True:
+        for factor in (1, 2, 5):
+            if length / (step * factor) <= 12:
+                return step * factor
+        step *= 10
+
+
+def _draw_legend(drawing: Drawing, legend: Legend, y: float) -> None:
+    x = _LEFT
+    for style, meaning in legend.entries:
+        halves = style.split("/")
+        for number, half in enumerate(halves):
+            drawing.box(x + number * 26 / len(halves), y, 26 / len(halves), 14, half)
+        drawing.text(x + 32, y + 11.5, meaning)
+        x += 32 + 7.0 * len(meaning) + 22

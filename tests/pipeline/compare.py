@@ -1,0 +1,41 @@
+"""Comparing what the ranks of a pipeline returned with the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+Results = list[dict[str, Any]]
+
+
+def weights_of(results: Results, replica: int = 0) -> dict[str, np.ndarray]:
+    """The weights of all stages of a replica."""
+    weights: dict[str, np.ndarray] = {}
+    for result in results:
+        if result["replica"] == replica:
+            weights |= {name: np.asarray(value) for name, value in result["weights"].items()}
+    return weights
+
+
+def assert_same_weights(results: Results, expected: dict[str, Tensor]) -> None:
+    """Bitwise, and every parameter on exactly one stage."""
+    weights = weights_of(results)
+    assert sorted(weights) == sorted(expected)
+    assert sum(len(result["weights"]) for result in results) == len(expected)
+    different = [name for name in expected if not np.array_equal(weights[name], expected[name].numpy(), equal_nan=True)]
+    assert not different, f"not bitwise equal: {different}"
+
+
+def assert_same_losses(results: Results, expected: list[float]) -> None:
+    """Of the mini-batches whose samples count, on the last stage, which has rank 0."""
+    assert all(not result["losses"] for result in results if result["stage"] != results[0]["stage"])
+    losses = [loss if loss else float("nan") for loss in results[0]["losses"]]  # a batch without weight has no loss
+    assert losses == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+def assert_same_norms(results: Results) -> None:
+    """All ranks clip and log the same number."""
+    assert all(result["norms"] == results[0]["norms"] for result in results)

@@ -1,0 +1,48 @@
+"""The worker pools that all tests of the engine share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asyncpp.pipeline.mesh import Mesh
+from tests.pipeline.cases import Case
+from tests.pipeline.pool import WorkerPool
+from tests.pipeline.runs import run_case
+
+
+class Pools:
+    """One pool per number of processes, started when first needed and replaced when a rank failed."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, WorkerPool] = {}
+
+    def run(self, case: Case, num_stages: int) -> list[dict[str, Any]]:
+        """Run a case; the results by rank, so the last stage of replica 0 comes first."""
+        world_size = num_stages * case.data_parallel_size
+        if world_size == 1:
+            return [run_case(case, Mesh(1, 1, 0))]
+        pool = self._pools.setdefault(world_size, WorkerPool(world_size)) if world_size not in self._pools else None
+        pool = pool or self._pools[world_size]
+        try:
+            return pool.run(case)
+        except BaseException:
+            self._pools.pop(world_size).kill()
+            raise
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pools = Pools()
+    yield pools
+    pools.close()
+    torch.set_num_threads(threads)

@@ -1,0 +1,120 @@
+"""The engine computes what the oracle computes, bitwise in fp32, whatever the pipeline looks like."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from lightning_asyncpp.pipeline.schedule import largest_lookahead
+from tests.pipeline.cases import Case
+from tests.pipeline.compare import assert_same_losses, assert_same_norms, assert_same_weights, weights_of
+from tests.pipeline.conftest import Pools
+from tests.pipeline.pairwise import pairwise
+from tests.pipeline.runs import run_oracle
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
+
+STAGES = (1, 2, 3, 4)
+STAGES_SYNCHRONOUS = (1, 3)
+BATCH_SIZES = (
+    (9, 9, 9, 9, 4),  # a partial last batch
+    (7, 1, 5, 7, 2),  # batches smaller than micro_batches
+    (6, 6, 6, 0, 6),  # a batch without samples
+    (5,),  # a run that ends before the first update is due
+)
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "batch_sizes": BATCH_SIZES,
+    "max_norm": (None, 0.3),
+    "error_feedback": (None, 1.0, 0.5),
+    "scheduler": (True, False),
+    "optimizer": ("adamw", "muon", "counting"),
+    "accumulate": (1, 2),
+    "dropout": (0.0, 0.3),
+    "random_input": (False, True),
+    "unequal_weights": (True, False),
+    "nan_at": (None, 2),
+    "checkpointing": (False, True),
+    "spare": (False, True),
+}
+
+
+def check(pools: Pools, num_stages: int, case: Case) -> None:
+    results = pools.run(case, num_stages)
+    weights, losses = run_oracle(case)
+    assert_same_weights(results, weights)
+    assert_same_losses(results, losses)
+    assert_same_norms(results)
+
+
+def make_case(micro_batches: int, lookahead: int | None, options: dict[str, Any], delay: int = 1) -> Case:
+    if options["nan_at"] is not None and options["nan_at"] >= len(options["batch_sizes"]):
+        options = options | {"nan_at": None}
+    return Case(micro_batches, lookahead, delay, **options)
+
+
+def asynchronous(num_stages: int) -> list[tuple[int, Case]]:
+    factors = {
+        "micro_batches": range(num_stages, 2 * num_stages + 2),
+        "lookahead": range(num_stages),
+        **OPTIONS,
+    }
+    cases = []
+    for row in pairwise(factors, seed=num_stages):
+        micro_batches, lookahead = row.pop("micro_batches"), row.pop("lookahead")
+        most = largest_lookahead(num_stages, micro_batches, 1)
+        cases.append((num_stages, make_case(micro_batches, min(lookahead, most), row)))
+    return cases
+
+
+def synchronous(num_stages: int) -> list[tuple[int, Case]]:
+    micro_batches = sorted({1, max(num_stages - 1, 1), 2 * num_stages + 1})
+    factors = {"micro_batches": micro_batches, "lookahead": (None, 1), **OPTIONS, "batch_sizes": BATCH_SIZES[:2]}
+    rows = pairwise(factors, seed=num_stages)
+    return [(num_stages, make_case(row.pop("micro_batches"), row.pop("lookahead"), row, delay=0)) for row in rows]
+
+
+def grid(num_stages: int) -> list[tuple[int, Case]]:
+    """Every micro-batch count with every lookahead, and every three options."""
+    cases = []
+    for micro_batches in range(num_stages, 2 * num_stages + 2):
+        for lookahead in range(largest_lookahead(num_stages, micro_batches, 1) + 1):
+            rows = pairwise(OPTIONS, seed=100 * micro_batches + lookahead)
+            cases += [(num_stages, make_case(micro_batches, lookahead, row)) for row in rows]
+    return cases
+
+
+def parametrized(cases: list[tuple[int, Case]]) -> Any:
+    ids = [f"P{num_stages}-m{case.micro_batches}-c{case.lookahead}-{i}" for i, (num_stages, case) in enumerate(cases)]
+    return pytest.mark.parametrize(("num_stages", "case"), cases, ids=ids)
+
+
+def over(stages: tuple[int, ...], cases_of: Any) -> list[tuple[int, Case]]:
+    return list(itertools.chain.from_iterable(cases_of(num_stages) for num_stages in stages))
+
+
+@parametrized(over(STAGES, asynchronous))
+def test_asynchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+@parametrized(over(STAGES_SYNCHRONOUS, synchronous))
+def test_synchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+@pytest.mark.slow
+@parametrized(over(STAGES, grid))
+def test_full_grid(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+def test_the_comparison_can_fail(pools: Pools) -> None:
+    """Weights of a run without the delay, or with another order of dropout, are told apart."""
+    case = Case(3, dropout=0.2)
+    results = pools.run(case, 1)
+    for other in (Case(3, dropout=0.2, delay=0), Case(3, dropout=0.2, seed=6)):
+        with pytest.raises(AssertionError, match="not bitwise equal"):
+            assert_same_weights(results, run_oracle(other)[0])
+    assert not any((value == 0).all() for value in weights_of(results).values())

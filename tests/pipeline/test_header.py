@@ -1,0 +1,120 @@
+"""Headers: what is encoded comes back, anything else is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_asyncpp.pipeline.errors import ProtocolError
+from lightning_asyncpp.pipeline.header import LENGTH, MAX_DIMENSIONS, MAX_TENSORS, Header, TensorInfo, describe
+
+LARGE = 2**62
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+infos = st.builds(
+    TensorInfo,
+    shape=st.lists(st.integers(0, 9), max_size=MAX_DIMENSIONS).map(tuple),
+    dtype=st.sampled_from(DTYPES),
+    needs_gradient=st.booleans(),
+)
+headers = st.builds(
+    Header,
+    k=st.integers(0, 2**50),
+    kind=st.just(Header.TUPLE),
+    weight=st.floats(min_value=0, allow_nan=False),
+    fingerprint=st.integers(0, 2**62 - 1),
+    tensors=st.lists(infos, max_size=MAX_TENSORS).map(tuple),
+)
+
+
+@given(headers)
+def test_round_trip(header: Header) -> None:
+    encoded = header.encode()
+    assert (encoded.shape, encoded.dtype) == ((LENGTH,), torch.int64)
+    assert Header.decode(encoded, header.k, LARGE) == header
+
+
+@pytest.mark.parametrize("kind", [Header.EMPTY, Header.FAILED])
+def test_headers_that_announce_nothing(kind: int) -> None:
+    assert Header.decode(Header(4, kind).encode(), 4, 0) == Header(4, kind)
+
+
+VALID = Header(3, Header.TENSOR, 2.5, 77, (TensorInfo((2, 3), torch.float32, True),))
+FIRST_TENSOR = 6  # magic, kind, k, weight, fingerprint, count
+MALFORMED = {
+    "not a header": (0, 12345, "not an activation header"),
+    "negative kind": (1, -1, "not an activation header"),
+    "unknown kind": (1, 4, "not an activation header"),
+    "another micro-batch": (2, 4, "expected micro-batch 3 from the stage before, got 4"),
+    "negative count": (5, -1, "not an activation header"),
+    "too many tensors": (5, MAX_TENSORS + 1, "not an activation header"),
+    "unknown dtype": (FIRST_TENSOR, 10, "malformed description"),
+    "negative dtype": (FIRST_TENSOR, -1, "malformed description"),
+    "too many dimensions": (FIRST_TENSOR + 2, MAX_DIMENSIONS + 1, "malformed description"),
+    "negative dimensions": (FIRST_TENSOR + 2, -1, "malformed description"),
+    "negative size": (FIRST_TENSOR + 3, -2, "malformed description"),
+    "huge tensor": (FIRST_TENSOR + 3, 2**40, "more than max_message_bytes=1024"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_headers_are_refused(name: str) -> None:
+    position, value, message = MALFORMED[name]
+    encoded = VALID.encode()
+    assert Header.decode(encoded, 3, 1024) == VALID
+    encoded[position] = value
+    with pytest.raises(ProtocolError, match=message):
+        Header.decode(encoded, 3, 1024)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=LENGTH, max_size=LENGTH))
+def test_noise_is_refused(numbers: list[int]) -> None:
+    with pytest.raises(ProtocolError, match="not an activation header"):
+        Header.decode(torch.tensor(numbers), 0, LARGE)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        Header(3, Header.TENSOR),
+        Header(3, Header.TENSOR, tensors=VALID.tensors * 2),
+        Header(3, Header.EMPTY, tensors=VALID.tensors),
+        Header(3, Header.TENSOR, tensors=(TensorInfo((2,), torch.int64, True),)),
+        Header(3, Header.TENSOR, weight=float("nan"), tensors=VALID.tensors),
+        Header(3, Header.TENSOR, weight=-1.0, tensors=VALID.tensors),
+    ],
+    ids=["tensor of none", "tensor of two", "empty slot with tensors", "gradient of integers", "no weight", "negative"],
+)
+@pytest.mark.xfail(strict=True, reason="decoded without complaint; fails later, or never")
+def test_contradictory_headers_are_refused(header: Header) -> None:
+    with pytest.raises(ProtocolError):
+        Header.decode(header.encode(), 3, LARGE)
+
+
+def test_the_limit_counts_all_tensors() -> None:
+    infos = (TensorInfo((4,), torch.float32, False), TensorInfo((3,), torch.int8, False))
+    header = Header(0, Header.TUPLE, tensors=infos)
+    assert Header.decode(header.encode(), 0, 19) == header
+    with pytest.raises(ProtocolError, match="announces 19 bytes, more than max_message_bytes=18"):
+        Header.decode(header.encode(), 0, 18)
+
+
+def test_describe() -> None:
+    tensors = (torch.zeros(2, 3, requires_grad=True), torch.zeros(4, dtype=torch.int32))
+    assert describe(tensors) == (TensorInfo((2, 3), torch.float32, True), TensorInfo((4,), torch.int32, False))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ((torch.zeros(1),) * (MAX_TENSORS + 1), "returned 9 tensors; at most 8"),
+        ((torch.zeros([1] * (MAX_DIMENSIONS + 1)),), "cannot cross a cut"),
+        ((torch.zeros(2, dtype=torch.complex64),), "dtype torch.complex64 cannot cross a cut"),
+    ],
+    ids=["tensors", "dimensions", "dtype"],
+)
+def test_describe_refuses_what_a_header_cannot_say(tensors: tuple[torch.Tensor, ...], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        describe(tensors)

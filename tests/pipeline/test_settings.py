@@ -1,0 +1,120 @@
+"""Settings are resolved against the number of processes, and what cannot run is refused with its mend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.schedule import depth, largest_lookahead
+from lightning_asyncpp.pipeline.settings import PipelineSettings
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"micro_batches": 0}, 2, "micro_batches=0 must be at least 1"),
+    ({"lookahead": -1}, 2, "lookahead=-1 must be 0 or more"),
+    ({"data_parallel_size": 0}, 2, "data_parallel_size=0 must be at least 1"),
+    ({"nonfinite_gradients": "ignore"}, 2, "nonfinite_gradients='ignore' must be 'stop' or 'skip'"),
+    ({"metric_slots": 0}, 2, "metric_slots=0 must be at least 1"),
+    (
+        {"data_parallel_size": 3},
+        4,
+        "devices=4 is not divisible by data_parallel_size=3: every replica needs the same number of stages;"
+        " change one of them",
+    ),
+    (
+        {"micro_batches": 3},
+        4,
+        "micro_batches=3 is smaller than the number of stages (4): without a flush every stage needs work;"
+        " use micro_batches >= 4, or strategy 'sync_pipeline'",
+    ),
+    (
+        {"micro_batches": 4, "lookahead": 2},
+        4,
+        "lookahead=2 does not fit 4 micro-batches over 4 stages and 1 replica(s): the largest is 1;"
+        " lower it, or use micro_batches >= 5",
+    ),
+    (
+        {"micro_batches": 4, "lookahead": 1, "data_parallel_size": 2},
+        8,
+        "lookahead=1 does not fit 4 micro-batches over 4 stages and 2 replica(s): the largest is 0;"
+        " lower it, or use micro_batches >= 5",
+    ),
+    (
+        {"micro_batches": -1, "lookahead": -2, "data_parallel_size": 3, "nonfinite_gradients": "", "metric_slots": -3},
+        4,
+        "5 problems:\n"
+        "  1. micro_batches=-1 must be at least 1\n"
+        "  2. lookahead=-2 must be 0 or more\n"
+        "  3. nonfinite_gradients='' must be 'stop' or 'skip'\n"
+        "  4. metric_slots=-3 must be at least 1\n"
+        "  5. devices=4 is not divisible by data_parallel_size=3: every replica needs the same number of stages;"
+        " change one of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "world_size", "message"), REFUSED, ids=lambda v: str(v)[:40])
+def test_refused_settings(arguments: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        PipelineSettings(**arguments).resolved(world_size)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("arguments", [{"delay": 2}, {"delay": -1}, {"max_message_bytes": 0}], ids=str)
+@pytest.mark.xfail(strict=True, reason="not refused yet")
+def test_refused_settings_that_no_strategy_sets(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        PipelineSettings(**arguments).resolved(2)
+
+
+@pytest.mark.xfail(strict=True, reason="counts lookahead beyond the number of stages, which has no effect")
+def test_the_mend_of_a_large_lookahead_names_the_fewest_micro_batches() -> None:
+    with pytest.raises(ConfigurationError, match=r"use micro_batches >= 6$"):
+        PipelineSettings(micro_batches=4, lookahead=9).resolved(4)
+    assert PipelineSettings(micro_batches=6, lookahead=9).resolved(4).lookahead == 9
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_mend_in_a_message_works(num_stages: int, num_replicas: int) -> None:
+    world_size = num_stages * num_replicas
+    assert PipelineSettings(data_parallel_size=num_replicas).resolved(world_size).micro_batches == num_stages
+    for micro_batches in range(num_stages, 2 * num_stages + 2):
+        for lookahead in range(num_stages):
+            settings = PipelineSettings(micro_batches, lookahead, num_replicas)
+            resolved, problems = settings.resolve(world_size)
+            fits = lookahead <= largest_lookahead(num_stages, micro_batches, num_replicas)
+            assert (resolved is not None) == fits == (not problems)
+            if not fits:
+                mended = int(problems[0].rpartition(">= ")[2])
+                assert PipelineSettings(mended, lookahead, num_replicas).resolve(world_size)[1] == []
+                assert PipelineSettings(mended - 1, lookahead, num_replicas).resolve(world_size)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "micro_batches", "lookahead"),
+    [
+        ({}, 1, 1, 0),
+        ({}, 4, 4, 1),
+        ({"data_parallel_size": 2}, 8, 4, 0),  # one micro-batch is left for the reduction to hide in
+        ({"data_parallel_size": 2, "micro_batches": 5}, 8, 5, 1),
+        ({"delay": 0}, 4, 4, 0),
+        ({"delay": 0, "micro_batches": 1}, 4, 1, 0),
+        ({"micro_batches": 8, "lookahead": 3}, 4, 8, 3),
+        ({"micro_batches": 8, "lookahead": 0}, 4, 8, 0),
+    ],
+)
+def test_defaults(arguments: dict[str, Any], world_size: int, micro_batches: int, lookahead: int) -> None:
+    resolved = PipelineSettings(**arguments).resolved(world_size)
+    assert (resolved.micro_batches, resolved.lookahead) == (micro_batches, lookahead)
+    assert resolved.num_stages * resolved.data_parallel_size == world_size
+    if resolved.delay:
+        assert depth(0, resolved.num_stages, lookahead) <= micro_batches
+
+
+def test_a_synchronous_twin_differs_in_the_delay_alone() -> None:
+    settings = PipelineSettings(micro_batches=6, lookahead=1, nonfinite_gradients="skip", metric_slots=3)
+    twin = settings.with_delay(0)
+    assert twin.delay == 0
+    assert twin.with_delay(1) == settings

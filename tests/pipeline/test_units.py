@@ -1,0 +1,139 @@
+"""Finding the units of a model, spreading them over stages, and refusing what a pipeline cannot train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.units import Unit, ownership_problems, pipeline_units, sharing_problems, spread
+
+
+class Layered(nn.Module):
+    """A model of its own kind, whose layers are nested and not registered in the order in which they run."""
+
+    def __init__(self, layers: Any = None) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.body = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
+        self.embedding = nn.Linear(3, 4)
+        self.returned = layers
+
+    def pipeline_layers(self) -> Any:
+        if self.returned is not None:
+            return self.returned(self)
+        return [self.embedding, *self.body["blocks"], self.head]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.pipeline_layers():
+            x = layer(x)
+        return x
+
+
+def test_layers_keep_their_names_in_the_model() -> None:
+    model = Layered()
+    units = pipeline_units(model)
+    assert [unit.name for unit in units] == ["embedding", "body.blocks.0", "body.blocks.1", "head"]
+    assert all(model.get_submodule(unit.name) is unit.module for unit in units)
+
+
+def test_a_sequential_may_use_an_activation_twice() -> None:
+    act = nn.GELU()
+    units = pipeline_units(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act))
+    assert [unit.name for unit in units] == ["0", "1", "2", "3"]
+    assert units[1].module is units[3].module is act
+
+
+def test_layers_of_a_sequential_are_not_looked_into() -> None:
+    units = pipeline_units(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.GELU()), nn.Linear(2, 2)))
+    assert [unit.name for unit in units] == ["0", "1"]
+
+
+def test_a_model_that_cannot_be_cut() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        pipeline_units(nn.Linear(2, 2))
+    assert str(caught.value) == (
+        "self.model is a Linear, which the pipeline cannot cut: make it an nn.Sequential, or give it pipeline_layers(),"
+        " a method that returns its layers in the order in which they are applied"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        (lambda m: [], "it is empty"),
+        (lambda m: [m.embedding, nn.Linear(1, 1)], "it holds something that is not a submodule of the model"),
+        (lambda m: [m.embedding, "head"], "it holds something that is not a submodule of the model"),
+        (lambda m: [m], "it holds something that is not a submodule of the model"),
+        (lambda m: [m.head, m.head], "it holds a layer twice"),
+        (
+            lambda m: [m.head, m.head, 3],
+            "it holds something that is not a submodule of the model and it holds a layer twice",
+        ),
+    ],
+    ids=["empty", "stranger", "text", "itself", "twice", "both"],
+)
+def test_wrong_layers(layers: Any, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        pipeline_units(Layered(layers))
+    expected = f"Layered.pipeline_layers() must return distinct submodules of the model in order: {problem}"
+    assert str(caught.value) == expected
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 8))
+def test_units_are_spread_evenly(heavy: list[bool], num_stages: int) -> None:
+    units = [Unit(str(i), nn.Linear(1, 1) if h else nn.GELU()) for i, h in enumerate(heavy)]
+    if sum(heavy) < num_stages:
+        with pytest.raises(ConfigurationError, match=f"has {sum(heavy)} layers with parameters, fewer than the"):
+            spread(units, num_stages)
+        return
+    counts = spread(units, num_stages)
+    assert sum(counts) == len(units)
+    ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
+    parts = [heavy[end - count : end] for end, count in zip(ends, counts)]
+    sizes = [sum(part) for part in parts]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+    assert all(part[0] for part in parts[1:]), "a layer without parameters opens a stage"
+
+
+def test_fewer_layers_than_stages() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        spread(pipeline_units(nn.Sequential(nn.Linear(1, 1), nn.GELU(), nn.Linear(1, 1))), 3)
+    assert str(caught.value) == (
+        "the model has 2 layers with parameters, fewer than the 3 stages: use at most 2 devices per replica,"
+        " or return finer layers from pipeline_layers()"
+    )
+
+
+def test_parameters_outside_the_layers() -> None:
+    root = nn.Module()
+    root.model = Layered(lambda m: [m.embedding, m.head])
+    root.temperature = nn.Parameter(torch.ones(1))
+    problems = ownership_problems(root, pipeline_units(root.model))
+    assert len(problems) == 1
+    assert problems[0].startswith(
+        "parameters outside the layers of self.model: temperature, model.body.blocks.0.weight, "
+        "model.body.blocks.0.bias, model.body.blocks.1.weight, model.body.blocks.1.bias; the pipeline trains only what"
+    )
+    assert ownership_problems(root.model.head, [Unit("head", root.model.head)]) == []
+
+
+def test_many_parameters_outside_are_not_all_listed() -> None:
+    root = nn.ModuleList(nn.Linear(1, 1) for _ in range(6))
+    (problem,) = ownership_problems(root, [])
+    assert "3.weight, 3.bias and more; " in problem
+
+
+def test_parameters_shared_between_stages() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    units = pipeline_units(model)
+    assert sharing_problems(units, [3]) == []
+    (problem,) = sharing_problems(units, [2, 1])
+    assert problem.startswith("0.weight (stage 0) and 2.weight (stage 1) are the same parameter: sharing weights")

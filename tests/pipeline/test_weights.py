@@ -1,0 +1,128 @@
+"""Two weight versions: which is alive, where gradients go, and what the optimizer steps on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp.pipeline.weights import WeightVersions
+
+
+def make(room: int = 2) -> tuple[WeightVersions, nn.Parameter]:
+    parameter, frozen = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(1), requires_grad=False)
+    return WeightVersions({"w": parameter, "frozen": frozen}, room), parameter
+
+
+def update(weights: WeightVersions, parameter: nn.Parameter, value: float) -> None:
+    weights.advance()
+    with torch.no_grad():
+        parameter.fill_(value)
+
+
+def test_only_the_newest_two_are_alive() -> None:
+    weights, parameter = make()
+    for version in range(1, 6):
+        update(weights, parameter, float(version))
+        assert weights.newest == version
+        assert weights.leaves(version)["w"].tolist() == [version] * 2
+        assert weights.leaves(version - 1)["w"].tolist() == [version - 1] * 2
+        for dead in (version - 2, version + 1):
+            with pytest.raises(RuntimeError, match=f"weight version {dead} is not alive: the newest of 2 is {version}"):
+                weights.leaves(dead)
+
+
+def test_one_version_without_a_delay() -> None:
+    weights, parameter = make(room=1)
+    storage = parameter.data_ptr()
+    assert weights.advance() is None
+    with torch.no_grad():
+        parameter.fill_(5.0)
+    assert weights.leaves(1)["w"].tolist() == [5.0, 5.0]
+    assert parameter.data_ptr() == weights.leaves(1)["w"].data_ptr() == storage
+    assert weights.older() is None
+    with pytest.raises(RuntimeError, match="not alive"):
+        weights.leaves(0)
+
+
+def test_frozen_parameters_have_no_versions() -> None:
+    weights, _ = make()
+    assert list(weights.parameters) == list(weights.leaves(0)) == ["w"]
+
+
+def test_an_update_does_not_touch_a_graph_on_the_version_before() -> None:
+    weights, parameter = make()
+    x = torch.ones(2)
+    old = weights.leaves(0)["w"]
+    loss = (old * old * x).sum() + (old * 3).sum()
+    before = weights.advance()
+    assert before is not None
+    assert before[parameter] is old
+    with torch.no_grad():
+        parameter.fill_(7.0)
+    loss.backward()
+    assert weights.take_gradients(0) == {"w": pytest.approx(torch.full((2,), 3.0))}
+    assert old.tolist() == [0.0, 0.0]
+    assert parameter.grad is None
+
+
+def test_the_parameter_is_the_newest_version() -> None:
+    weights, parameter = make()
+    for version in range(4):
+        assert parameter.data_ptr() == weights.leaves(version)["w"].data_ptr()
+        assert weights.leaves(version)["w"].is_leaf
+        update(weights, parameter, float(version))
+
+
+def test_a_version_that_starts_has_the_values_of_the_one_before() -> None:
+    weights, parameter = make()
+    update(weights, parameter, 2.5)
+    weights.advance()
+    assert parameter.tolist() == [2.5, 2.5]
+
+
+def test_gradients_are_summed_per_version_and_handed_over_once() -> None:
+    weights, parameter = make()
+    update(weights, parameter, 1.0)
+    for factor in (1.0, 2.0):
+        (weights.leaves(1)["w"] * factor).sum().backward()
+    weights.leaves(0)["w"].sum().backward()
+    taken = weights.take_gradients(1)["w"]
+    assert taken is not None
+    assert taken.tolist() == [3.0, 3.0]
+    assert weights.take_gradients(1) == {"w": None}
+    (weights.leaves(1)["w"] * 5).sum().backward()
+    assert taken.tolist() == [3.0, 3.0], "a new sum was added to one that was handed over"
+    older = weights.take_gradients(0)["w"]
+    assert older is not None
+    assert older.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("newest", [0, 1, 2, 5])
+@pytest.mark.parametrize("room", [1, 2])
+def test_restoring_goes_on_where_it_was(newest: int, room: int) -> None:
+    saved, parameter = make(room)
+    for version in range(1, newest + 1):
+        update(saved, parameter, float(version))
+    older = saved.older()
+    assert (older is None) == (room == 1 or newest == 0)
+    weights, loaded = make(room)
+    with torch.no_grad():
+        loaded.copy_(parameter)
+    weights.restore(newest, {"w": older["w"].clone()} if older else None)
+    for _ in range(3):
+        assert weights.newest == saved.newest
+        for version in range(max(0, weights.newest - room + 1), weights.newest + 1):
+            assert torch.equal(weights.leaves(version)["w"], saved.leaves(version)["w"])
+        assert loaded.data_ptr() == weights.leaves(weights.newest)["w"].data_ptr()
+        update(saved, parameter, saved.newest + 10.0)
+        update(weights, loaded, weights.newest + 10.0)
+
+
+def test_restoring_without_older_weights_takes_the_newest_for_both() -> None:
+    weights, parameter = make()
+    with torch.no_grad():
+        parameter.fill_(4.0)
+    weights.restore(3, None)
+    assert weights.leaves(2)["w"].tolist() == weights.leaves(3)["w"].tolist() == [4.0, 4.0]
+    assert weights.leaves(2)["w"].data_ptr() != weights.leaves(3)["w"].data_ptr()

@@ -1,0 +1,146 @@
+"""LightningModules of the tests, each with one thing that a user may do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanSquaredError
+
+from lightning_asyncpp import GPTModule
+from lightning_asyncpp.models import GPTConfig
+from tests.pipeline.cases import DIM
+from tests.trainer.runs import Net, Run
+
+
+class Scaled(nn.Module):
+    """A first layer that takes keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(DIM))
+
+    def forward(self, x: Tensor, *, scale: float, shift: Tensor) -> Tensor:
+        return scale * x @ self.weight + shift
+
+
+class Chain(nn.Module):
+    """A model with ``pipeline_layers()``, called with keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = Scaled()
+        self.blocks = nn.ModuleList([nn.Linear(DIM, DIM), nn.LayerNorm(DIM)])
+        self.head = nn.Linear(DIM, 1)
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        return [self.first, *self.blocks, self.head]
+
+    def forward(self, x: Tensor, *, scale: float, shift: Tensor) -> Tensor:
+        x = self.first(x, scale=scale, shift=shift)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class KeywordNet(Net):
+    """Calls the model with keyword arguments only."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = Chain()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        out = self.model(x=batch["x"], scale=0.5, shift=batch["x"].mean(dim=0))
+        loss = F.mse_loss(out, batch["y"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "out": out.detach()}
+
+
+class NoisyNet(Net):
+    """Draws random numbers before and after the model."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        out = self.model(batch["x"] + 0.1 * torch.randn_like(batch["x"]))
+        loss = F.mse_loss(out * (1 + 0.1 * torch.rand(())), batch["y"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class WeighingNet(Net):
+    """Weighs its micro-batches; a weight may be 0."""
+
+    def micro_batch_weight(self, batch: dict[str, Tensor]) -> float:
+        return float((batch["y"] > 0).sum())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        keep = batch["y"] > 0
+        loss = ((self.model(batch["x"]) - batch["y"]).square() * keep).sum() / keep.sum()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class SummingNet(Net):
+    """Returns sums; its log and its oracle know the mean."""
+
+    loss_reduction = "sum"
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        squares = (self.model(batch["x"]) - batch["y"]).square()
+        self.log("train_loss", squares.mean(), on_step=True, on_epoch=True)
+        return squares.sum() if self._trainer is not None else squares.mean()
+
+
+def small_gpt(run: Run, **options: Any) -> GPTModule:
+    config = GPTConfig(vocab_size=32, context_length=8, num_layers=3, dim=16, num_heads=2, mlp_dim=32, **options)
+    return GPTModule(config, optimizer=run.make_optimizer, warmup_steps=2, total_steps=12)
+
+
+class SumsAndExtremes(Net):
+    """Logs with every way to reduce."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        x = batch["x"]
+        self.log("count", float(len(x)), reduce_fx="sum")
+        self.log_dict({"highest": x.max()}, reduce_fx=torch.max)
+        self.log("lowest", x.min(), reduce_fx="min")
+        self.log("mean", x.mean(), on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class ManyNames(Net):
+    """Logs other names in other batches."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if batch_idx % 2:
+            self.log("odd", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+class MetricNet(Net):
+    """Logs torchmetrics objects."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.train_mse = MeanSquaredError()
+        self.other_mse = MeanSquaredError()
+        self.val_mse = MeanSquaredError()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        out = self.model(batch["x"])
+        self.train_mse(out, batch["y"])
+        self.log("train_mse", self.train_mse, on_step=False, on_epoch=True)
+        self.other_mse.update(out, batch["y"])
+        self.log("by_attribute", self.other_mse, on_step=False, on_epoch=True)
+        loss = F.mse_loss(out, batch["y"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        out = self.model(batch["x"])
+        self.val_mse(out, batch["y"])
+        self.log("val_mse", self.val_mse)
+        self.log("val_loss", F.mse_loss(out, batch["y"]))

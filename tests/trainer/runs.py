@@ -1,0 +1,343 @@
+"""Scenarios: Trainer runs made from a description, on the ranks of a pool, and the same run by the oracle."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_asyncpp import AsyncPipelineStrategy, SyncPipelineStrategy
+from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.pipeline.oracle import train_reference
+from tests.pipeline.cases import DIM, make_model
+
+BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9)),
+    "muon": functools.partial(MuonAdamW, lr=0.02, weight_decay=0.05),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One Trainer run.
+
+    Attributes:
+        module: makes the LightningModule from the run.
+        strategy: ``"async"``, ``"sync"``, or ``"plain"`` for Lightning's own on one device.
+        options: of the strategy.
+        trainer: arguments of the Trainer.
+        callbacks: each a class with its arguments.
+        sizes: number of samples of the training set and of each validation set.
+    """
+
+    module: Callable[[Run], L.LightningModule]
+    strategy: str = "async"
+    options: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    callbacks: tuple[tuple[Callable[..., L.Callback], dict[str, Any]], ...] = ()
+    optimizer: str = "adamw"
+    error_feedback: bool = False
+    scheduler: str = ""
+    dropout: float = 0.0
+    dataset: str = "samples"
+    samples: int = 40
+    batch_size: int = 8
+    val_samples: tuple[int, ...] = ()
+    shuffle: bool = False
+    seed: int = 5
+    ckpt_path: str | None = None
+
+    def make_base(self, parameters: Any) -> torch.optim.Optimizer:
+        return BASES[self.optimizer](parameters)
+
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        if self.error_feedback:
+            return ErrorFeedback(parameters, BASES[self.optimizer])
+        return self.make_base(parameters)
+
+
+class Samples(Dataset):
+    """Random inputs and targets, the same in every process."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(100 + seed)
+        self.x = torch.randn(count, DIM, generator=generator)
+        self.y = torch.randn(count, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
+class Net(L.LightningModule):
+    """An ordinary LightningModule around an ``nn.Sequential``; it knows nothing of pipelines."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.model: nn.Module = make_model(run.dropout)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = F.mse_loss(self.model(batch["x"]), batch["y"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", F.mse_loss(self.model(batch["x"]), batch["y"]), prog_bar=True)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", F.mse_loss(self.model(batch["x"]), batch["y"]))
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch["x"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.run.make_optimizer(list(self.named_parameters()))
+        scheduler = make_scheduler(self.run, optimizer)
+        return optimizer if scheduler is None else {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def make_scheduler(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """What Lightning takes as ``lr_scheduler``: ``kind-interval``, with the metric after ``plateau``."""
+    if not run.scheduler:
+        return None
+    kind, interval, *monitor = run.scheduler.split("-")
+    if kind == "plateau":
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
+        return {"scheduler": plateau, "interval": interval, "monitor": monitor[0]}
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + 0.3 * t))
+    return {"scheduler": decay, "interval": interval}
+
+
+class ListLogger(Logger):
+    """Keeps what it is given, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[tuple[int, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "list"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to keep."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.records.append((int(step or 0), {name: float(value) for name, value in metrics.items()}))
+
+
+LOGGERS: dict[str, Callable[[Any], Any]] = {
+    "list": lambda _: ListLogger(),
+    "files": lambda folder: [CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)],
+}
+
+
+class Watch(L.Callback):
+    """Records what callbacks see: the metrics after every training batch, and the learning rates."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.steps: list[int] = []
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.metrics.append(plain_metrics(trainer))
+        self.steps.append(trainer.global_step)
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.losses.append(float(outputs["loss"]))
+
+
+def plain_metrics(trainer: L.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Tokens(Dataset):
+    """Random token sequences with some padding."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(100 + seed)
+        self.tokens = torch.randint(0, 32, (count, 9), generator=generator)
+        self.tokens[::5, 6:] = -100
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[index]
+
+
+DATASETS: dict[str, Callable[..., Dataset]] = {"samples": Samples, "tokens": Tokens}
+
+
+def loader(run: Run, count: int | None = None, seed: int = 0, shuffle: bool = False) -> DataLoader:
+    data = DATASETS[run.dataset](run.samples if count is None else count, seed)
+    return DataLoader(data, batch_size=run.batch_size, shuffle=shuffle)
+
+
+def val_loaders(run: Run) -> list[DataLoader]:
+    return [loader(run, count, seed) for seed, count in enumerate(run.val_samples, 1)]
+
+
+def make_strategy(run: Run) -> Any:
+    kinds = {"async": AsyncPipelineStrategy, "sync": SyncPipelineStrategy}
+    return kinds[run.strategy](**run.options) if run.strategy in kinds else "auto"
+
+
+def make_trainer(run: Run, **more: Any) -> L.Trainer:
+    devices = 1 if run.strategy == "plain" else int(os.environ["WORLD_SIZE"])
+    arguments: dict[str, Any] = {
+        "max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "log_every_n_steps": 1, "num_sanity_val_steps": 0,
+        "use_distributed_sampler": run.shuffle,  # Lightning's sampler shuffles every training loader
+    }  # fmt: skip
+    arguments |= run.trainer | more
+    if isinstance(kind := arguments["logger"], str):
+        arguments["logger"] = LOGGERS[kind](arguments.get("default_root_dir"))
+    callbacks = [*arguments.pop("callbacks", []), *(make(**kwargs) for make, kwargs in run.callbacks), Watch()]
+    return L.Trainer(accelerator="cpu", devices=devices, strategy=make_strategy(run), callbacks=callbacks, **arguments)
+
+
+def fit(run: Run) -> dict[str, Any]:
+    """Train, and report what can be seen afterwards."""
+    L.seed_everything(run.seed, verbose=False)
+    module = run.module(run)
+    trainer = make_trainer(run)
+    vals = val_loaders(run)
+    trainer.fit(module, loader(run, shuffle=run.shuffle), vals or None, ckpt_path=run.ckpt_path, weights_only=True)
+    return report(trainer, module)
+
+
+def initial_weights(run: Run) -> dict[str, np.ndarray]:
+    """The weights of this rank before the first step."""
+    L.seed_everything(run.seed, verbose=False)
+    module = run.module(run)
+    at_start = KeepAtStart()
+    make_trainer(run, callbacks=[at_start], max_epochs=1, limit_train_batches=1).fit(module, loader(run))
+    return at_start.weights
+
+
+class KeepAtStart(L.Callback):
+    """Keeps the weights that training starts from."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.weights = {name: array.copy() for name, array in arrays(dict(module.named_parameters())).items()}
+
+
+def report(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+    watch = next(c for c in trainer.callbacks if isinstance(c, Watch))  # type: ignore[attr-defined]
+    records = [record for log in trainer.loggers if isinstance(log, ListLogger) for record in log.records]
+    return {
+        "weights": arrays(dict(module.named_parameters())),
+        "buffers": arrays(dict(module.named_buffers())),
+        "callback_metrics": plain_metrics(trainer),
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "records": records,
+        "metrics": watch.metrics,
+        "steps": watch.steps,
+        "rates": watch.rates,
+        "losses": watch.losses,
+        "best": getattr(trainer.checkpoint_callback, "best_model_path", ""),
+        "monitors": [getattr(c, "best_model_path", "") for c in trainer.checkpoint_callbacks],
+    }
+
+
+def arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """numpy arrays travel between processes by value; bfloat16, which numpy lacks, as float32."""
+    return {name: (t.float() if t.is_floating_point() else t).detach().cpu().numpy() for name, t in tensors.items()}
+
+
+# -- the oracle ---------------------------------------------------------------------------------------------------
+
+
+def batches_of(run: Run, epoch: int, limit: int | None = None, replicas: int = 1, replica: int = 0) -> list[Any]:
+    """The batches of an epoch, in the order that every stage must see."""
+    data = DATASETS[run.dataset](run.samples)
+    sampler: Any = DistributedSampler(data, num_replicas=replicas, rank=replica, shuffle=run.shuffle, seed=run.seed)
+    sampler.set_epoch(epoch)
+    return list(DataLoader(data, batch_size=run.batch_size, sampler=sampler))[:limit]
+
+
+def mini_batches_of(run: Run, epochs: int = 1, limit: int | None = None, accumulate: int = 1) -> Iterator[list[Any]]:
+    for epoch in range(epochs):
+        batches = batches_of(run, epoch, limit)
+        yield from (batches[i : i + accumulate] for i in range(0, len(batches), accumulate))
+
+
+def oracle(
+    run: Run, micro_batches: int, mini_batches: list[list[Any]], max_norm: float | None = None,
+    after_update: Callable[[torch.optim.Optimizer], Callable[[], None]] | None = None,
+) -> tuple[dict[str, np.ndarray], list[float]]:  # fmt: skip
+    """Final weights and the loss of every step."""
+    L.seed_everything(run.seed, verbose=False)
+    module = run.module(run)
+    module.configure_model()
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    delay = 0 if run.strategy == "sync" else 1
+    optimizer = run.make_base(list(module.named_parameters()))
+    after = after_update(optimizer) if after_update is not None else None
+    if after is None and (scheduler := make_scheduler(run, optimizer)) is not None:
+        after = scheduler["scheduler"].step
+
+    def step(micro_batch: Any) -> Tensor:
+        result = module.training_step(micro_batch, 0)
+        return result["loss"] if isinstance(result, dict) else result
+
+    weight = getattr(module, "micro_batch_weight", lambda batch: float(len(batch["x"])))
+    losses = train_reference(
+        module.model, step, mini_batches, optimizer, micro_batches=micro_batches, delay=delay, max_norm=max_norm,
+        error_feedback=1.0 if run.error_feedback and delay else None, after_update=after,
+        weight=weight, seed=run.seed,
+    )  # fmt: skip
+    return arrays(dict(module.named_parameters())), losses
+
+
+def joined_weights(results: list[dict[str, Any]], stages: int) -> dict[str, np.ndarray]:
+    """The weights of all stages of the first replica, each on one stage only."""
+    return joined_parts([result["weights"] for result in results[:stages]])
+
+
+def joined_parts(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    joined: dict[str, np.ndarray] = {}
+    for part in parts:
+        assert not joined.keys() & part.keys()
+        joined |= part
+    return joined
+
+
+def assert_equal_weights(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Bitwise."""
+    assert sorted(actual) == sorted(expected)
+    different = [name for name in expected if not np.array_equal(actual[name], expected[name])]
+    assert not different, f"not bitwise equal: {different}"
+
+
+def plain_module(run: Run, weights: dict[str, np.ndarray]) -> L.LightningModule:
+    """The whole module in this process, with given weights, ready to evaluate."""
+    module = run.module(run)
+    module.configure_model()
+    module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    return module.eval()
