@@ -1,8 +1,10 @@
 """Asynchronous pipeline parallelism (PipeDream-2BW) for PyTorch Lightning and Fabric.
 
-Importing this package registers ``Trainer(strategy="async_pipeline")`` and ``"sync_pipeline"``.
+Importing this package registers the strategy names ``"async_pipeline"`` and ``"sync_pipeline"`` for ``Trainer`` and for
+``Fabric``; Fabric's classes are in :mod:`lightning_asyncpp.fabric`.
 """
 
+from lightning_asyncpp.fabric.strategy import register as register_for_fabric
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pytorch import (
     AsyncPipelineStrategy,
@@ -14,6 +16,7 @@ from lightning_asyncpp.pytorch import (
 from lightning_asyncpp.pytorch.strategy import register
 
 register()
+register_for_fabric()
 
 __all__ = [
     "AsyncPipelineStrategy",

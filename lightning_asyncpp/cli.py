@@ -12,7 +12,7 @@ import jsonargparse
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp  # registers the strategies
 
@@ -33,7 +33,7 @@ class AsyncppCLI(LightningCLI):
     def after_fit(self) -> None:
         """Name the checkpoint and the logs."""
         checkpoint = getattr(self.trainer.checkpoint_callback, "best_model_path", "") or "none was configured"
-        logs = next((l for l in self.trainer.loggers if isinstance(l, TensorBoardLogger)), None)
+        logs = next((x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)), None)
         look = f"`tensorboard --logdir {logs.root_dir}` shows the curves" if logs is not None else "no TensorBoard logs"
         _print(f"Done. Checkpoint: {checkpoint}; {look}.")
 

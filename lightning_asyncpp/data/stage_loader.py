@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sized
+from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.data.replica import use_replica
@@ -59,10 +61,18 @@ def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bo
     """
     if _is_litdata(loader):
         use_replica(loader, num_replicas, replica)
+    _seed_workers(loader, replica)
     if needs_data or not _has_length(loader):
         return loader
     stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
     return StatefulPlaceholderLoader(loader) if stateful else PlaceholderLoader(loader)
+
+
+def _seed_workers(loader: object, replica: int) -> None:
+    # seed_everything(workers=True) makes every rank transform its data in its own way: here every replica does.
+    function = getattr(loader, "worker_init_fn", None)
+    if isinstance(loader, DataLoader) and isinstance(function, partial) and function.func is pl_worker_init_function:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
 
 
 def _is_litdata(loader: object) -> bool:

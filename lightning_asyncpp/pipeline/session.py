@@ -88,7 +88,7 @@ class PipelineSession:
         stage.refresh()
         self._copy_from_first_replica(stage)
         settings = self.settings if training else self.settings.with_delay(0)
-        self.failure = None
+        self.failure, self.optimizer, self._office = None, None, None
         self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), self.seed, device, hooks)
         return self.engine
 
@@ -158,13 +158,15 @@ class PipelineSession:
             self.failure = error
 
     def finish(self) -> None:
-        """Let go of the engine, after every message has arrived; a collective unless the session failed."""
+        """End the run, after every message has arrived; a collective unless the session failed.
+
+        The engine stays until the next :meth:`start`, so that weights and state can be gathered afterwards.
+        """
         if self.engine is not None and self.failure is None and self.engine.runner.transport is not None:
             self.engine.runner.transport.settle()
             dist.barrier(group=self._groups().host)
         if self.engine is not None:
             self.engine.release()
-        self.engine = None
 
     def _apply(self, update: Update, step: ApplyStep) -> None:
         assert self._office is not None

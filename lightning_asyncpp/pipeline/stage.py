@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
-from lightning_asyncpp.pipeline.randomness import derive, preserved_generators
+from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
 from lightning_asyncpp.pipeline.units import Unit, ownership_problems, pipeline_units, sharing_problems, spread
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Stage:
         device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         with preserved_generators(device):
             for offset, unit in enumerate(self.units):
-                torch.manual_seed(derive(seed, "layer", self.first_unit + offset, replica, k))
+                seed_generators(derive(seed, "layer", self.first_unit + offset, replica, k), device)
                 output = unit.module(*args, **kwargs)
                 args, kwargs = (output,), {}
         return args[0]

@@ -37,7 +37,7 @@ def replace_sigterm_broadcast(trainer: Trainer, on_sigterm: Callable[[], None]) 
     connector = _required(trainer, "_signal_connector", purpose)
     _required(loop, "_broadcast_sigterm_tensor", purpose)
     _required(connector, "_sigterm_notifier_fn", purpose)
-    vars(loop)["_broadcast_sigterm_tensor"] = lambda: None
+    loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
 
     def notify(signum: int, _: Any) -> None:
         if trainer.strategy.launcher is not None:

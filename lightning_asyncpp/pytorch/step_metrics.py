@@ -70,6 +70,8 @@ class StepMetrics:
             group = groups.last_stages if groups is not None else None
             metric.process_group = group
             metric.sync_on_compute = group is not None
+            if group is None:  # a metric that is only updated ignores sync_on_compute
+                metric.distributed_available_fn = _not_distributed
             metric.dist_sync_on_step = False
 
     def disconnect(self) -> None:
@@ -199,6 +201,9 @@ class StepMetrics:
             for fields, value, weight in json.loads(text) if text else []:
                 entry = Entry(**fields)
                 combined.setdefault(entry, Accumulator(entry.reduction)).add(value, weight)
+        if metric_objects:  # computed and reset: what is not logged again has no value
+            recorder.metrics.clear()
+            recorder.metric_entries.clear()
         return [(entry, accumulator.result(), accumulator.weight) for entry, accumulator in combined.items()]
 
     # -- everything else ------------------------------------------------------------------------------------------
@@ -228,6 +233,10 @@ class StepMetrics:
         agreed = torch.tensor(float(value), dtype=torch.float64)
         dist.broadcast(agreed, 0, group=mesh.groups.host)
         return agreed.float()
+
+
+def _not_distributed() -> bool:
+    return False
 
 
 def _computed(metric: Metric) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 from lightning_asyncpp.data.stage_loader import stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_problems
+from lightning_asyncpp.pipeline.engine import Update
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.pipeline.runner import UserHooks
@@ -172,13 +174,19 @@ class PipelineStrategy(DDPStrategy):
         """Run the batch, file its ticket, and apply the update of the batch before."""
         result = closure()
         self.session.close(self.step_metrics.payload())
-        self.step_metrics.receive(self.session.apply_due(self._step_optimizer))
+        self._receive(self.session.apply_due(self._step_optimizer))
         return result
 
     def drain(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory."""
         if self.session.engine is not None and self.session.optimizer is not None:
-            self.step_metrics.receive(self.session.drain(self._step_optimizer))
+            self._receive(self.session.drain(self._step_optimizer))
+
+    def _receive(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            if not update.message.finite:
+                rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
+        self.step_metrics.receive(updates)
 
     def set_loss(self, loss: float) -> None:
         """Remember the newest loss that all ranks know; off the last stage it is what ``outputs`` holds."""

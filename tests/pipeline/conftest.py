@@ -25,10 +25,10 @@ class Pools:
         world_size = num_stages * case.data_parallel_size
         if world_size == 1:
             return [run_case(case, Mesh(1, 1, 0))]
-        pool = self._pools.setdefault(world_size, WorkerPool(world_size)) if world_size not in self._pools else None
-        pool = pool or self._pools[world_size]
+        if world_size not in self._pools:
+            self._pools[world_size] = WorkerPool(world_size)
         try:
-            return pool.run(case)
+            return self._pools[world_size].run(case)
         except BaseException:
             self._pools.pop(world_size).kill()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,3 +69,12 @@ def test_equal_batches_on_both_replicas_give_the_run_of_one(pools: Pools) -> Non
     alone = weights_of(pools.run(one, 2))
     together = weights_of(pools.run(dataclasses.replace(one, data_parallel_size=2), 2))
     assert all(np.array_equal(alone[name], together[name]) for name in alone)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.3}, {"random_input": True}], ids=["layers", "user code"])
+def test_replicas_draw_their_own_random_numbers(pools: Pools, options: dict[str, Any]) -> None:
+    """With the same numbers, equal batches on both would again give the run of one."""
+    one = Case(3, same_data=True, **options)
+    alone = weights_of(pools.run(one, 2))
+    together = weights_of(pools.run(dataclasses.replace(one, data_parallel_size=2), 2))
+    assert not all(np.array_equal(alone[name], together[name]) for name in alone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -144,3 +145,25 @@ class MetricNet(Net):
         self.val_mse(out, batch["y"])
         self.log("val_mse", self.val_mse)
         self.log("val_loss", F.mse_loss(out, batch["y"]))
+
+
+class BatchNormNet(Net):
+    """Has buffers that its forward changes."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        torch.manual_seed(4)
+        self.model = nn.Sequential(
+            nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Linear(DIM, 1)
+        )
+
+
+class StopsOnOneRank(L.Callback):
+    """Sets ``trainer.should_stop`` where no other rank sees it."""
+
+    def __init__(self, rank: int, batch: int) -> None:
+        self.rank, self.batch = rank, batch
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and batch_idx == self.batch:
+            trainer.should_stop = True

@@ -48,7 +48,7 @@ class TrainerPool:
         for process in self._processes:
             process.start()
 
-    def outcomes(self, scenario: Scenario, *args: Any, timeout: float = 60.0) -> list[Outcome]:
+    def outcomes(self, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Outcome]:
         """Run a scenario on all ranks; what it came to on each, by rank."""
         for task in self._tasks:
             task.put((scenario, args))
@@ -75,7 +75,7 @@ class Pools:
     def __init__(self) -> None:
         self._pools: dict[int, TrainerPool] = {}
 
-    def outcomes(self, world_size: int, scenario: Scenario, *args: Any, timeout: float = 60.0) -> list[Outcome]:
+    def outcomes(self, world_size: int, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Outcome]:
         """Run a scenario on ``world_size`` ranks, errors included."""
         if world_size not in self._pools:
             self._pools[world_size] = TrainerPool(world_size)
@@ -85,7 +85,7 @@ class Pools:
             self._pools.pop(world_size).close()
             raise
 
-    def run(self, world_size: int, scenario: Scenario, *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, world_size: int, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Any]:
         """Run a scenario that must not fail; what it returned on each rank."""
         outcomes = self.outcomes(world_size, scenario, *args, timeout=timeout)
         failed = {rank: outcome.trace for rank, outcome in enumerate(outcomes) if outcome.error}
@@ -110,7 +110,7 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
     os.environ.update(elastic_environment(rank, world_size, port))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=50))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=20))
     while True:
         scenario, args = tasks.get()
         try:

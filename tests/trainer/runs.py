@@ -162,6 +162,11 @@ class Watch(L.Callback):
         self.steps: list[int] = []
         self.rates: list[float] = []
         self.losses: list[float] = []
+        self.full: dict[str, np.ndarray] = {}
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if hasattr(trainer.strategy, "full_state_dict"):
+            self.full = arrays(trainer.strategy.full_state_dict())
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         self.metrics.append(plain_metrics(trainer))
@@ -230,6 +235,20 @@ def fit(run: Run) -> dict[str, Any]:
     return report(trainer, module)
 
 
+def evaluate(run: Run, what: str, weights: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
+    """``trainer.validate``, ``test`` or ``predict`` over the validation sets, or the training set without any."""
+    L.seed_everything(run.seed, verbose=False)
+    module = run.module(run)
+    if weights is not None:
+        module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    trainer = make_trainer(run)
+    loaders = val_loaders(run) or [loader(run)]
+    if what == "predict":
+        returned = trainer.predict(module, loaders)
+        return {"returned": returned and [None if batch is None else batch.numpy() for batch in returned]}
+    return {"returned": getattr(trainer, what)(module, loaders, verbose=False)}
+
+
 def initial_weights(run: Run) -> dict[str, np.ndarray]:
     """The weights of this rank before the first step."""
     L.seed_everything(run.seed, verbose=False)
@@ -251,6 +270,9 @@ def report(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
     records = [record for log in trainer.loggers if isinstance(log, ListLogger) for record in log.records]
     return {
         "weights": arrays(dict(module.named_parameters())),
+        "dtypes": {name: str(p.dtype).removeprefix("torch.") for name, p in module.named_parameters()},
+        "full_at_end": watch.full,
+        "full_afterwards": arrays(trainer.strategy.full_state_dict()) if watch.full else {},
         "buffers": arrays(dict(module.named_buffers())),
         "callback_metrics": plain_metrics(trainer),
         "global_step": trainer.global_step,

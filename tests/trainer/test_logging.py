@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def test_all_ranks_know_the_same(pools: Pools, module: Any, stages: int, replica
     for result in results[1:]:
         assert result["callback_metrics"] == results[0]["callback_metrics"]
         assert result["metrics"] == results[0]["metrics"]
+    assert not any(math.isnan(value) for value in results[0]["callback_metrics"].values())
     assert any("train_loss" in name for name in results[0]["metrics"][1])
 
 

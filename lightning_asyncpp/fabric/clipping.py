@@ -1,0 +1,63 @@
+"""Gradient clipping that is asked for with a mini-batch and applied with its update, one call later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.nn.utils import clip_grad_value_
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.session import PipelineSession
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What ``fabric.clip_gradients`` asked for.
+
+    Attributes:
+        algorithm: ``"max_norm"`` for the 2-norm over all stages, ``"clip_val"`` for every element alone.
+        limit: the largest norm, or the largest absolute value.
+    """
+
+    algorithm: str
+    limit: float
+
+    def apply(self, session: PipelineSession) -> None:
+        """Clip the gradients of the update that is being applied."""
+        if self.algorithm == "max_norm":
+            session.clip(self.limit)
+        else:
+            clip_grad_value_(session.running().weights.parameters.values(), self.limit)
+
+
+class ClippingBook:
+    """The clipping of every mini-batch whose update is outstanding."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Clipping] = {}
+
+    def record(self, mini_batch: int, clipping: Clipping) -> None:
+        """Clip the gradient of ``mini_batch``; a second call of the same kind replaces the first.
+
+        Raises:
+            ConfigurationError: both kinds are asked for.
+        """
+        before = self._entries.get(mini_batch)
+        if before is not None and before.algorithm != clipping.algorithm:
+            raise ConfigurationError(
+                f"clip_gradients was called with {before.algorithm} and with {clipping.algorithm} for the same update:"
+                " the norm over all stages is that of the gradient before either; use one of them"
+            )
+        self._entries[mini_batch] = clipping
+
+    def get(self, mini_batch: int) -> Clipping | None:
+        """The clipping of a mini-batch, if any was asked for."""
+        return self._entries.get(mini_batch)
+
+    def forget(self, mini_batch: int) -> None:
+        """Drop the entry of a mini-batch whose update is done."""
+        self._entries.pop(mini_batch, None)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._entries.clear()
