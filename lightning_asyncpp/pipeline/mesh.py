@@ -6,6 +6,7 @@ Rank 0 is the last stage of the first replica: the loss is there first, for the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -56,8 +57,11 @@ class Mesh:
         replica = self.replica if replica is None else replica
         return replica * self.num_stages + self.num_stages - 1 - stage
 
-    def connect(self) -> None:
+    def connect(self, timeout: timedelta | None = None) -> None:
         """Make every process group up front, in the same order on every rank; a collective call.
+
+        Args:
+            timeout: of blocking communication in them; default: torch's.
 
         The groups between neighbours are made per direction: two ranks that share one communicator for both
         directions can each wait for the other's receive.
@@ -65,20 +69,20 @@ class Mesh:
         if self.world_size == 1 or self.groups is not None:
             return
         # Headers, control messages and checks are host data whatever the device is.
-        groups = Groups(control=_new_group(backend="gloo"), host=_new_group(backend="gloo"))
+        groups = Groups(control=_new_group(timeout, backend="gloo"), host=_new_group(timeout, backend="gloo"))
         if dist.get_backend() == "gloo":
             groups.forward = groups.backward = groups.host
         else:
-            self._connect_neighbours(groups)
-        groups.data_parallel = self._one_of([self._stage_ranks(s) for s in range(self.num_stages)])
-        groups.last_stages = self._one_of([self._stage_ranks(self.num_stages - 1)])
+            self._connect_neighbours(groups, timeout)
+        groups.data_parallel = self._one_of([self._stage_ranks(s) for s in range(self.num_stages)], timeout)
+        groups.last_stages = self._one_of([self._stage_ranks(self.num_stages - 1)], timeout)
         self.groups = groups
 
-    def _connect_neighbours(self, groups: Groups) -> None:
+    def _connect_neighbours(self, groups: Groups, timeout: timedelta | None) -> None:
         for replica in range(self.num_replicas):
             for stage in range(self.num_stages - 1):
                 pair = [self.rank_of(stage, replica), self.rank_of(stage + 1, replica)]
-                forward, backward = _new_group(pair), _new_group(pair)
+                forward, backward = _new_group(timeout, pair), _new_group(timeout, pair)
                 if replica != self.replica:
                     continue
                 if stage == self.stage:
@@ -89,10 +93,10 @@ class Mesh:
     def _stage_ranks(self, stage: int) -> list[int]:
         return [self.rank_of(stage, replica) for replica in range(self.num_replicas)]
 
-    def _one_of(self, lists_of_ranks: list[list[int]]) -> dist.ProcessGroup | None:
+    def _one_of(self, lists_of_ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup | None:
         mine = None
         for ranks in lists_of_ranks:
-            group = _new_group(ranks) if len(ranks) > 1 else None
+            group = _new_group(timeout, ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine = group
         return mine
@@ -133,7 +137,9 @@ class Groups:
         return self.backward_in or self.backward
 
 
-def _new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, backend=backend)
+def _new_group(
+    timeout: timedelta | None, ranks: list[int] | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, timeout=timeout, backend=backend)
     # Ranks outside a group get a placeholder, which no caller here ever uses.
     return group  # type: ignore[return-value]

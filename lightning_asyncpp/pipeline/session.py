@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class PipelineSession:
         self._office: TicketOffice | None = None
         self._update: Update | None = None
 
-    def connect(self, rank: int, world_size: int) -> Mesh:
+    def connect(self, rank: int, world_size: int, timeout: timedelta | None = None) -> Mesh:
         """Fit the settings to the world and make the process groups; a collective call.
 
         Raises:
@@ -64,7 +65,7 @@ class PipelineSession:
         if self.mesh is None or self.mesh.rank != rank or self.mesh.world_size != world_size:
             self.resolved = resolved
             self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank)
-            self.mesh.connect()
+            self.mesh.connect(timeout)
         return self.mesh
 
     def cut(self, model: nn.Module, seed: int, device: torch.device, root: nn.Module | None = None) -> Stage:

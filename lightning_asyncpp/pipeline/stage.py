@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
@@ -36,15 +35,18 @@ class OtherStage(nn.Module):
         return f"{self.name!r} on stage {self.stage}"
 
 
-class _Scope(nn.Module):
-    """Runs any function while the parameters of ``units`` are swapped by ``functional_call``."""
+class _Place(NamedTuple):
+    """Where a module keeps a parameter.
 
-    def __init__(self, units: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(units)
+    Attributes:
+        holder: the module's own parameters, name -> tensor.
+        key: the parameter's name there.
+        name: its canonical name in the model; tied parameters share one.
+    """
 
-    def forward(self, function: Callable[[], T]) -> T:
-        return function()
+    holder: dict[str, Any]
+    key: str
+    name: str
 
 
 class Stage:
@@ -63,7 +65,6 @@ class Stage:
         self.num_stages = num_stages
         self.units = units
         self.first_unit = first_unit
-        self._scope = _Scope([unit.module for unit in units])
         self.parameters = self._canonical_parameters()
 
     @property
@@ -101,8 +102,17 @@ class Stage:
         """
         if weights is None:
             return function()
-        swapped = {scoped: weights[name] for scoped, name in self._scoped_names.items() if name in weights}
-        return functional_call(self._scope, swapped, (function,), tie_weights=False)  # type: ignore[no-any-return]
+        # What torch.func.functional_call does, without its checks of every name in every call: they take longer than
+        # the launch of a layer's kernels.
+        places = [place for place in self._places if place.name in weights]
+        originals = [place.holder[place.key] for place in places]
+        try:
+            for place in places:
+                place.holder[place.key] = weights[place.name]
+            return function()
+        finally:
+            for place, original in zip(places, originals):
+                place.holder[place.key] = original
 
     def refresh(self) -> None:
         """Look up the parameters again: moving a module to another dtype or device may have replaced them."""
@@ -115,12 +125,13 @@ class Stage:
     def _canonical_parameters(self) -> dict[str, nn.Parameter]:
         canonical: dict[str, nn.Parameter] = {}
         name_of: dict[int, str] = {}
-        self._scoped_names: dict[str, str] = {}
-        for position, unit in enumerate(self.units):
+        self._places: list[_Place] = []
+        for unit in self.units:
             for name, parameter in unit.module.named_parameters(remove_duplicate=False):
                 full = name_of.setdefault(id(parameter), f"{unit.name}.{name}")
                 canonical.setdefault(full, parameter)
-                self._scoped_names[f"units.{position}.{name}"] = full
+                owner, _, key = name.rpartition(".")
+                self._places.append(_Place(unit.module.get_submodule(owner)._parameters, key, full))
         return canonical
 
 

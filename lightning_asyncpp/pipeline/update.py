@@ -53,11 +53,9 @@ class StopFlags:
 
 def squared_norm(gradients: Mapping[str, Tensor | None]) -> float:
     """Sum of squares over all gradients, in fp64."""
-    total = 0.0
-    for gradient in gradients.values():
-        if gradient is not None:
-            total += torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
-    return total
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values() if g is not None]
+    # One look at the device for all of them, not one per gradient.
+    return sum(norm**2 for norm in torch.stack(norms).tolist()) if norms else 0.0
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:

@@ -67,7 +67,7 @@ class PipelineStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.session.connect(self.global_rank, self.world_size)
+        self.session.connect(self.global_rank, self.world_size, self._timeout)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:

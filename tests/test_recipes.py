@@ -1,0 +1,110 @@
+"""Recipes: every key explained, the twins alike, each loadable, and the quickstart better than counting bytes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from lightning_asyncpp.data import TextDataModule
+from lightning_asyncpp.data.unigram import unigram_loss
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+STRUCTURE = {
+    "trainer",
+    "model",
+    "data",
+    "logger",
+    "callbacks",
+    "config",
+    "class_path",
+    "init_args",
+    "base",
+    "optimizer",
+}
+
+
+def run(*arguments: str, cwd: Path, timeout: int = 280) -> str:
+    command = ["timeout", "-k", "10", str(timeout), sys.executable, "-m", "lightning_asyncpp", *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_key_has_a_comment_above(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    bare = []
+    for above, line in zip(["", *lines], lines):
+        key = re.match(r"\s*(?:- )?(\w+):", line)
+        if key and key.group(1) not in STRUCTURE and not above.lstrip().startswith("#"):
+            bare.append(line.strip())
+    assert not bare
+
+
+def test_the_synchronous_twin_differs_in_the_strategy_alone() -> None:
+    twins = [
+        yaml.safe_load((ROOT / "recipes" / name).read_text()) for name in ("quickstart.yaml", "quickstart_sync.yaml")
+    ]
+    strategies = [twin["trainer"].pop("strategy") for twin in twins]
+    assert twins[0] == twins[1]
+    assert [s["class_path"].rpartition(".")[2] for s in strategies] == ["AsyncPipelineStrategy", "SyncPipelineStrategy"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_is_accepted_and_printed_with_overrides(path: Path, tmp_path: Path) -> None:
+    printed = run(
+        "fit", "--config", str(path), "--trainer.max_steps", "7",
+        "--optimizer", "lightning_asyncpp.optim.MuonAdamW", "--optimizer.lr", "0.004", "--print_config",
+        cwd=tmp_path,
+    )  # fmt: skip
+    config = yaml.safe_load(printed)
+    assert config["trainer"]["max_steps"] == 7
+    optimizer = config["model"]["init_args"]["optimizer"]
+    assert optimizer["class_path"] == "lightning_asyncpp.optim.MuonAdamW"
+    assert optimizer["init_args"]["lr"] == 0.004
+
+
+def test_quickstart_beats_a_unigram_model(tmp_path: Path) -> None:
+    check_quickstart(tmp_path, steps=60, margin=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_whole_quickstart_is_well_below_a_unigram_model(tmp_path: Path) -> None:
+    check_quickstart(tmp_path, steps=None, margin=1.5)
+
+
+def check_quickstart(folder: Path, steps: int | None, margin: float) -> None:
+    shorter = [] if steps is None else ["--trainer.max_steps", str(steps), "--trainer.val_check_interval", str(steps)]
+    cache = ["--data.init_args.cache_dir", str(folder / "cache")]
+    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    printed = run("fit", "--config", recipe, *shorter, *cache, cwd=folder, timeout=800)
+    assert "Done. Checkpoint: " in printed
+    assert list((folder / "runs" / "quickstart").glob("**/events.out.tfevents.*"))
+    (checkpoint,) = (folder / "runs").glob("**/*.ckpt")
+    content = torch.load(checkpoint, weights_only=True)
+    assert sum(value.numel() for value in content["state_dict"].values()) > 800_000
+    val_loss = float(re.search(r"val_loss=([\d.]+)\.ckpt", checkpoint.name).group(1))  # type: ignore[union-attr]
+    assert val_loss < unigram(folder / "cache") - margin
+
+
+def unigram(cache: Path) -> float:
+    config: dict[str, Any] = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())["data"]["init_args"]
+    data = TextDataModule(**{**config, "cache_dir": str(cache)})
+    data.prepare_data()
+    data.setup("fit")
+    train, val = (
+        torch.cat([batch.flatten() for batch in loader]) for loader in (data.train_dataloader(), data.val_dataloader())
+    )
+    loss = unigram_loss(train, val, 256)
+    assert np.isfinite(loss)
+    return float(loss)
