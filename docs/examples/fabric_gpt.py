@@ -72,6 +72,6 @@ def main(devices: int, steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=2, help="number of pipeline stages")
-    parser.add_argument("--steps", type=int, default=61, help="number of batches")
+    parser.add_argument("--steps", type=int, default=41, help="number of batches")
     arguments = parser.parse_args()
     main(arguments.devices, arguments.steps)

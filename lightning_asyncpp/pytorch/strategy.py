@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -41,22 +41,48 @@ from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
-NonFinitePolicy = Literal["stop", "skip"]
-
 
 class PipelineStrategy(DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
-    to the Trainer's hooks.
+    to the Trainer's hooks. Arguments as for :class:`AsyncPipelineStrategy`.
     """
 
     # PipelineModule leaves its layers on the meta device for a strategy that says so.
     materializes_stages = True
 
-    def __init__(self, settings: PipelineSettings, **launch: Any) -> None:
-        super().__init__(**launch)
-        self.session = PipelineSession(settings)
+    delay: ClassVar[int]
+
+    def __init__(
+        self,
+        micro_batches: int | None = None,
+        lookahead: int | None = None,
+        data_parallel_size: int = 1,
+        nonfinite_gradients: Literal["stop", "skip"] = "stop",
+        metric_slots: int = 64,
+        max_message_bytes: int = 2**34,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **plugins: Any,
+    ) -> None:
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **plugins
+        )
+        if self._ddp_kwargs:
+            raise TypeError(f"{type(self).__name__} has no argument {', '.join(map(repr, self._ddp_kwargs))}")
+        self.session = PipelineSession(
+            PipelineSettings(
+                micro_batches=micro_batches,
+                lookahead=lookahead,
+                data_parallel_size=data_parallel_size,
+                delay=self.delay,
+                nonfinite_gradients=nonfinite_gradients,
+                metric_slots=metric_slots,
+                max_message_bytes=max_message_bytes,
+            )
+        )
         self.step_metrics = StepMetrics(self)
         self._loss: Tensor = torch.zeros(())
         self._in_step = False
@@ -356,29 +382,7 @@ class AsyncPipelineStrategy(PipelineStrategy):
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (ICML 2021).
     """
 
-    def __init__(
-        self,
-        micro_batches: int | None = None,
-        lookahead: int | None = None,
-        data_parallel_size: int = 1,
-        nonfinite_gradients: NonFinitePolicy = "stop",
-        metric_slots: int = 64,
-        max_message_bytes: int = 2**34,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **plugins: Any,
-    ) -> None:
-        settings = PipelineSettings(
-            micro_batches, lookahead, data_parallel_size, 1, nonfinite_gradients, metric_slots, max_message_bytes
-        )
-        super().__init__(
-            settings,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **plugins,
-        )
+    delay = 1
 
 
 class SyncPipelineStrategy(PipelineStrategy):
@@ -387,29 +391,7 @@ class SyncPipelineStrategy(PipelineStrategy):
     Arguments as for :class:`AsyncPipelineStrategy`; any number of micro-batches works, ``lookahead`` defaults to 0.
     """
 
-    def __init__(
-        self,
-        micro_batches: int | None = None,
-        lookahead: int | None = None,
-        data_parallel_size: int = 1,
-        nonfinite_gradients: NonFinitePolicy = "stop",
-        metric_slots: int = 64,
-        max_message_bytes: int = 2**34,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **plugins: Any,
-    ) -> None:
-        settings = PipelineSettings(
-            micro_batches, lookahead, data_parallel_size, 0, nonfinite_gradients, metric_slots, max_message_bytes
-        )
-        super().__init__(
-            settings,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **plugins,
-        )
+    delay = 0
 
 
 def register() -> None:

@@ -23,7 +23,7 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning_asyncpp.tools.bench_arguments import check_shape, make_parser
 from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, Job
 from lightning_asyncpp.tools.bench_launch import measure
-from lightning_asyncpp.tools.bench_report import Line, as_json, summarise, table, write_json
+from lightning_asyncpp.tools.bench_report import as_json, clipping_cost, summarise, table, write_json
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,21 +42,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             f" ideal gain {ideal:.2f}"
         )
         print(table(lines))
-        cost = clipping_cost(lines)
+        cost = clipping_cost(job, measured)
         if cost is not None:
             print(f"clipping costs {cost:+.1%}")
         print()
         results.append(as_json(job, lines, measured, ideal_gain=ideal, clipping_cost=cost))
     if arguments.json:
         write_json(arguments.json, results)
-
-
-def clipping_cost(lines: Sequence[Line]) -> float | None:
-    """How much longer a mini-batch takes with clipping, relative; None if that was not measured."""
-    medians = {line.system: line.milliseconds.median for line in lines}
-    if ASYNC_CLIPPED not in medians:
-        return None
-    return medians[ASYNC_CLIPPED] / medians[ASYNC] - 1
 
 
 def _parser() -> ArgumentParser:

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 
 from lightning_asyncpp.pipeline.trace import utilisation
-from lightning_asyncpp.tools.bench_job import ONE_F_ONE_B, TITLES, Job, RankRun
+from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, ONE_F_ONE_B, TITLES, Job, RankRun
 from lightning_asyncpp.tools.bench_launch import Measured
 
 
@@ -65,10 +65,7 @@ def utilisation_of(run: RankRun, job: Job) -> float:
 
 def summarise(job: Job, measured: Measured) -> list[Line]:
     """One line per system, in the job's order."""
-    times = {
-        system: [max(milliseconds_per_batch(run, job) for run in ranks) for ranks in repeats]
-        for system, repeats in measured.runs.items()
-    }
+    times = {system: _times(job, measured, system) for system in measured.runs}
     lines = []
     for system, repeats in measured.runs.items():
         busiest = [max(utilisation_of(run, job) for run in ranks) for ranks in repeats]
@@ -77,6 +74,19 @@ def summarise(job: Job, measured: Measured) -> list[Line]:
             gain = Spread.of([base / own for base, own in zip(times[ONE_F_ONE_B], times[system])])
         lines.append(Line(system, Spread.of(times[system]), Spread.of(busiest), gain))
     return lines
+
+
+def clipping_cost(job: Job, measured: Measured) -> float | None:
+    """How much longer a mini-batch takes with clipping, relative, pairwise by repeat; None if it was not measured."""
+    if ASYNC_CLIPPED not in measured.runs:
+        return None
+    pairs = zip(_times(job, measured, ASYNC_CLIPPED), _times(job, measured, ASYNC))
+    return statistics.median(clipped / plain for clipped, plain in pairs) - 1
+
+
+def _times(job: Job, measured: Measured, system: str) -> list[float]:
+    """Milliseconds per mini-batch of each repeat, of its slowest rank."""
+    return [max(milliseconds_per_batch(run, job) for run in ranks) for ranks in measured.runs[system]]
 
 
 def table(lines: Sequence[Line]) -> str:

@@ -23,7 +23,7 @@ from lightning_asyncpp.pipeline.trace import Span
 from lightning_asyncpp.tools.bench_arguments import check_shape, make_parser
 from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, Job, spans_to_json
 from lightning_asyncpp.tools.bench_launch import Measured, measure
-from lightning_asyncpp.tools.bench_report import as_json, machine, summarise, table, write_json
+from lightning_asyncpp.tools.bench_report import as_json, clipping_cost, machine, summarise, table, write_json
 from lightning_asyncpp.tools.timeline import Axis, Panel, draw_timelines
 
 _SHOWN_BATCHES = 3
@@ -39,8 +39,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = summarise(job, measured)
     print(f"{job.stages} stages, {job.micro_batches} micro-batches of {job.forward_ms:g} + {job.backward_ms:g} ms")
     print(table(lines))
+    cost = clipping_cost(job, measured)
+    if cost is not None:
+        print(f"clipping costs {cost:+.1%}")
     if arguments.json:
-        write_json(arguments.json, as_json(job, lines, measured))
+        write_json(arguments.json, as_json(job, lines, measured, clipping_cost=cost))
     if arguments.trace:
         write_json(arguments.trace, _traces(job, measured))
     if arguments.svg:

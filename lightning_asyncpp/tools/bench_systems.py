@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
@@ -79,7 +79,8 @@ def run_trainer(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
         accelerator="cpu", devices=job.stages, plugins=[LightningEnvironment()], callbacks=[marks],
         strategy=strategy_class(micro_batches=job.micro_batches, lookahead=lookahead),
         gradient_clip_val=1e-3 if system == ASYNC_CLIPPED else None, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
     )  # fmt: skip
     module = BenchModule([make_layer(meter) for _ in range(job.stages)])
     with warnings.catch_warnings():
@@ -109,7 +110,7 @@ def run_torch_schedule(job: Job, system: str, make_layer: LayerFactory) -> RankR
 
 
 def run_floor(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
-    """The same forwards, backwards and updates on every process alone: no neighbour, no Trainer, nothing to wait for."""
+    """The same forwards, backwards and updates on every process alone: no neighbour, no Trainer, no waiting."""
     meter = Trace(-1)
     layer = make_layer(meter)
     optimizer = make_optimizer(layer)

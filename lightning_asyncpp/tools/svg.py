@@ -60,13 +60,16 @@ class Drawing:
 
     def render(self) -> str:
         """The picture as a self-contained SVG document."""
-        size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
-        page = f'<rect class="page" fill="{_PALETTE["page"][0]}" width="{self.width:g}" height="{self.height:g}" rx="6"/>'
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="system-ui, \'Segoe UI\', Helvetica,'
-            f" Arial, sans-serif\">\n<title>{escape(self.title)}</title>\n<style>{_style()}</style>\n{page}\n"
-        )
-        return head + "\n".join(self._parts) + "\n</svg>\n"
+        size = f'width="{self.width:g}" height="{self.height:g}"'
+        fonts = "system-ui, Segoe UI, Helvetica, Arial, sans-serif"
+        head = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {self.width:g} {self.height:g}" role="img"'
+            f' font-family="{fonts}">',
+            f"<title>{escape(self.title)}</title>",
+            f"<style>{_style()}</style>",
+            f'<rect class="page" fill="{_PALETTE["page"][0]}" {size} rx="6"/>',
+        ]
+        return "\n".join([*head, *self._parts, "</svg>", ""])
 
 
 def version_style(version: int, light: bool) -> str:

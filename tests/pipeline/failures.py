@@ -212,3 +212,28 @@ def not_a_number(mesh: Mesh, replica: int) -> Any:
         except Exception as error:
             return type(error).__name__, str(error), index, run.engine.weights.newest
     return None
+
+
+def not_a_number_on_one_stage(mesh: Mesh, stage: int) -> tuple[str, str, int]:
+    """The gradient of one weight of one stage at mini-batch 2; losses and activations stay numbers."""
+    run = Run(mesh)
+    for index in range(6):
+        if (mesh.stage, index) == (stage, 2):
+            _spoil_gradient(run.engine.stage.units[0].module)
+        try:
+            run.train(index)
+        except Exception as error:
+            return type(error).__name__, str(error), run.engine.weights.newest
+    return "", "", 0
+
+
+def _spoil_gradient(module: torch.nn.Module) -> None:
+    forward = module.forward
+
+    def spoiled(x: Tensor) -> Tensor:
+        total = next(module.parameters()).sum()
+        nothing = total - total.detach()
+        nothing.register_hook(lambda gradient: gradient * float("nan"))
+        return forward(x) + nothing
+
+    module.forward = spoiled

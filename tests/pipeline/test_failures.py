@@ -120,3 +120,16 @@ def test_a_gradient_that_is_no_number_stops_every_rank_before_its_update(world_s
         kind, text, batch, newest = outcome.value
         assert (kind, batch, newest) == ("NonFiniteGradientError", 3, 2)
         assert text.startswith("the gradient of mini-batch 2 holds NaN or Inf (")
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_the_stage_of_a_gradient_that_is_no_number_names_its_parameter(stage: int) -> None:
+    outcomes = run_ranks(failures.not_a_number_on_one_stage, STAGES, stage)
+    assert errors(outcomes) == [""] * STAGES
+    first_parameter = ("0.weight", "4.weight", "7.experts")[stage]
+    for rank, outcome in enumerate(outcomes):
+        kind, text, newest = outcome.value
+        assert (kind, newest) == ("NonFiniteGradientError", 2)
+        here = STAGES - 1 - rank
+        where = f"on this stage ({here}): {first_parameter}" if here == stage else f"not on this stage ({here})"
+        assert text.startswith(f"the gradient of mini-batch 2 holds NaN or Inf ({where})")

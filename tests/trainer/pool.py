@@ -108,6 +108,8 @@ def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]
 
 def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> None:
     os.environ.update(elastic_environment(rank, world_size, port))
+    # Lightning would take cores / processes threads, and sums would be rounded differently for every number of stages.
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=20))

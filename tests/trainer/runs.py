@@ -231,7 +231,8 @@ def fit(run: Run) -> dict[str, Any]:
     module = run.module(run)
     trainer = make_trainer(run)
     vals = val_loaders(run)
-    trainer.fit(module, loader(run, shuffle=run.shuffle), vals or None, ckpt_path=run.ckpt_path, weights_only=True)
+    own = "train_dataloader" in vars(type(module))
+    trainer.fit(module, None if own else loader(run, shuffle=run.shuffle), vals or None, ckpt_path=run.ckpt_path, weights_only=True)
     return report(trainer, module)
 
 

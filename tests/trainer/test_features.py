@@ -83,7 +83,7 @@ def test_sanity_check_before_training(pools: Pools) -> None:
     assert "val_loss" not in results[0]["metrics"][0]
 
 
-@pytest.mark.parametrize("trainer", [{"fast_dev_run": 2}, {"overfit_batches": 2, "max_epochs": 2}, {"barebones": True}])
+@pytest.mark.parametrize("trainer", [{"fast_dev_run": 2}, {"overfit_batches": 2, "max_epochs": 2}, {"barebones": True, "log_every_n_steps": 0}])
 def test_ways_to_run_a_little(pools: Pools, trainer: dict[str, Any]) -> None:
     run = Run(Net, trainer=trainer, val_samples=(9,))
     results = pools.run(2, fit, run)

@@ -1,0 +1,140 @@
+"""Fabric loops that a worker process runs; the cases are those of the engine's tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+
+from lightning_asyncpp.fabric import AsyncPipelineStrategy, SyncPipelineStrategy
+from lightning_asyncpp.fabric.strategy import PipelineStrategy
+from tests.pipeline.cases import Case, make_model
+
+
+def make_fabric(strategy: PipelineStrategy, precision: Any = "32-true", seed: int = 5) -> L.Fabric:
+    """A launched Fabric on all ranks of this pool."""
+    fabric = L.Fabric(strategy=strategy, devices=dist.get_world_size(), accelerator="cpu", precision=precision)
+    fabric.launch()
+    fabric.seed_everything(seed, verbose=False)
+    return fabric
+
+
+@dataclass
+class Run:
+    """A case on this rank, set up as a user would."""
+
+    case: Case
+    precision: Any = "32-true"
+    spoilt: bool = False  # other initial weights, which loading must replace
+
+    def __post_init__(self) -> None:
+        case = self.case
+        self.strategy = (AsyncPipelineStrategy if case.delay else SyncPipelineStrategy)(
+            micro_batches=case.micro_batches,
+            lookahead=case.lookahead,
+            data_parallel_size=case.data_parallel_size,
+            nonfinite_gradients="skip" if case.nan_at is not None else "stop",
+            micro_batch_weight=case.weight,
+        )
+        self.fabric = make_fabric(self.strategy, self.precision, seed=99 if self.spoilt else case.seed)
+        model = make_model(case.dropout, case.spare)
+        if self.spoilt:
+            torch.nn.init.constant_(model[0].weight, 3.0)
+        self.model = self.fabric.setup_module(model)
+        self.optimizer = self.fabric.setup_optimizers(case.make_optimizer(list(self.model.named_parameters())))
+        self.scheduler = case.make_scheduler(self.optimizer)
+        self.losses: list[float] = []
+        self.norms: list[float | None] = []
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a user would save."""
+        state = {"model": self.model, "optimizer": self.optimizer, "step": len(self.norms)}
+        return state if self.scheduler is None else {**state, "scheduler": self.scheduler}
+
+    def train(self, start: int = 0, stop: int | None = None, evaluate_after: tuple[int, ...] = ()) -> None:
+        """Mini-batches ``start`` to ``stop``, without a flush."""
+        step = self.case.step(self.model)
+        for t in range(len(self.case.mini_batches))[start:stop]:
+            self.optimizer.zero_grad()
+            for index in self.case.mini_batches[t]:
+                loss = self.strategy.training_step(step, self.case.batch(index, self.mesh.replica))
+                assert (loss is not None) == self.mesh.is_last
+            if self.case.max_norm is not None:
+                self.fabric.clip_gradients(self.model, self.optimizer, max_norm=self.case.max_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.scheduler is not None:
+                self.scheduler.step()
+            self.losses += [] if loss is None else [loss.item()]
+            self.norms.append(self.strategy.gradient_norm)
+            if t in evaluate_after:
+                self.evaluate()
+
+    def evaluate(self) -> Any:
+        """Evaluate batch 0; the outputs on the last stage."""
+        self.model.eval()
+        output = self.strategy.evaluation_step(lambda batch: self.model(batch["x"]), self.case.batch(0))
+        self.model.train()
+        return output
+
+    @property
+    def mesh(self) -> Any:
+        return self.strategy.session.mesh
+
+    def result(self) -> dict[str, Any]:
+        """This rank's final weights and place."""
+        self.strategy.flush()
+        stage = self.strategy.session.stage
+        assert stage is not None
+        weights = {name: p.detach().float().numpy().copy() for name, p in stage.parameters.items()}
+        return {
+            "weights": weights, "losses": self.losses, "norms": self.norms, "replica": self.mesh.replica,
+            "stage": self.mesh.stage,
+        }  # fmt: skip
+
+
+def train(case: Case, evaluate_after: tuple[int, ...] = (), precision: Any = "32-true") -> dict[str, Any]:
+    """Train a case to its end."""
+    run = Run(case, precision)
+    run.train(evaluate_after=evaluate_after)
+    return run.result()
+
+
+def save_and_go_on(case: Case, path: str, at: int) -> dict[str, Any]:
+    """Save after mini-batch ``at`` - 1 and go on."""
+    run = Run(case)
+    run.train(stop=at)
+    run.fabric.save(path, run.state)
+    run.train(start=at)
+    return run.result()
+
+
+def load_and_go_on(case: Case, path: str) -> dict[str, Any]:
+    """Go on from a checkpoint, in a run that began with other weights and another seed."""
+    run = Run(case, spoilt=True)
+    state = run.state
+    remainder = run.fabric.load(path, state)
+    assert not remainder, remainder
+    run.train(start=state["step"])
+    return run.result()
+
+
+def evaluate_after_each(case: Case) -> Any:
+    """The outputs of an evaluation after every mini-batch, and what the gathered weights of that moment give."""
+    run = Run(case)
+    pairs = []
+    for t in range(len(case.mini_batches)):
+        run.train(t, t + 1)
+        output, state = run.evaluate(), run.strategy.full_state_dict()
+        if run.fabric.global_rank == 0:
+            whole = make_model(case.dropout).eval()
+            whole.load_state_dict(state)
+            with torch.no_grad():
+                pairs.append((output.numpy(), whole(case.batch(0)["x"]).numpy()))
+        else:
+            assert output is None or run.mesh.is_last
+    return pairs

@@ -1,0 +1,87 @@
+"""A Fabric loop trains to the weights of the oracle, bitwise in fp32, for any number of stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_asyncpp.pipeline.state import merge
+from tests.fabric import runs
+from tests.pipeline.cases import Case
+from tests.pipeline.compare import assert_same_norms, assert_same_weights, weights_of
+from tests.pipeline.runs import run_oracle
+from tests.trainer.pool import Pools
+
+STAGES = (1, 2, 3)
+BATCHES = (8, 8, 8, 8, 5)
+CASES = {
+    "plain": Case(4, batch_sizes=BATCHES),
+    "clip-schedule": Case(4, max_norm=0.3, scheduler=True, batch_sizes=BATCHES),
+    "muon-feedback-clip-schedule": Case(
+        3, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, batch_sizes=BATCHES
+    ),
+    "accumulate-dropout": Case(3, accumulate=2, dropout=0.2, random_input=True, max_norm=0.3, batch_sizes=BATCHES),
+    "weights-skip": Case(4, unequal_weights=True, nan_at=1, max_norm=0.3, batch_sizes=BATCHES),
+    "synchronous": Case(2, delay=0, optimizer="muon", error_feedback=1.0, scheduler=True, batch_sizes=BATCHES),
+}
+RESUMED = Case(
+    3, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, dropout=0.2, accumulate=2,
+    batch_sizes=(8,) * 10,
+)  # fmt: skip
+
+
+def weights_by_name(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    return merge([result["weights"] for result in results])
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_the_oracles(pools: Pools, num_stages: int, name: str) -> None:
+    case = CASES[name]
+    results = pools.run(num_stages, runs.train, case, (1, 2) if name == "plain" else ())
+    weights, losses = run_oracle(case)
+    assert_same_weights(results, weights)
+    assert_same_norms(results)
+    if case.accumulate == 1:
+        assert results[0]["losses"] == pytest.approx(losses, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_a_loaded_run_goes_on_as_the_uninterrupted_one(pools: Pools, num_stages: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "run.ckpt")
+    expected = run_oracle(RESUMED)[0]
+    assert_same_weights(pools.run(num_stages, runs.save_and_go_on, RESUMED, path, 3), expected)
+    assert_same_weights(pools.run(num_stages, runs.load_and_go_on, RESUMED, path), expected)
+    assert torch.load(path, weights_only=True).keys() == {"model", "optimizer", "scheduler", "step", "pipeline"}
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_evaluation_sees_the_newest_weights(pools: Pools, num_stages: int) -> None:
+    pairs = pools.run(num_stages, runs.evaluate_after_each, Case(4, dropout=0.3))[0]
+    assert len(pairs) == 5
+    for output, expected in pairs:
+        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("delay", [1, 0])
+def test_replicas_equal_the_oracle_to_rounding(pools: Pools, delay: int) -> None:
+    case = Case(4, delay=delay, data_parallel_size=2, max_norm=0.3, scheduler=True)
+    results = pools.run(4, runs.train, case, (1,))
+    expected = run_oracle(case)[0]
+    for replica in (0, 1):
+        for name, value in weights_of(results, replica).items():
+            np.testing.assert_allclose(value, expected[name].numpy(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_lower_precision_does_not_depend_on_the_number_of_stages(pools: Pools, precision: str) -> None:
+    case = Case(3, max_norm=0.3, dropout=0.2)
+    one, three = (weights_by_name(pools.run(n, runs.train, case, (1,), precision)) for n in (1, 3))
+    exact = weights_by_name(pools.run(1, runs.train, case))
+    assert one.keys() == three.keys()
+    assert all(np.array_equal(one[name], three[name]) for name in one)
+    assert any(not np.array_equal(one[name], exact[name]) for name in one)

@@ -1,0 +1,192 @@
+"""Modules that a pipeline cannot run, each with the mistake in its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_asyncpp import GPTModule, PipelineModule
+from tests.pipeline.cases import DIM
+from tests.trainer.modules import small_gpt
+from tests.trainer.runs import Net, Run
+
+
+class CountsSteps(Callback):
+    """Fails the test if a training batch ends: every mistake must be found before."""
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a training step was run")
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.model.parameters(), 0.1), torch.optim.SGD(self.model.parameters(), 0.1)]
+
+
+class NoOptimizer(Net):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class Manual(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+
+class ParameterOutside(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+
+class UsesParameter(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.model.parameters())
+
+
+class CallsTwice(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
+
+
+class NeverCalls(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return batch["x"].sum()
+
+
+class CallsALayer(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model[0](batch["x"]).sum()  # type: ignore[index]
+
+
+class Uncuttable(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Bilinear(DIM, DIM, 1)
+
+
+class NoModel(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.net = self.model
+        del self.model
+
+
+class OtherOrder(Net):
+    """Shuffles by a generator of the process's own."""
+
+    def train_dataloader(self) -> Any:
+        own = torch.Generator().manual_seed(self.global_rank)  # the mistake
+        from tests.trainer.runs import Samples
+
+        return DataLoader(Samples(40), batch_size=8, shuffle=True, generator=own)
+
+
+class Uninitialised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class NoInitialiser(PipelineModule):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, DIM), Uninitialised(), nn.Linear(DIM, 1))
+
+    training_step = Net.training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class TwoLayers(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
+
+
+def tied_gpt(run: Run) -> GPTModule:
+    return small_gpt(run, tie_embeddings=True)
+
+
+class ReturnsNone(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class ReturnsVector(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(batch["x"])
+
+
+class Detached(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx).detach()
+
+
+class NoTensors(Net):
+    def train_dataloader(self) -> Any:
+        return DataLoader([1, 2, 3, 4], batch_size=2, collate_fn=lambda items: [str(item) for item in items])
+
+
+class Unequal(Net):
+    def train_dataloader(self) -> Any:
+        return [{"x": torch.zeros(8, DIM), "y": torch.zeros(4, 1)}]
+
+
+class LogsTooMuch(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.log_dict({f"value_{i}": float(i) for i in range(5)})
+        return super().training_step(batch, batch_idx)
+
+
+class LogsUnknownReduction(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.log("x", 1.0, reduce_fx=torch.median)
+        return super().training_step(batch, batch_idx)
+
+
+class LogsVector(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.log("x", batch["x"])
+        return super().training_step(batch, batch_idx)
+
+
+class Gathers(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        out = self.model(batch["x"])
+        return (out - self.all_gather(out).mean()).square().mean()
+
+
+class TakesIterator(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return None
+
+
+class ReturnsDictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Any:
+        return {"x": self.linear(x)}
+
+
+class DictionaryAtTheCut(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Sequential(ReturnsDictionary(), nn.Linear(DIM, 1))
+
+
+class SumReduction(Net):
+    loss_reduction = "median"

@@ -1,0 +1,167 @@
+"""What cannot be run right is refused on every rank, before a training step ends, with the mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
+
+from tests.trainer import mistakes as m
+from tests.trainer.pool import Outcome, Pools
+from tests.trainer.runs import Net, Run, fit
+
+
+def refusals(pools: Pools, run: Run, stages: int = 2) -> list[Outcome]:
+    """Run what must fail; the outcome of every rank."""
+    run = replace(run, callbacks=(*run.callbacks, (m.CountsSteps, {})))
+    return pools.outcomes(stages, fit, run)
+
+
+def assert_refused(outcomes: list[Outcome], *parts: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error, f"rank {rank} did not fail"
+        missing = [part for part in parts if part not in outcome.message]
+        assert not missing, f"rank {rank}: {missing} not in: {outcome.error}: {outcome.message}"
+
+
+SETTINGS = [
+    (3, {"micro_batches": 2}, ["micro_batches=2", "use micro_batches >= 3", "sync_pipeline"]),
+    (2, {"micro_batches": 2, "lookahead": 5}, ["lookahead=5", "the largest is 1"]),
+    (2, {"lookahead": -1}, ["lookahead=-1 must be 0 or more"]),
+    (3, {"data_parallel_size": 2}, ["devices=3 is not divisible by data_parallel_size=2"]),
+    (2, {"metric_slots": 0}, ["metric_slots=0 must be at least 1"]),
+    (2, {"nonfinite_gradients": "ignore"}, ["'ignore' must be 'stop' or 'skip'"]),
+    (2, {"micro_batches": 0, "data_parallel_size": 0}, ["2 problems", "micro_batches=0", "data_parallel_size=0"]),
+]
+
+
+@pytest.mark.parametrize(("stages", "options", "parts"), SETTINGS, ids=lambda value: str(value)[:40])
+def test_settings(pools: Pools, stages: int, options: dict[str, Any], parts: list[str]) -> None:
+    outcomes = refusals(pools, Run(Net, options=options), stages)
+    assert {outcome.error for outcome in outcomes} == {"ConfigurationError"}
+    assert_refused(outcomes, *parts)
+
+
+MODULES = [
+    (m.TwoOptimizers, ["returned 2 optimizers", "use one optimizer with parameter groups"]),
+    (m.NoOptimizer, ["configure_optimizers", "optimizer"]),
+    (m.Manual, ["automatic_optimization=False", "use automatic optimization"]),
+    (m.ParameterOutside, ["parameters outside the layers of self.model: temperature"]),
+    (m.UsesParameter, ["used directly in training_step"]),
+    (m.CallsTwice, ["after calling twice self.model"]),
+    (m.NeverCalls, ["without calling self.model"]),
+    (m.CallsALayer, ["self.model"]),
+    (m.Uncuttable, ["self.model is a Bilinear", "pipeline_layers()"]),
+    (m.NoModel, ["NoModel has no self.model"]),
+    (m.NoInitialiser, ["meta tensors without an initialiser: 1.weight", "reset_parameters()"]),
+    (m.ReturnsNone, ["training_step must return a loss of one element", "NoneType"]),
+    (m.ReturnsVector, ["training_step must return a loss of one element", "shape"]),
+    (m.Detached, ["has no gradient"]),
+    (m.NoTensors, ["holds no tensor with a batch dimension", "split_batch"]),
+    (m.Unequal, ["different first dimensions [4, 8]"]),
+    (m.LogsUnknownReduction, ["reduce_fx='median'", "mean, sum, min, max"]),
+    (m.LogsVector, ["self.log('x', ...) takes a number"]),
+    (m.Gathers, ["all_gather was called inside a *_step method", "on_train_batch_end"]),
+    (m.TakesIterator, ["training_step(dataloader_iter) is not supported"]),
+    (m.DictionaryAtTheCut, ["a layer at a cut returned dict"]),
+    (m.SumReduction, ["loss_reduction='median' must be 'mean' or 'sum'"]),
+]
+
+
+@pytest.mark.parametrize(("module", "parts"), MODULES, ids=[module.__name__ for module, _ in MODULES])
+def test_modules(pools: Pools, module: Any, parts: list[str]) -> None:
+    assert_refused(refusals(pools, Run(module)), *parts)
+
+
+@pytest.mark.parametrize("module", [m.CallsTwice, m.UsesParameter, m.ReturnsNone, m.NoTensors, m.LogsVector])
+def test_modules_whose_mistake_shows_on_one_of_three_stages(pools: Pools, module: Any) -> None:
+    outcomes = refusals(pools, Run(module), 3)
+    assert {outcome.error for outcome in outcomes} == {"ConfigurationError"}
+
+
+def test_more_stages_than_layers(pools: Pools) -> None:
+    parts = ["the model has 2 layers with parameters, fewer than the 3 stages", "use at most 2 devices"]
+    assert_refused(refusals(pools, Run(m.TwoLayers), 3), *parts)
+
+
+def test_tied_embeddings_over_stages(pools: Pools) -> None:
+    outcomes = refusals(pools, Run(m.tied_gpt, dataset="tokens"))
+    assert_refused(outcomes, "are the same parameter", "tie_embeddings=False")
+
+
+def test_other_batches_on_the_last_stage(pools: Pools) -> None:
+    assert_refused(refusals(pools, Run(m.OtherOrder)), "first and the last stage were given different batches", "shuffling")
+
+
+def test_more_names_logged_than_there_is_room_for(pools: Pools) -> None:
+    assert_refused(refusals(pools, Run(m.LogsTooMuch, options={"metric_slots": 4})), "6 names", "metric_slots=4")
+
+
+TRAINERS = [
+    ({"precision": "16-true"}, ["precision='16-true' is not supported", "bf16-mixed"]),
+    ({"val_check_interval": "00:00:10:00"}, ["val_check_interval is a time", "number of batches"]),
+    ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "agnostic"}, ["gradient_clip_algorithm"]),
+]
+
+
+@pytest.mark.parametrize(("trainer", "parts"), TRAINERS, ids=[str(next(iter(trainer.items()))) for trainer, _ in TRAINERS])
+def test_trainer_arguments(pools: Pools, trainer: dict[str, Any], parts: list[str]) -> None:
+    assert_refused(refusals(pools, Run(Net, trainer=trainer, val_samples=(8,))), *parts)
+
+
+def test_refused_callbacks_are_all_named_at_once(pools: Pools) -> None:
+    callbacks = (
+        (StochasticWeightAveraging, {"swa_lrs": 0.1}),
+        (ModelPruning, {"pruning_fn": "l1_unstructured", "amount": 0.5}),
+        (LearningRateFinder, {}),
+    )
+    outcomes = refusals(pools, Run(Net, callbacks=callbacks, trainer={"precision": "bf16-true"}))
+    assert_refused(outcomes, "3 problems", *[f"{c.__name__} cannot work under a pipeline" for c, _ in callbacks])
+
+
+def test_fewer_samples_than_replicas(pools: Pools) -> None:
+    """Lightning's sampler gives every replica something; what is left may be fewer samples than micro-batches."""
+    run = Run(Net, options={"data_parallel_size": 2, "micro_batches": 3}, samples=1, shuffle=True)
+    results = pools.run(4, fit, run)
+    assert {result["global_step"] for result in results} == {1}
+
+
+def test_checkpoint_of_another_number_of_stages(pools: Pools, tmp_path: Path) -> None:
+    saving = ((ModelCheckpoint, {"dirpath": tmp_path, "save_last": True}),)
+    pools.run(2, fit, Run(Net, options={"micro_batches": 3}, callbacks=saving, trainer={"enable_checkpointing": True}))
+    run = Run(Net, options={"micro_batches": 3}, ckpt_path=str(next(tmp_path.glob("*.ckpt"))), trainer={"max_epochs": 2})
+    assert_refused(refusals(pools, run, 3), "written by 2 stages, this run has 3", "use devices=2")
+    run = replace(run, options={"micro_batches": 4})
+    assert_refused(refusals(pools, run, 2), "micro_batches=3, this run has 4")
+    run = replace(run, strategy="sync", options={"micro_batches": 3})
+    assert_refused(refusals(pools, run, 2), "delay=1, this run has 0")
+
+
+def test_checkpoint_of_a_plain_run(pools: Pools, tmp_path: Path) -> None:
+    saving = ((ModelCheckpoint, {"dirpath": tmp_path}),)
+    pools.run(1, fit, Run(Net, "plain", callbacks=saving, trainer={"enable_checkpointing": True}))
+    run = Run(Net, ckpt_path=str(next(tmp_path.glob("*.ckpt"))), trainer={"max_epochs": 2})
+    assert_refused(refusals(pools, run), "was not written by a pipeline strategy", "load_state_dict")
+
+
+def test_names_without_the_import() -> None:
+    """Lightning's own message, which lists the names that it knows."""
+    script = "import lightning as L; L.Trainer(strategy='async_pipeline', accelerator='cpu')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode
+    assert "invalid strategy name" in done.stderr
+    assert "async_pipeline" in done.stderr
+
+
+def test_unknown_strategy_name() -> None:
+    import lightning as L
+
+    with pytest.raises(ValueError, match="invalid strategy name"):
+        L.Trainer(strategy="asnyc_pipeline", accelerator="cpu")
+    for name in ("async_pipeline", "sync_pipeline"):
+        assert type(L.Trainer(strategy=name, accelerator="cpu", devices=2).strategy).__name__.lower().startswith(name[:4])
