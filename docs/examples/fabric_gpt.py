@@ -28,6 +28,7 @@ def read_bytes(sequences: int) -> Tensor:
 
 
 def main(devices: int, steps: int) -> None:
+    """Train on ``devices`` pipeline stages for ``steps`` batches and validate."""
     # Every batch is cut into 8 micro-batches; without a flush between batches, all stages stay busy.
     strategy = AsyncPipelineStrategy(micro_batches=8)
     fabric = L.Fabric(accelerator="auto", strategy=strategy, devices=devices)

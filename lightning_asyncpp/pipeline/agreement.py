@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
+from lightning_asyncpp.pipeline.errors import ConfigurationError, lost_peers
 from lightning_asyncpp.pipeline.mesh import Mesh
 
 
@@ -19,14 +19,12 @@ def exchange(mesh: Mesh, text: str) -> list[str]:
     if mesh.groups is None:
         return [text]
     encoded = text.encode()
-    try:
+    with lost_peers():
         sizes = _gather(mesh, torch.tensor([len(encoded)]))
         mine = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
         if encoded:
             mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         rows = _gather(mesh, mine) if mine.numel() else [mine] * mesh.world_size
-    except RuntimeError as error:
-        raise PeerLostError(f"a rank is gone: the first cause is the first error that one printed ({error})") from error
     return [bytes(row[: int(size)].tolist()).decode(errors="replace") for row, size in zip(rows, sizes)]
 
 

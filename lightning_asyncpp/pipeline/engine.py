@@ -229,7 +229,8 @@ class Engine:
             flights.append(self.runner.forward(self.evaluated, version, None, slot, step, purpose))
             self.evaluated += 1
         if self.runner.transport is not None:
-            self.runner.transport.settle(keep=8 * self.settings.micro_batches)
+            # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
+            self.runner.transport.settle(activations=self.evaluated - 4 * self.settings.micro_batches)
         return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
 
     def state_dict(self) -> dict[str, Any]:
@@ -290,7 +291,8 @@ class Engine:
         flight.outputs = flight.inputs = ()
         self.next_backward = action.index + 1
         if self.runner.transport is not None:
-            self.runner.transport.settle(keep=8 * self.settings.micro_batches)
+            # Its gradient came back, so its activation has arrived; the gradients sent need a moment.
+            self.runner.transport.settle(activations=action.index, gradients=action.index - 2)
         self._launch_complete()
 
     def _run_checked(self, k: int, slot: Any, step: Step) -> Flight:
@@ -357,18 +359,22 @@ class Engine:
         for name, parameter in self.weights.parameters.items():
             gradient = gradients[name]
             parameter.grad = None if gradient is None else gradient.div_(weight)
-        yield
-        for parameter in self.weights.parameters.values():
-            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter in self.weights.parameters.values():
+                parameter.grad = None
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
         modes = [(m, m.training) for unit in self.stage.units for m in unit.module.modules() if not m.training]
         for module, _ in modes:
             module.training = True
-        yield
-        for module, mode in modes:
-            module.training = mode
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
 
 def _refuse_gradient(gradient: Tensor) -> Tensor:

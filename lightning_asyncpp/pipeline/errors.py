@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class ConfigurationError(ValueError):
@@ -30,3 +31,18 @@ class PeerLostError(RuntimeError):
 
 class NonFiniteGradientError(RuntimeError):
     """Is the gradient of this mini-batch made of numbers?"""
+
+
+@contextmanager
+def lost_peers(who: str = "a rank") -> Iterator[None]:
+    """Translate the errors of a broken connection into one that says who is gone and where to look.
+
+    Raises:
+        PeerLostError: instead of torch.distributed's RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"{who} is gone: the first cause is the first error that another rank printed ({error})"
+        ) from error

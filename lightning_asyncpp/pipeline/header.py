@@ -92,9 +92,14 @@ class Header:
         if k != expected_k:
             raise ProtocolError(f"expected micro-batch {expected_k} from the stage before, got {k}")
         tensors = tuple(_decode_tensor(numbers[_FIXED + i * _PER_TENSOR :][:_PER_TENSOR]) for i in range(count))
+        weight = struct.unpack("<d", struct.pack("<q", bits))[0]
+        if not _consistent(kind, weight, tensors):
+            raise ProtocolError(
+                f"micro-batch {k}: kind {kind}, weight {weight} and {count} tensors contradict each other"
+            )
         if (size := sum(info.num_bytes for info in tensors)) > max_bytes:
             raise ProtocolError(f"micro-batch {k} announces {size} bytes, more than max_message_bytes={max_bytes}")
-        return cls(k, kind, struct.unpack("<d", struct.pack("<q", bits))[0], mark, tensors)
+        return cls(k, kind, weight, mark, tensors)
 
 
 def describe(tensors: tuple[Tensor, ...]) -> tuple[TensorInfo, ...]:
@@ -109,6 +114,12 @@ def describe(tensors: tuple[Tensor, ...]) -> tuple[TensorInfo, ...]:
         if tensor.ndim > MAX_DIMENSIONS or tensor.dtype not in _DTYPES:
             raise ProtocolError(f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} cannot cross a cut")
     return tuple(TensorInfo(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def _consistent(kind: int, weight: float, tensors: tuple[TensorInfo, ...]) -> bool:
+    counts = {Header.TENSOR: len(tensors) == 1, Header.TUPLE: True}
+    real = all(info.dtype.is_floating_point or not info.needs_gradient for info in tensors)
+    return counts.get(kind, not tensors) and real and math.isfinite(weight) and weight >= 0
 
 
 def _decode_tensor(numbers: list[int]) -> TensorInfo:

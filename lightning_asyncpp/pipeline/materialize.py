@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,11 +37,11 @@ def materialize(units: Sequence[Unit], indices: Iterable[int], seed: int, device
         modules = [module for module in unit.module.modules() if _replace_meta(module, replaced, device)]
         if not modules:
             continue
-        with seeded(derive(seed, "init", index), device), torch.no_grad():
-            for module in _with_parents(unit.module, modules):
-                if callable(reset := getattr(module, "reset_parameters", None)):
-                    reset()
-        problems += [f"{unit.name}.{name}" for name in _unset(unit.module)]
+        owners = _with_parents(unit.module, modules)
+        initialize = partial(_initialize, owners, derive(seed, "init", index), device)
+        initialize()
+        masks = _unset_masks(unit.module, modules, initialize)
+        problems += [f"{unit.name}.{name}" for name in [*_unset(unit.module), *masks]]
     if problems:
         raise ConfigurationError(
             f"meta tensors without an initialiser: {', '.join(problems)}; give their module, or the unit around it, a"
@@ -48,17 +49,38 @@ def materialize(units: Sequence[Unit], indices: Iterable[int], seed: int, device
         )
 
 
+def _initialize(owners: Sequence[nn.Module], seed: int, device: torch.device) -> None:
+    with seeded(seed, device), torch.no_grad():
+        for module in owners:
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+
+
+def _unset_masks(unit: nn.Module, modules: Sequence[nn.Module], initialize: Callable[[], None]) -> list[str]:
+    """Boolean buffers that the initialiser leaves as they were: no value marks them, so it runs on both."""
+    fresh = {id(buffer) for module in modules for buffer in module.buffers(recurse=False)}
+    masks = {n: b for n, b in unit.named_buffers() if b.dtype == torch.bool and b.numel() and id(b) in fresh}
+    if not masks:
+        return []
+    first = {name: mask.clone() for name, mask in masks.items()}
+    for mask in masks.values():
+        mask.fill_(True)
+    initialize()
+    now = dict(unit.named_buffers())
+    return [name for name, mask in first.items() if not torch.equal(mask, now[name])]
+
+
 def _replace_meta(module: nn.Module, replaced: dict[int, Any], device: torch.device) -> bool:
     """Replace the meta tensors that ``module`` itself owns by marked ones; returns whether there were any."""
     found = False
-    for name, parameter in list(module.named_parameters(recurse=False)):
+    for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if parameter.is_meta:
             found = True
             if id(parameter) not in replaced:
                 fresh = nn.Parameter(_marked(parameter, device), requires_grad=parameter.requires_grad)
                 replaced[id(parameter)] = (fresh, parameter)  # the old one is kept so that its id stays taken
             setattr(module, name, replaced[id(parameter)][0])
-    for name, buffer in list(module.named_buffers(recurse=False)):
+    for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
         if buffer.is_meta:
             found = True
             setattr(module, name, _marked(buffer, device))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.tree import map_tensors, tensors_of
 
 # The fingerprint looks at this many elements of a tensor at most, evenly spread.
@@ -64,7 +65,7 @@ def _slice(tensor: Tensor, start: int, end: int) -> Tensor:
 
 
 def fingerprint(batch: Any) -> int:
-    """A number that two different batches share with a probability of about 2**-62.
+    """A number of 63 bits that two different batches share with a probability of about 2**-63.
 
     It sums up to 4096 evenly spread elements of every tensor, each multiplied with an odd constant of its position, in
     64-bit integers that wrap around; shapes and dtypes count too.
@@ -72,12 +73,13 @@ def fingerprint(batch: Any) -> int:
     total = 0
     for tensor in tensors_of(batch):
         flat = tensor.detach().reshape(-1)
-        stride = max(1, flat.numel() // _FINGERPRINT_ELEMENTS)
-        bits = _as_integers(flat[::stride][:_FINGERPRINT_ELEMENTS])
+        stride = -(-flat.numel() // _FINGERPRINT_ELEMENTS) or 1
+        bits = _as_integers(flat[::stride])
+        bits = bits ^ (bits >> 29)  # high bits, a sign for example, would cancel in a sum of an even number of them
         positions = torch.arange(1, bits.numel() + 1, device=bits.device)
-        total = total * 31 + int((bits * (positions * -7046029254386353131 | 1)).sum().item())
-        total += hash((tuple(tensor.shape), tensor.element_size()))
-    return total % 2**62
+        sample = int((bits * (positions * -7046029254386353131 | 1)).sum().item())
+        total = derive(total, sample, *tensor.shape, str(tensor.dtype))
+    return total
 
 
 def _as_integers(flat: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -155,7 +156,9 @@ class StageRunner:
     def send_input_gradients(self, flight: Flight) -> None:
         """Send the gradients of what was received; zeros for what the loss does not depend on."""
         if self.transport is not None and not self.mesh.is_first:
-            self.transport.send_gradients([torch.zeros_like(t) if t.grad is None else t.grad for t in flight.inputs])
+            self.transport.send_gradients(
+                flight.k, [torch.zeros_like(t) if t.grad is None else t.grad for t in flight.inputs]
+            )
 
     def announce_failure(self, k: int) -> None:
         """Tell the stage after that nothing comes, so that it does not wait."""
@@ -184,7 +187,7 @@ class StageRunner:
     def _enter(
         self, k: int, version: int, weights: dict[str, Tensor] | None, slot: Any, step: Step, purpose: str
     ) -> Flight:
-        weight = float(self.hooks.micro_batch_weight(slot))
+        weight = self._weight(slot)
         with seeded(derive(self.seed, purpose, self.mesh.replica, k), self.device), self._step_context():
             args, kwargs = self.call.capture(lambda: step(slot, weight))
         header = Header(k, weight=weight, fingerprint=fingerprint(slot))
@@ -221,7 +224,7 @@ class StageRunner:
         inputs: tuple[Tensor, ...] = ()
         if slot is None:
             raise BatchMismatchError(_mismatch(k, "samples on the first stage, an empty slot on the last"))
-        weight = float(self.hooks.micro_batch_weight(slot))
+        weight = self._weight(slot)
         if arrival is not None:
             if arrival.header.fingerprint != fingerprint(slot):
                 raise BatchMismatchError(_mismatch(k, "their contents differ"))
@@ -237,6 +240,12 @@ class StageRunner:
             result = self.call.redirect(lambda: step(slot, weight), compute)
         outputs = self._loss_to_differentiate(result, weight) if purpose == "train" else ()
         return Flight(k, version, weight, inputs, outputs, result)
+
+    def _weight(self, slot: Any) -> float:
+        weight = float(self.hooks.micro_batch_weight(slot))
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigurationError(f"micro_batch_weight(micro_batch) returned {weight}: it must be finite, 0 or more")
+        return weight
 
     def _step_context(self) -> AbstractContextManager[Any]:
         return self.hooks.forward_context() if self.hooks.context_around_step else nullcontext()

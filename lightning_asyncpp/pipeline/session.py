@@ -172,9 +172,11 @@ class PipelineSession:
     def _apply(self, update: Update, step: ApplyStep) -> None:
         assert self._office is not None
         self._update = update
-        with self._office.redeemed(update.ticket), self._lend(update):
-            step()
-        self._update = None
+        try:
+            with self._office.redeemed(update.ticket), self._lend(update):
+                step()
+        finally:
+            self._update = None
 
     @contextmanager
     def _lend(self, update: Update) -> Iterator[None]:

@@ -70,6 +70,10 @@ class PipelineSettings:
             problems.append(f"data_parallel_size={self.data_parallel_size} must be at least 1")
         if self.nonfinite_gradients not in ("stop", "skip"):
             problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
+        if self.delay not in (0, 1):
+            problems.append(f"delay={self.delay} must be 0 or 1")
+        if self.max_message_bytes < 1:
+            problems.append(f"max_message_bytes={self.max_message_bytes} must be at least 1")
         if self.metric_slots < 1:
             problems.append(f"metric_slots={self.metric_slots} must be at least 1")
         return problems
@@ -94,7 +98,7 @@ class PipelineSettings:
             return [
                 f"lookahead={lookahead} does not fit {micro_batches} micro-batches over {num_stages} stages and"
                 f" {self.data_parallel_size} replica(s): the largest is {most};"
-                f" lower it, or use micro_batches >= {micro_batches + lookahead - most}"
+                f" lower it, or use micro_batches >= {micro_batches + min(lookahead, num_stages - 1) - most}"
             ]
         return []
 

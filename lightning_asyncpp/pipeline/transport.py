@@ -7,16 +7,18 @@ be done, gradients have their receives posted when the activation leaves, and a 
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import deque
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import PeerLostError
+from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.header import LENGTH, Header
 from lightning_asyncpp.pipeline.mesh import Groups, Mesh
 
@@ -50,7 +52,9 @@ class Transport:
         self.mesh = mesh
         self.device = device
         self.max_message_bytes = max_message_bytes
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        # (micro-batch, work, tensor): a tensor must live until its send is done
+        self._activations: deque[tuple[int, dist.Work, Tensor]] = deque()
+        self._gradients: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._posted: dict[int, _Posted] = {}
         self._wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[Arrival | Exception] = queue.SimpleQueue()
@@ -73,21 +77,24 @@ class Transport:
         """
         arrival = self._arrived.get()
         if isinstance(arrival, Exception):
+            self._arrived.put(arrival)  # nothing comes after it: whoever asks again hears the same
             raise arrival
         return arrival
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or the header alone, to the stage after."""
         groups, peer = self._groups, self.mesh.rank_of(self.mesh.stage + 1)
-        self._send(header.encode(), peer, groups.host, _TAG_HEADER)
+        work = self._send(header.encode(), peer, groups.host, _TAG_HEADER)
+        self._activations.append((header.k, *work))
         for tensor in tensors:
-            self._send(tensor.detach().contiguous(), peer, groups.to_next, _TAG_ACTIVATION)
+            work = self._send(tensor.detach().contiguous(), peer, groups.to_next, _TAG_ACTIVATION)
+            self._activations.append((header.k, *work))
 
     def post_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
         """Post the receives of the gradients of ``outputs`` (those that need one) from the stage after."""
         peer = self.mesh.rank_of(self.mesh.stage + 1)
         gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
-        with _peer_errors(peer, self.mesh.stage + 1):
+        with self._peer(self.mesh.stage + 1):
             works = [
                 _work(dist.irecv(gradient, peer, group=self._groups.from_next, tag=_TAG_GRADIENT))
                 for gradient in gradients
@@ -97,32 +104,42 @@ class Transport:
     def receive_gradients(self, k: int) -> list[Tensor]:
         """Return the gradients of micro-batch ``k`` in the order of the outputs that need one."""
         posted = self._posted.pop(k)
-        with _peer_errors(self.mesh.rank_of(self.mesh.stage + 1), self.mesh.stage + 1):
+        with self._peer(self.mesh.stage + 1):
             for work in posted.works:
                 work.wait()
         return posted.gradients
 
-    def send_gradients(self, gradients: list[Tensor]) -> None:
-        """Send gradients to the stage before."""
+    def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
+        """Send the gradients of micro-batch ``k`` to the stage before."""
         peer = self.mesh.rank_of(self.mesh.stage - 1)
         for gradient in gradients:
-            self._send(gradient.contiguous(), peer, self._groups.backward, _TAG_GRADIENT)
+            work = self._send(gradient.contiguous(), peer, self._groups.backward, _TAG_GRADIENT)
+            self._gradients.append((k, *work))
 
-    def settle(self, keep: int = 0) -> None:
-        """Wait for all but the newest ``keep`` sends, and let go of their tensors."""
-        while len(self._sends) > keep:
-            work, _ = self._sends.popleft()
-            with _peer_errors(None, None):
-                work.wait()
+    def settle(self, activations: float = math.inf, gradients: float = math.inf) -> None:
+        """Wait for sends and let go of their tensors.
+
+        Args:
+            activations: of micro-batches up to this one.
+            gradients: likewise.
+        """
+        for sends, last in ((self._activations, activations), (self._gradients, gradients)):
+            while sends and sends[0][0] <= last:
+                _, work, _ = sends.popleft()
+                with lost_peers("a neighbour"):
+                    work.wait()
 
     @property
     def _groups(self) -> Groups:
         assert self.mesh.groups is not None, "a transport needs a connected mesh"
         return self.mesh.groups
 
-    def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> None:
-        with _peer_errors(peer, None):
-            self._sends.append((_work(dist.isend(tensor, peer, group=group, tag=tag)), tensor))
+    def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> tuple[dist.Work, Tensor]:
+        with lost_peers(f"rank {peer}"):
+            return _work(dist.isend(tensor, peer, group=group, tag=tag)), tensor
+
+    def _peer(self, stage: int) -> AbstractContextManager[None]:
+        return lost_peers(f"rank {self.mesh.rank_of(stage)} (stage {stage})")
 
     def _receive_all(self) -> None:
         while True:
@@ -136,33 +153,17 @@ class Transport:
     def _receive(self, k: int) -> Arrival:
         peer, stage = self.mesh.rank_of(self.mesh.stage - 1), self.mesh.stage - 1
         encoded = torch.empty(LENGTH, dtype=torch.int64)
-        with _peer_errors(peer, stage):
+        with self._peer(stage):
             _work(dist.irecv(encoded, peer, group=self._groups.host, tag=_TAG_HEADER)).wait()
         header = Header.decode(encoded, k, self.max_message_bytes)
         tensors = tuple(torch.empty(i.shape, dtype=i.dtype, device=self.device) for i in header.tensors)
-        with _peer_errors(peer, stage):
+        with self._peer(stage):
             works = [
                 _work(dist.irecv(tensor, peer, group=self._groups.forward, tag=_TAG_ACTIVATION)) for tensor in tensors
             ]
             for work in works:
                 work.wait()
         return Arrival(header, tensors)
-
-
-class _peer_errors:  # noqa: N801  (a context manager, used like a function)
-    """Translate the errors of a broken connection into one that says who is gone."""
-
-    def __init__(self, peer: int | None, stage: int | None) -> None:
-        self.who = "a neighbour" if peer is None else f"rank {peer}" + ("" if stage is None else f" (stage {stage})")
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is not None and issubclass(kind, RuntimeError):
-            raise PeerLostError(
-                f"{self.who} is gone: the first cause is the first error that another rank printed ({error})"
-            ) from error
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.buckets import GradientBuckets, Gradients
-from lightning_asyncpp.pipeline.errors import PeerLostError
+from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.mesh import Mesh
 
 _FIXED = 5
@@ -103,24 +103,22 @@ class PendingUpdate:
             self._launch_message()
             return
         self._buckets = GradientBuckets(self.gradients, self.like)
-        self._works = [_async(dist.all_reduce(flat, group=group, async_op=True)) for flat in self._buckets.flat]
+        with lost_peers():
+            self._works = [_async(dist.all_reduce(flat, group=group, async_op=True)) for flat in self._buckets.flat]
 
     def poll(self) -> None:
         """Send the control message if the reduction is done by now."""
-        if self._message is None and all(work.is_completed() for work in self._works):
-            self._launch_message()
+        with lost_peers():
+            if self._message is None and all(work.is_completed() for work in self._works):
+                self._launch_message()
 
     def finish(self) -> ControlMessage:
         """Wait for the control message and read it."""
-        try:
+        with lost_peers():
             if self._message is None:
                 self._launch_message()
             if self._message_work is not None:
                 self._message_work.wait()
-        except RuntimeError as error:
-            raise PeerLostError(f"a rank is gone: the first cause is the first error that one printed ({error})") from (
-                error
-            )
         assert self._message is not None
         weight, squares, non_finite, interrupted, finished = self._message[:_FIXED].tolist()
         payload = self._message[_FIXED:].view(self.mesh.num_replicas, -1)

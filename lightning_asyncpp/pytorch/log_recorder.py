@@ -8,6 +8,7 @@ that decide on a metric decide alike everywhere.
 from __future__ import annotations
 
 import json
+import math
 import numbers
 import zlib
 from collections.abc import Callable
@@ -75,6 +76,7 @@ class LogRecorder:
         values: name -> its values.
         metrics: name -> the torchmetrics object logged under it.
         weight: of the micro-batch that runs.
+        slots: how many names fit.
     """
 
     on_step: bool
@@ -84,6 +86,7 @@ class LogRecorder:
     metrics: dict[str, Metric] = field(default_factory=dict)
     metric_entries: dict[str, Entry] = field(default_factory=dict)
     weight: float = 0.0
+    slots: float = math.inf
     _pending: list[tuple[Entry, Tensor | float, float]] = field(default_factory=list)
 
     def log(
@@ -117,6 +120,8 @@ class LogRecorder:
             return
         if not isinstance(value, (Tensor, numbers.Number)) or (isinstance(value, Tensor) and value.numel() != 1):
             raise ConfigurationError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a Metric")
+        if name not in self.entries and len(self.entries) >= self.slots:
+            raise ConfigurationError(f"more names are logged in one batch than metric_slots={self.slots}: raise it")
         if self.entries.setdefault(name, entry) != entry:
             raise ConfigurationError(f"self.log({name!r}, ...) was called twice with different arguments")
         kept = value.detach() if isinstance(value, Tensor) else float(value)  # type: ignore[arg-type]
@@ -150,10 +155,6 @@ class LogRecorder:
     def encode(self, slots: int, loss: Tensor | None, weight: float) -> Tensor:
         """Pack the values into a vector of :func:`payload_length` fp64 numbers."""
         self.settle()
-        if len(self.values) > slots:
-            raise ConfigurationError(
-                f"{len(self.values)} names were logged in one batch, more than metric_slots={slots}: raise it"
-            )
         payload = torch.zeros(payload_length(slots), dtype=torch.float64)
         payload[0] = schema_number(self.schema())
         payload[1], payload[2] = (0.0 if loss is None else float(loss)), weight

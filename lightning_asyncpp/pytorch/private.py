@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 
 class LightningChangedError(RuntimeError):
@@ -62,12 +62,14 @@ def validation_is_due(trainer: Trainer) -> bool:
 
 def has_timed_validation(trainer: Trainer) -> bool:
     """Whether ``val_check_interval`` is a time: every rank would decide by its own clock."""
-    return getattr(trainer, "_val_check_time_interval", None) is not None
+    return _required(trainer, "_val_check_time_interval", "refuse a validation that is due by time") is not None
 
 
 def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
     """Whether a checkpoint callback saves after the current batch, as far as its step interval says."""
-    every = getattr(callback, "_every_n_train_steps", 0) or 0
+    if not isinstance(callback, ModelCheckpoint):
+        return False
+    every: int = _required(callback, "_every_n_train_steps", "drain the pipeline before a checkpoint")
     return every > 0 and global_step % every == 0
 
 

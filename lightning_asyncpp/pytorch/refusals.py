@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
     ModelPruning,
+    SpikeDetection,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -28,6 +29,7 @@ _CALLBACKS: tuple[tuple[type, str], ...] = (
     (ModelPruning, "it rewrites parameters while two versions of them are alive"),
     (BaseFinetuning, "it freezes and unfreezes parameters while the engine holds two versions of the trainable ones"),
     (LearningRateFinder, "it runs and rolls back training by itself; search with single runs of a few hundred steps"),
+    (SpikeDetection, "it compares the loss of every rank in every batch, but only the last stage has it"),
     (BatchSizeFinder, "it needs an out-of-memory error on all ranks at once; choose batch_size by hand"),
 )
 
@@ -80,11 +82,18 @@ def module_problems(module: LightningModule, trainer: L.Trainer) -> list[str]:
     return problems
 
 
-def optimizer_problems(optimizers: Sequence[Optimizer]) -> list[str]:
+def optimizer_problems(optimizers: Sequence[Optimizer], module: LightningModule) -> list[str]:
     """What configure_optimizers returned that one update per mini-batch cannot use."""
     if len(optimizers) != 1:
         return [
             f"configure_optimizers returned {len(optimizers)} optimizers: a pipeline has exactly one update per"
             " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
+        ]
+    own = {id(parameter) for parameter in module.parameters()}
+    groups = optimizers[0].param_groups
+    if not groups or any(id(parameter) not in own for group in groups for parameter in group["params"]):
+        return [
+            "configure_optimizers returned no optimizer, or one over parameters that are not this stage's: build it in"
+            " configure_optimizers from self.parameters() or self.named_parameters()"
         ]
     return []

@@ -47,7 +47,7 @@ class StepMetrics:
 
     def __init__(self, strategy: PipelineStrategy) -> None:
         self.strategy = strategy
-        self._train = LogRecorder(on_step=True, on_epoch=False)
+        self._train = LogRecorder(on_step=True, on_epoch=False, slots=strategy.session.settings.metric_slots)
         self._evaluation = LogRecorder(on_step=False, on_epoch=True)
         self._active: LogRecorder | None = None
         self._schemas: dict[int, list[Entry]] = {0: []}  # the same on all ranks

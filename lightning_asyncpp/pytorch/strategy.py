@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.data.stage_loader import stage_loader
-from lightning_asyncpp.pipeline.agreement import agree_on_problems
+from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.engine import Update
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
@@ -101,7 +101,7 @@ class PipelineStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         module = self._module
         agree_on_problems(self._mesh, [*trainer_problems(trainer), *module_problems(module, trainer)])
-        self.session.cut(self._network(), self._run_seed(), torch.device("cpu"), root=module)
+        self._cut()
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
@@ -110,9 +110,17 @@ class PipelineStrategy(DDPStrategy):
         self.step_metrics.connect(trainer, module)
         if training:
             self.setup_optimizers(trainer)
-            agree_on_problems(self._mesh, optimizer_problems(self.optimizers))
+            agree_on_problems(self._mesh, optimizer_problems(self.optimizers, module))
             self._attach_optimizer(trainer)
         self.setup_precision_plugin()
+
+    def _cut(self) -> None:
+        error: Exception | None = None
+        try:
+            self.session.cut(self._network(), self._run_seed(), torch.device("cpu"), root=self._module)
+        except Exception as caught:
+            error = caught
+        agree_on_error(self._mesh, error)
 
     def _attach_optimizer(self, trainer: L.Trainer) -> None:
         optimizer = self.optimizers[0]
@@ -353,12 +361,27 @@ class PipelineStrategy(DDPStrategy):
     def teardown(self) -> None:
         self.step_metrics.disconnect()
         self.session.finish()
-        super().teardown()
+        with _without_meta_tensors(self.lightning_module):
+            super().teardown()
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """The names are registered by importing the package."""
+
+
+@contextmanager
+def _without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
+    """Hide a network that was refused before it was materialised: moving it to the CPU would hide the reason."""
+    network = getattr(module, "model", None)
+    if module is None or not isinstance(network, Module) or not any(p.is_meta for p in network.parameters()):
+        yield
+        return
+    module.model = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.model = network
 
 
 class AsyncPipelineStrategy(PipelineStrategy):

@@ -72,7 +72,8 @@ class Run:
             self.losses += [] if loss is None else [loss.item()]
             self.norms.append(self.strategy.gradient_norm)
             if t in evaluate_after:
-                self.evaluate()
+                with torch.inference_mode():  # a user's own; draining leaves it
+                    self.evaluate()
 
     def evaluate(self) -> Any:
         """Evaluate batch 0; the outputs on the last stage."""

@@ -18,12 +18,12 @@ infos = st.builds(
     shape=st.lists(st.integers(0, 9), max_size=MAX_DIMENSIONS).map(tuple),
     dtype=st.sampled_from(DTYPES),
     needs_gradient=st.booleans(),
-)
+).filter(lambda info: info.dtype.is_floating_point or not info.needs_gradient)
 headers = st.builds(
     Header,
     k=st.integers(0, 2**50),
     kind=st.just(Header.TUPLE),
-    weight=st.floats(min_value=0, allow_nan=False),
+    weight=st.floats(min_value=0, allow_nan=False, allow_infinity=False),
     fingerprint=st.integers(0, 2**62 - 1),
     tensors=st.lists(infos, max_size=MAX_TENSORS).map(tuple),
 )
@@ -87,7 +87,6 @@ def test_noise_is_refused(numbers: list[int]) -> None:
     ],
     ids=["tensor of none", "tensor of two", "empty slot with tensors", "gradient of integers", "no weight", "negative"],
 )
-@pytest.mark.xfail(strict=True, reason="decoded without complaint; fails later, or never")
 def test_contradictory_headers_are_refused(header: Header) -> None:
     with pytest.raises(ProtocolError):
         Header.decode(header.encode(), 3, LARGE)

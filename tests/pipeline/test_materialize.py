@@ -102,7 +102,6 @@ def test_shared_parameters_stay_shared_and_frozen_ones_frozen() -> None:
     assert [p.requires_grad for p in (model[0].weight, model[0].bias, model[1].bias)] == [True, False, True]
 
 
-@pytest.mark.xfail(strict=True, reason="only the first of two names in one module is replaced: the other stays meta")
 def test_two_names_of_one_parameter_within_a_module() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -168,7 +167,6 @@ def test_what_no_initialiser_sets_is_refused_with_all_names() -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="a bool buffer has no value to mark it with: it silently becomes all False")
 def test_a_forgotten_mask_is_refused() -> None:
     class Masked(nn.Linear):
         def __init__(self) -> None:

@@ -62,13 +62,11 @@ def test_refused_settings(arguments: dict[str, Any], world_size: int, message: s
 
 
 @pytest.mark.parametrize("arguments", [{"delay": 2}, {"delay": -1}, {"max_message_bytes": 0}], ids=str)
-@pytest.mark.xfail(strict=True, reason="not refused yet")
 def test_refused_settings_that_no_strategy_sets(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         PipelineSettings(**arguments).resolved(2)
 
 
-@pytest.mark.xfail(strict=True, reason="counts lookahead beyond the number of stages, which has no effect")
 def test_the_mend_of_a_large_lookahead_names_the_fewest_micro_batches() -> None:
     with pytest.raises(ConfigurationError, match=r"use micro_batches >= 6$"):
         PipelineSettings(micro_batches=4, lookahead=9).resolved(4)

@@ -81,7 +81,8 @@ def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys:
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
-    assert all(name in capsys.readouterr().out for name in ("schedule", "compute", "draw"))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("schedule", "compute", "draw"))
 
 
 def test_a_failing_process_ends_the_benchmark_with_its_message() -> None:

@@ -32,6 +32,11 @@ class NoOptimizer(Net):
         return None
 
 
+class OptimizerOfAnotherModel(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(Net(self.run).parameters(), 0.1)
+
+
 class Manual(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -141,7 +146,7 @@ class NoTensors(Net):
 
 class Unequal(Net):
     def train_dataloader(self) -> Any:
-        return [{"x": torch.zeros(8, DIM), "y": torch.zeros(4, 1)}]
+        return DataLoader(["a batch"], batch_size=None, collate_fn=lambda _: {"x": torch.zeros(8, DIM), "y": torch.zeros(4, 1)})
 
 
 class LogsTooMuch(Net):

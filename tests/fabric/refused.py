@@ -1,0 +1,222 @@
+"""Wrong uses of the Fabric strategies, each run on every rank; all of them raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_asyncpp.fabric import AsyncPipelineStrategy, SyncPipelineStrategy
+from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
+from tests.fabric.runs import Run, make_fabric
+from tests.pipeline.cases import DIM, Case, make_model
+
+CASE = Case(4)
+
+
+def _parts(**options: Any) -> tuple[AsyncPipelineStrategy, L.Fabric, nn.Module]:
+    strategy = AsyncPipelineStrategy(**options)
+    return strategy, make_fabric(strategy), make_model()
+
+
+def joint_setup() -> None:
+    _, fabric, model = _parts()
+    fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def optimizer_before_module() -> None:
+    _, fabric, model = _parts()
+    fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def optimizer_made_before_module() -> None:
+    _, fabric, model = _parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fabric.setup_module(model)
+    fabric.setup_optimizers(optimizer)
+
+
+def optimizer_of_a_part() -> None:
+    _, fabric, model = _parts()
+    wrapped = fabric.setup_module(model)
+    fabric.setup_optimizers(torch.optim.SGD(list(wrapped.parameters())[1:], lr=0.1))
+
+
+def two_optimizers() -> None:
+    run = Run(CASE)
+    run.fabric.setup_optimizers(torch.optim.SGD(run.model.parameters(), lr=0.1))
+
+
+def two_models() -> None:
+    run = Run(CASE)
+    run.fabric.setup_module(make_model())
+
+
+def fp16() -> None:
+    fabric = make_fabric(AsyncPipelineStrategy(), precision="16-true")
+    fabric.setup_module(make_model())
+
+
+def wrong_reduction() -> None:
+    _, fabric, model = _parts(loss_reduction="max")
+    fabric.setup_module(model)
+
+
+def uncuttable_model() -> None:
+    _, fabric, _ = _parts()
+    fabric.setup_module(nn.Bilinear(2, 2, 2))
+
+
+def no_initialiser_on_the_last_stage() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+
+    _, fabric, _ = _parts()
+    with fabric.init_module(empty_init=True):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), Bare())
+    fabric.setup_module(model)
+
+
+def too_few_micro_batches() -> None:
+    make_fabric(AsyncPipelineStrategy(micro_batches=1))
+
+
+def train_without_optimizer() -> None:
+    strategy, fabric, model = _parts()
+    fabric.setup_module(model)
+    strategy.training_step(CASE.step(model), CASE.batch(0))
+
+
+def backward() -> None:
+    run = Run(CASE)
+    run.fabric.backward(torch.zeros((), requires_grad=True))
+
+
+def backward_in_step() -> None:
+    run = Run(CASE)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        loss = CASE.step(run.model)(batch)
+        run.fabric.backward(loss)
+        return loss
+
+    run.strategy.training_step(step, CASE.batch(0))
+
+
+def collective_in_step() -> None:
+    run = Run(CASE)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        loss = CASE.step(run.model)(batch)
+        run.fabric.all_reduce(loss)
+        return loss
+
+    run.strategy.training_step(step, CASE.batch(0))
+
+
+def closure() -> None:
+    run = Run(CASE)
+    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run.optimizer.step(lambda: 0.0)
+
+
+def step_without_batch() -> None:
+    run = Run(CASE)
+    run.train()
+    run.optimizer.step()
+
+
+def raw_step() -> None:
+    run = Run(CASE)
+    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run.optimizer.optimizer.step()
+
+
+def clip_without_batch() -> None:
+    run = Run(CASE)
+    run.train()
+    run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
+
+
+def other_norm() -> None:
+    run = Run(CASE)
+    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0, norm_type=float("inf"))
+
+
+def both_clippings() -> None:
+    run = Run(CASE)
+    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run.fabric.clip_gradients(run.model, run.optimizer, clip_val=1.0)
+    run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
+
+
+def flush_without_step() -> None:
+    run = Run(CASE)
+    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run.strategy.flush()
+
+
+def save_without_step(path: str) -> None:
+    run = Run(CASE)
+    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run.fabric.save(path, run.state)
+
+
+def reserved_name(path: str) -> None:
+    run = Run(CASE)
+    run.fabric.save(path, {**run.state, "pipeline": 1})
+
+
+def load_with_other_stages(path: str) -> None:
+    run = Run(Case(3))
+    run.fabric.load(path, run.state)
+
+
+def load_before_setup(path: str) -> None:
+    _, fabric, model = _parts()
+    fabric.load(path, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+
+
+def load_on_meta(path: str) -> None:
+    _, fabric, _ = _parts()
+    with fabric.init_module(empty_init=True):
+        model = make_model()
+    fabric.load(path, {"model": model})
+
+
+def load_another_model(path: str) -> None:
+    _, fabric, _ = _parts()
+    model = fabric.setup_module(nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(11))))
+    fabric.load(path, {"model": model})
+
+
+def model_not_called() -> None:
+    run = Run(CASE)
+    run.strategy.training_step(lambda batch: F.mse_loss(batch["x"], batch["x"]), CASE.batch(0))
+
+
+def save(path: str) -> None:
+    """The checkpoint that others fail to load."""
+    run = Run(Case(3))
+    run.train(stop=2)
+    run.fabric.save(path, run.state)
+
+
+def collective_after_failure() -> None:
+    run = Run(CASE)
+    with torch.no_grad():
+        next(iter(run.strategy.session.stage.parameters.values())).fill_(float("nan"))  # type: ignore[union-attr]
+    with pytest.raises(NonFiniteGradientError):
+        run.train()
+    run.fabric.barrier()
+
+
+def unknown_argument() -> None:
+    SyncPipelineStrategy(microbatches=3)

@@ -1,0 +1,100 @@
+"""What cannot be run right is refused on every rank, with the mend; nobody waits for anybody."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fabric import refused
+from tests.trainer.pool import Outcome, Pools
+
+CONFIGURATION = [
+    (refused.joint_setup, r"fabric.setup_module\(model\) first"),
+    (refused.optimizer_before_module, "set up before the model: call model = fabric.setup_module"),
+    (refused.optimizer_made_before_module, "made before model = fabric.setup_module"),
+    (refused.optimizer_of_a_part, "not in the optimizer: .*set requires_grad=False"),
+    (refused.two_optimizers, "a second optimizer .*one optimizer with parameter groups"),
+    (refused.two_models, r"a second model \(Sequential\)"),
+    (refused.fp16, "precision='16-true' is not supported: .*bf16-mixed"),
+    (refused.wrong_reduction, "loss_reduction='max' must be"),
+    (refused.uncuttable_model, r"Bilinear, which the pipeline cannot cut.*pipeline_layers\(\)"),
+    (refused.no_initialiser_on_the_last_stage, r"2\.weight.*reset_parameters"),
+    (refused.too_few_micro_batches, "micro_batches=1 is smaller than the number of stages.*micro_batches >= 2"),
+    (refused.train_without_optimizer, r"strategy.training_step needs .*setup_optimizers\(make_optimizer"),
+    (refused.backward, "fabric.backward.*strategy.training_step.*leave fabric.backward out"),
+    (refused.backward_in_step, "fabric.backward.*strategy.training_step.*leave fabric.backward out"),
+    (refused.closure, "without a closure"),
+    (refused.step_without_batch, "without a batch: call strategy.training_step"),
+    (refused.raw_step, "call step.. on what fabric.setup_optimizers"),
+    (refused.clip_without_batch, "after strategy.training_step.* and before optimizer.step"),
+    (refused.other_norm, "norm_type=inf.*2-norm only"),
+    (refused.both_clippings, "clip_val and with max_norm.*use one of them"),
+    (refused.flush_without_step, r"no optimizer.step\(\) followed.* before strategy.flush"),
+    (refused.model_not_called, r"without calling model\(...\)"),
+]
+WITH_A_PATH = [
+    (refused.save_without_step, r"no optimizer.step\(\) followed.* before fabric.save"),
+    (refused.reserved_name, "an entry 'pipeline'.*rename it"),
+]
+WITH_A_CHECKPOINT = [
+    (refused.load_before_setup, "optimizer in the state was not set up"),
+    (refused.load_on_meta, "still on the meta device"),
+    (refused.load_another_model, "lacks entries: 0.|2 problems"),
+]
+
+
+def check(outcomes: list[Outcome], error: str, message: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error == error, f"rank {rank}: {outcome}"
+        assert re.search(message, outcome.message, re.DOTALL), f"rank {rank}: {outcome.message}"
+
+
+def named(cases: list[tuple[Callable[..., Any], str]]) -> Any:
+    return pytest.mark.parametrize(("scenario", "message"), cases, ids=[scenario.__name__ for scenario, _ in cases])
+
+
+@named(CONFIGURATION)
+def test_refused_on_every_rank(pools: Pools, scenario: Any, message: str) -> None:
+    check(pools.outcomes(2, scenario), "ConfigurationError", message)
+
+
+@named(WITH_A_PATH)
+def test_saving_refused(pools: Pools, tmp_path: Path, scenario: Any, message: str) -> None:
+    check(pools.outcomes(2, scenario, str(tmp_path / "x.ckpt")), "ConfigurationError", message)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("fabric") / "two.ckpt")
+    pools.run(2, refused.save, path)
+    return path
+
+
+@named(WITH_A_CHECKPOINT)
+def test_loading_refused(pools: Pools, checkpoint: str, scenario: Any, message: str) -> None:
+    check(pools.outcomes(2, scenario, checkpoint), "ConfigurationError", message)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_loading_with_another_number_of_stages_refused(pools: Pools, checkpoint: str, num_stages: int) -> None:
+    outcomes = pools.outcomes(num_stages, refused.load_with_other_stages, checkpoint)
+    check(outcomes, "ConfigurationError", f"written by 2 stages, this run has {num_stages}.*use devices=2")
+
+
+def test_collectives_in_the_step_are_refused(pools: Pools) -> None:
+    first, last = reversed(pools.outcomes(2, refused.collective_in_step))
+    check([last], "RuntimeError", "all_reduce was called inside step_fn.*move it out")
+    check([first], "OtherStageFailedError", "all_reduce was called inside step_fn")
+
+
+def test_after_a_failure_collectives_raise(pools: Pools) -> None:
+    check(pools.outcomes(2, refused.collective_after_failure), "RuntimeError", "the pipeline failed.*NonFinite")
+
+
+def test_unknown_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="SyncPipelineStrategy has no argument 'microbatches'"):
+        refused.unknown_argument()

@@ -1,0 +1,50 @@
+"""Scripts end on every rank: the example well, a failing one with an error and the first cause."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = str(ROOT / "docs" / "examples" / "fabric_gpt.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+
+
+def run(*command: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user would; a hang fails the test, and the process group goes with it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        ["timeout", "-k", "5", str(timeout), *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
+    )  # fmt: skip
+    out, err = process.communicate()
+    assert process.returncode not in (124, 137), f"it hung:\n{out}\n{err}"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.mark.parametrize("launcher", ["script", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_the_example_trains(launcher: str) -> None:
+    command = [sys.executable] if launcher == "script" else [*TORCHRUN, "2", "--standalone"]
+    done = run(*command, EXAMPLE, "--devices", "2", "--steps", "21")
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[0] == pytest.approx(5.55, abs=0.1), "a uniform guess among 256 bytes"
+    assert losses[0] > losses[1] > losses[2]
+    assert float(re.findall(r"validation loss ([\d.]+)", done.stdout)[0]) < 4.5
+
+
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "step"), (2, "evaluation"))]
+
+
+@pytest.mark.parametrize(("stage", "where"), [(2, "step"), (1, "loop"), *SLOW])
+def test_a_failure_on_one_rank_ends_all(stage: int, where: str) -> None:
+    done = run(sys.executable, "-m", "tests.fabric.failing_script", str(stage), where)
+    assert done.returncode != 0
+    assert "ValueError: the user's own mistake" in done.stderr
+    assert "first cause is the first error" in done.stderr, "the other ranks say where to look"

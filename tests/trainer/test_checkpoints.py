@@ -1,0 +1,135 @@
+"""Checkpoints: what they hold, and a run that goes on as if it had never been interrupted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from tests.trainer.pool import Pools
+from tests.trainer.runs import (
+    Net,
+    Run,
+    Samples,
+    arrays,
+    assert_equal_weights,
+    fit,
+    joined_parts,
+    joined_weights,
+    plain_module,
+)
+
+
+class ResumableLoader(DataLoader):
+    """Goes on in mid-epoch, as a StatefulDataLoader does."""
+
+    done = 0
+
+    def __iter__(self) -> Any:
+        start, self.done = self.done, 0
+        for index, batch in enumerate(super().__iter__()):
+            if index >= start:
+                self.done = index + 1
+                yield batch
+        self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+class ResumableNet(Net):
+    def train_dataloader(self) -> Any:
+        return ResumableLoader(Samples(self.run.samples), batch_size=self.run.batch_size)
+
+
+def saving(folder: Path, **when: Any) -> Any:
+    return (ModelCheckpoint, {"dirpath": folder, "save_top_k": -1, "filename": "{step}"} | when)
+
+
+RUN = Run(Net, dropout=0.2, optimizer="muon", error_feedback=True, scheduler="decay-step", samples=37)
+TRAINER = {"max_epochs": 3, "gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_path: Path) -> None:
+    callbacks = (saving(tmp_path, every_n_epochs=1, save_on_train_epoch_end=True),)
+    run = replace(RUN, strategy=strategy, shuffle=True, callbacks=callbacks, trainer=TRAINER)
+    whole = pools.run(stages, fit, run)
+    resumed = pools.run(stages, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=5.ckpt")))
+    assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
+    assert resumed[0]["global_step"] == whole[0]["global_step"] == 15
+    assert resumed[0]["rates"] == whole[0]["rates"][5:]
+    losses = [(step, m["train_loss_step"]) for step, m in whole[0]["records"] if "train_loss_step" in m]
+    assert [(step, m["train_loss_step"]) for step, m in resumed[0]["records"] if "train_loss_step" in m] == losses[5:]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, tmp_path: Path) -> None:
+    """The mini-batch after the checkpoint runs on the older weights, which the checkpoint holds too."""
+    run = replace(RUN, module=ResumableNet, callbacks=(saving(tmp_path, every_n_train_steps=every),), trainer=TRAINER)
+    whole = pools.run(stages, fit, run)
+    for step in (3, 9):
+        resumed = pools.run(stages, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt")))
+        assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
+
+
+def test_resumed_before_validation(pools: Pools, tmp_path: Path) -> None:
+    """Saved by validation in mid-epoch, on its metric."""
+    callbacks = (saving(tmp_path, monitor="val_loss"),)
+    run = replace(RUN, module=ResumableNet, callbacks=callbacks, val_samples=(9,), trainer=TRAINER | {"val_check_interval": 2})
+    whole = pools.run(2, fit, run)
+    resumed = pools.run(2, fit, replace(run, ckpt_path=str(tmp_path / "step=7.ckpt")))
+    assert_equal_weights(joined_weights(resumed, 2), joined_weights(whole, 2))
+
+
+def test_contents(pools: Pools, tmp_path: Path) -> None:
+    """No code in it; the weights are the whole model's, in the order of the plain module."""
+    run = replace(RUN, callbacks=(saving(tmp_path, save_last=True),), trainer=TRAINER | {"max_epochs": 1})
+    results = pools.run(3, fit, run)
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert_equal_weights(arrays(checkpoint["state_dict"]), joined_weights(results, 3))
+    module = plain_module(run, arrays(checkpoint["state_dict"]))
+    assert list(checkpoint["state_dict"]) == list(module.state_dict())
+    assert {"num_stages": 3, "delay": 1, "micro_batches": 3}.items() <= checkpoint["pipeline"].items()
+    names = [name for name, _ in module.named_parameters()]
+    assert sorted(checkpoint["pipeline"]["older_weights"]) == sorted(n.removeprefix("model.") for n in names)
+    assert len(checkpoint["optimizer_states"]) == 1
+
+
+def save_afterwards(run: Run, path: str) -> dict[str, Any]:
+    """``trainer.save_checkpoint`` after ``fit``, as scripts do, and what a second run on the same Trainer makes of it."""
+    from tests.trainer.runs import loader, make_trainer
+
+    L.seed_everything(run.seed, verbose=False)
+    module, trainer = run.module(run), make_trainer(run)
+    trainer.fit(module, loader(run))
+    trainer.save_checkpoint(path)
+    weights = {name: array.copy() for name, array in arrays(dict(module.named_parameters())).items()}
+    trainer.validate(module, loader(run), verbose=False)
+    trainer.save_checkpoint(path + ".validated")
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(run))
+    return {"weights": weights, "step": trainer.global_step}
+
+
+def test_saved_after_the_end(pools: Pools, tmp_path: Path) -> None:
+    results = pools.run(3, save_afterwards, replace(RUN, trainer={"max_epochs": 1}), str(tmp_path / "end.ckpt"))
+    for name in ("end.ckpt", "end.ckpt.validated"):
+        checkpoint = torch.load(tmp_path / name, weights_only=True)
+        assert_equal_weights(arrays(checkpoint["state_dict"]), joined_parts([result["weights"] for result in results]))
+    whole = pools.run(3, fit, replace(RUN, trainer={"max_epochs": 2}))
+    ckpt_path = str(tmp_path / "end.ckpt")
+    resumed = pools.run(3, fit, replace(RUN, trainer={"max_epochs": 2}, ckpt_path=ckpt_path))
+    assert_equal_weights(joined_weights(resumed, 3), joined_weights(whole, 3))
+    assert {result["step"] for result in results} == {10}

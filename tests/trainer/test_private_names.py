@@ -1,0 +1,84 @@
+"""Every private name of Lightning that the strategies use: without it they say so, and which."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_asyncpp.pytorch import private
+
+USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] = {
+    # name: (owner, what needs it)
+    "_signal_connector": (lambda t: t, lambda t: private.set_received_sigterm(t)),
+    "_broadcast_sigterm_tensor": (
+        lambda t: type(t.fit_loop.epoch_loop), lambda t: private.replace_sigterm_broadcast(t, lambda: None)
+    ),
+    "_sigterm_notifier_fn": (
+        lambda t: type(t._signal_connector), lambda t: private.replace_sigterm_broadcast(t, lambda: None)
+    ),
+    "_should_check_val_fx": (lambda t: type(t.fit_loop.epoch_loop), private.validation_is_due),
+    "_data_fetcher": (lambda t: t.fit_loop, private.validation_is_due),
+    "_val_check_time_interval": (lambda t: t, private.has_timed_validation),
+    "_every_n_train_steps": (
+        lambda t: t.checkpoint_callback, lambda t: private.checkpoint_is_due(t.checkpoint_callback, 1)
+    ),
+    "_logger_connector": (lambda t: t, lambda t: private.replace_step_logging(t, lambda: None)),
+    "update_train_step_metrics": (
+        lambda t: type(t._logger_connector), lambda t: private.replace_step_logging(t, lambda: None)
+    ),
+    "_current_fx_name": (lambda t: t.lightning_module, lambda t: private.current_hook(t.lightning_module)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> L.Trainer:
+    """A Trainer that has run, with everything in place."""
+    module = BoringModel()
+    saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
+    trainer = L.Trainer(
+        accelerator="cpu", fast_dev_run=False, max_steps=1, logger=False, callbacks=[saving], log_every_n_steps=1,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module)
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", USES)
+def test_a_missing_name_is_named(trainer: L.Trainer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    owner, use = USES[name]
+    use(trainer)  # it is there, and nothing else is missing
+    if name in vars(trainer.fit_loop.epoch_loop):
+        vars(trainer.fit_loop.epoch_loop).pop(name, None)
+    vars(trainer._logger_connector).pop(name, None)
+    vars(trainer._signal_connector).pop(name, None)
+    holder = owner(trainer)
+    monkeypatch.delattr(holder, name, raising=True)
+    with pytest.raises(private.LightningChangedError, match=name):
+        use(trainer)
+
+
+@pytest.mark.parametrize("name", ["_batches_that_stepped", "metrics"])
+def test_a_missing_name_of_a_running_trainer_is_named(name: str) -> None:
+    loop, connector = SimpleNamespace(_batches_that_stepped=0), SimpleNamespace(metrics={"log": {}})
+    running: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=loop), _logger_connector=connector, log_every_n_steps=1, should_stop=False
+    )
+    private.log_step_metrics(running, 0)
+    del vars(loop if name in vars(loop) else connector)[name]
+    with pytest.raises(private.LightningChangedError, match=name):
+        private.log_step_metrics(running, 0)
+
+
+def test_every_name_is_tested() -> None:
+    source = Path(private.__file__).read_text()
+    required = set(re.findall(r'_required\([^"]*?"(\w+)"', source)) | set(re.findall(r'getattr\([^"]*?"(\w+)"', source))
+    assert required == set(USES) | {"_batches_that_stepped", "metrics"}
