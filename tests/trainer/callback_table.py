@@ -44,7 +44,10 @@ class Finetuning(callbacks.BaseFinetuning):
 
 
 class Writer(callbacks.BasePredictionWriter):
-    """The smallest prediction writer."""
+    """Keeps the sizes of what it is given."""
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.written = [None if batch is None else len(batch) for batch in predictions]
 
 
 CONCRETE: dict[str, type[callbacks.Callback]] = {"BaseFinetuning": Finetuning, "BasePredictionWriter": Writer}

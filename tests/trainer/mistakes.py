@@ -146,7 +146,9 @@ class NoTensors(Net):
 
 class Unequal(Net):
     def train_dataloader(self) -> Any:
-        return DataLoader(["a batch"], batch_size=None, collate_fn=lambda _: {"x": torch.zeros(8, DIM), "y": torch.zeros(4, 1)})
+        return DataLoader(
+            ["a batch"], batch_size=None, collate_fn=lambda _: {"x": torch.zeros(8, DIM), "y": torch.zeros(4, 1)}
+        )
 
 
 class LogsTooMuch(Net):

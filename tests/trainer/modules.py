@@ -154,7 +154,12 @@ class BatchNormNet(Net):
         super().__init__(run)
         torch.manual_seed(4)
         self.model = nn.Sequential(
-            nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Linear(DIM, 1)
+            nn.Linear(DIM, DIM),
+            nn.BatchNorm1d(DIM),
+            nn.Tanh(),
+            nn.Linear(DIM, DIM),
+            nn.BatchNorm1d(DIM),
+            nn.Linear(DIM, 1),
         )
 
 
@@ -167,3 +172,11 @@ class StopsOnOneRank(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == self.rank and batch_idx == self.batch:
             trainer.should_stop = True
+
+
+class BackboneNet(Net):
+    """Has a backbone, for the callbacks that thaw one."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model[0]  # type: ignore[index]

@@ -58,7 +58,9 @@ class TrainerPool:
                 rank, outcome = self._results.get(timeout=timeout)
             except Exception as error:
                 ended = {rank: o.trace or "ended well" for rank, o in sorted(outcomes.items())}
-                raise TimeoutError(f"only these ranks of {self.world_size} ended within {timeout} s: {ended}") from error
+                raise TimeoutError(
+                    f"only these ranks of {self.world_size} ended within {timeout} s: {ended}"
+                ) from error
             outcomes[rank] = outcome
         return [outcomes[rank] for rank in range(self.world_size)]
 

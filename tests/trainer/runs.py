@@ -232,7 +232,13 @@ def fit(run: Run) -> dict[str, Any]:
     trainer = make_trainer(run)
     vals = val_loaders(run)
     own = "train_dataloader" in vars(type(module))
-    trainer.fit(module, None if own else loader(run, shuffle=run.shuffle), vals or None, ckpt_path=run.ckpt_path, weights_only=True)
+    trainer.fit(
+        module,
+        None if own else loader(run, shuffle=run.shuffle),
+        vals or None,
+        ckpt_path=run.ckpt_path,
+        weights_only=True,
+    )
     return report(trainer, module)
 
 
@@ -246,7 +252,11 @@ def evaluate(run: Run, what: str, weights: dict[str, np.ndarray] | None = None) 
     loaders = val_loaders(run) or [loader(run)]
     if what == "predict":
         returned = trainer.predict(module, loaders)
-        return {"returned": returned and [None if batch is None else batch.numpy() for batch in returned]}
+        written = [c.written for c in trainer.callbacks if hasattr(c, "written")]  # type: ignore[attr-defined]
+        return {
+            "returned": returned and [None if batch is None else batch.numpy() for batch in returned],
+            "written": written and written[0],
+        }
     return {"returned": getattr(trainer, what)(module, loaders, verbose=False)}
 
 

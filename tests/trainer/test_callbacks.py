@@ -9,6 +9,7 @@ import pytest
 from lightning.pytorch import callbacks
 
 from tests.trainer.callback_table import BASE, NOTE, PAGE, REFUSED, TABLE, WORKS, Entry, make, page
+from tests.trainer.modules import BackboneNet
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, assert_equal_weights, evaluate, fit, joined_weights, mini_batches_of, oracle
 
@@ -17,7 +18,12 @@ NO_BAR = {"enable_progress_bar": True, "enable_model_summary": True}
 
 
 def run_with(entry: Entry, folder: Path) -> Run:
-    trainer = {"max_epochs": 2, "logger": "list", "default_root_dir": str(folder), "enable_checkpointing": True} | NO_BAR
+    trainer = {
+        "max_epochs": 2,
+        "logger": "list",
+        "default_root_dir": str(folder),
+        "enable_checkpointing": True,
+    } | NO_BAR
     return Run(Net, callbacks=((make, {"name": entry.name}),), trainer=trainer, val_samples=(8,))
 
 
@@ -34,7 +40,10 @@ def test_working(pools: Pools, entry: Entry, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("entry", [e for e in TABLE if e.verdict == REFUSED], ids=lambda entry: entry.name)
 def test_refused(pools: Pools, entry: Entry, tmp_path: Path) -> None:
-    for outcome in pools.outcomes(2, fit, run_with(entry, tmp_path)):
+    for outcome in pools.outcomes(2, fit, replace(run_with(entry, tmp_path), module=BackboneNet)):
+        if entry.name == "BatchSizeFinder":  # Lightning is faster
+            assert "Batch size finder is not supported with distributed strategies" in outcome.message
+            continue
         assert outcome.error == "ConfigurationError", outcome.trace
         assert "cannot work under a pipeline" in outcome.message
         assert "leave it out" in outcome.message
@@ -50,15 +59,19 @@ def test_on_three_stages(pools: Pools, name: str, tmp_path: Path) -> None:
 
 def test_prediction_writer(pools: Pools) -> None:
     run = Run(Net, callbacks=((make, {"name": "BasePredictionWriter"}),), val_samples=(9,))
-    assert len(pools.run(2, evaluate, run, "predict")[0]["returned"]) == 2
+    results = pools.run(2, evaluate, run, "predict")
+    assert [len(batch) for batch in results[0]["returned"]] == [8, 1]
+    assert [result["written"] for result in results] == [[8, 1], [None, None]]
 
 
 def test_a_timer_that_runs_out_stops_all_ranks(pools: Pools) -> None:
     run = Run(Net, samples=80_000, trainer={"max_time": "00:00:00:01"})
     results = pools.run(2, fit, run)
     assert results[0]["global_step"] == results[1]["global_step"] > 0
-    assert_equal_weights(joined_weights(results, 2), joined_weights(pools.run(2, fit, replace(
-        run, trainer={"max_steps": results[0]["global_step"]})), 2))
+    assert_equal_weights(
+        joined_weights(results, 2),
+        joined_weights(pools.run(2, fit, replace(run, trainer={"max_steps": results[0]["global_step"]})), 2),
+    )
 
 
 def test_table_is_complete() -> None:

@@ -29,21 +29,20 @@ from tests.trainer.runs import (
 class ResumableLoader(DataLoader):
     """Goes on in mid-epoch, as a StatefulDataLoader does."""
 
-    done = 0
+    start = done = 0
 
     def __iter__(self) -> Any:
-        start, self.done = self.done, 0
+        start, self.start = self.start, 0
         for index, batch in enumerate(super().__iter__()):
+            self.done = index + 1
             if index >= start:
-                self.done = index + 1
                 yield batch
-        self.done = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
+        return {"done": self.done % len(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done = state["done"]
+        self.start = state["done"]
 
 
 class ResumableNet(Net):
@@ -82,12 +81,15 @@ def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, tmp_path: P
     for step in (3, 9):
         resumed = pools.run(stages, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt")))
         assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
+        assert resumed[0]["steps"] == list(range(step + 1, 16))
 
 
 def test_resumed_before_validation(pools: Pools, tmp_path: Path) -> None:
     """Saved by validation in mid-epoch, on its metric."""
     callbacks = (saving(tmp_path, monitor="val_loss"),)
-    run = replace(RUN, module=ResumableNet, callbacks=callbacks, val_samples=(9,), trainer=TRAINER | {"val_check_interval": 2})
+    run = replace(
+        RUN, module=ResumableNet, callbacks=callbacks, val_samples=(9,), trainer=TRAINER | {"val_check_interval": 2}
+    )
     whole = pools.run(2, fit, run)
     resumed = pools.run(2, fit, replace(run, ckpt_path=str(tmp_path / "step=7.ckpt")))
     assert_equal_weights(joined_weights(resumed, 2), joined_weights(whole, 2))

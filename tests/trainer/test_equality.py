@@ -32,7 +32,9 @@ from tests.trainer.runs import (
 FOUR = pytest.param(4, marks=pytest.mark.slow)
 
 
-def check(pools: Pools, run: Run, stages: int, mini_batches: list[list[Any]], name: str = "train_loss_step", **how: Any) -> list[dict[str, Any]]:
+def check(
+    pools: Pools, run: Run, stages: int, mini_batches: list[list[Any]], name: str = "train_loss_step", **how: Any
+) -> list[dict[str, Any]]:
     """Train over ``stages`` stages and compare the weights, and the logged losses, with the oracle's."""
     micro_batches = run.options.get("micro_batches", stages)
     results = pools.run(stages, fit, replace(run, trainer=run.trainer | {"logger": "list"}))
@@ -75,7 +77,9 @@ def test_accumulation_over_an_odd_number_of_batches(pools: Pools, stages: int) -
 def test_validation_and_checkpoints_in_mid_epoch(pools: Pools, stages: int, tmp_path: Path) -> None:
     """Each of them drains the pipeline, which changes the clock and not the trajectory."""
     saving = (ModelCheckpoint, {"dirpath": tmp_path, "every_n_train_steps": 3, "save_top_k": -1})
-    run = Run(Net, samples=52, val_samples=(10,), dropout=0.3, scheduler="decay-step", shuffle=True, callbacks=(saving,))
+    run = Run(
+        Net, samples=52, val_samples=(10,), dropout=0.3, scheduler="decay-step", shuffle=True, callbacks=(saving,)
+    )
     run = replace(run, trainer={"max_epochs": 3, "val_check_interval": 2, "enable_checkpointing": True})
     results = check(pools, run, stages, list(mini_batches_of(run, epochs=3)))
     assert len(list(tmp_path.glob("*.ckpt"))) == 7
@@ -126,7 +130,9 @@ def test_weights_of_micro_batches(pools: Pools) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_synchronous_pipeline_is_a_plain_run(pools: Pools, accumulate: int) -> None:
-    run = Run(Net, optimizer="sgd", scheduler="decay-step", trainer={"max_epochs": 2, "accumulate_grad_batches": accumulate})
+    run = Run(
+        Net, optimizer="sgd", scheduler="decay-step", trainer={"max_epochs": 2, "accumulate_grad_batches": accumulate}
+    )
     run = replace(run, trainer=run.trainer | {"gradient_clip_val": 0.5}, val_samples=(12,))
     results = pools.run(2, fit, replace(run, strategy="sync"))
     (plain,) = pools.run(1, fit, replace(run, strategy="plain"))
@@ -155,7 +161,9 @@ def test_two_replicas_of_two_stages(pools: Pools) -> None:
         joined = joined_weights(results[first:], 2)
         for name, weight in weights.items():
             np.testing.assert_allclose(joined[name], weight, rtol=2e-3, atol=1e-5, err_msg=name)
-    assert [m["train_loss_step"] for _, m in results[0]["records"] if "train_loss_step" in m] == pytest.approx(losses, rel=1e-3)
+    assert [m["train_loss_step"] for _, m in results[0]["records"] if "train_loss_step" in m] == pytest.approx(
+        losses, rel=1e-3
+    )
     assert all(result["callback_metrics"] == results[0]["callback_metrics"] for result in results)
 
 

@@ -110,7 +110,8 @@ def test_an_exception_on_one_rank_ends_all(command: list[str], where: str, tmp_p
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_sigterm_ends_all_after_a_common_batch(command: list[str], tmp_path: Path) -> None:
     with launched(command, tmp_path) as run:
-        os.kill(run.pid_of(0) if command is PLAIN else run.process.pid, signal.SIGTERM)
+        run.pid_of(0)
+        os.kill(run.process.pid, signal.SIGTERM)
         run.ended()
         steps = [(tmp_path / f"{rank}.step").read_text() for rank in range(3)]
         assert len(set(steps)) == 1, steps

@@ -32,7 +32,8 @@ from tests.trainer.runs import (
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-mixed", "float32"), ("bf16-true", "bfloat16"), ("32-true", "float32"), ("64-true", "float64")]
+    ("precision", "dtype"),
+    [("bf16-mixed", "float32"), ("bf16-true", "bfloat16"), ("32-true", "float32"), ("64-true", "float64")],
 )
 def test_precision(pools: Pools, precision: str, dtype: str) -> None:
     """Trains in the dtype that was asked for, and bitwise alike for every number of stages."""
@@ -54,7 +55,9 @@ def test_validate_and_test(pools: Pools, stages: int) -> None:
     results = pools.run(stages, evaluate, run, "validate")
     (plain,) = pools.run(1, evaluate, replace(run, strategy="plain"), "validate")
     for result in results:
-        assert [list(of_loader) for of_loader in result["returned"]] == [list(of_loader) for of_loader in plain["returned"]]
+        assert [list(of_loader) for of_loader in result["returned"]] == [
+            list(of_loader) for of_loader in plain["returned"]
+        ]
         for mine, theirs in zip(result["returned"], plain["returned"]):
             assert mine == pytest.approx(theirs, rel=1e-5)
     run = replace(run, val_samples=(13,))
@@ -83,7 +86,10 @@ def test_sanity_check_before_training(pools: Pools) -> None:
     assert "val_loss" not in results[0]["metrics"][0]
 
 
-@pytest.mark.parametrize("trainer", [{"fast_dev_run": 2}, {"overfit_batches": 2, "max_epochs": 2}, {"barebones": True, "log_every_n_steps": 0}])
+@pytest.mark.parametrize(
+    "trainer",
+    [{"fast_dev_run": 2}, {"overfit_batches": 2, "max_epochs": 2}, {"barebones": True, "log_every_n_steps": 0}],
+)
 def test_ways_to_run_a_little(pools: Pools, trainer: dict[str, Any]) -> None:
     run = Run(Net, trainer=trainer, val_samples=(9,))
     results = pools.run(2, fit, run)
@@ -100,7 +106,13 @@ def kept(folder: Path) -> list[str]:
 
 def test_model_checkpoint_on_the_training_loss(pools: Pools, tmp_path: Path) -> None:
     """It keeps the checkpoints of the best steps, by the loss of the very step that it saves after."""
-    saving = {"dirpath": tmp_path, "monitor": "train_loss_step", "every_n_train_steps": 2, "save_top_k": 2, "filename": "{step}"}
+    saving = {
+        "dirpath": tmp_path,
+        "monitor": "train_loss_step",
+        "every_n_train_steps": 2,
+        "save_top_k": 2,
+        "filename": "{step}",
+    }
     run = Run(Net, callbacks=((ModelCheckpoint, saving),), trainer={"max_epochs": 2, "enable_checkpointing": True})
     results = pools.run(2, fit, run)
     _, losses = oracle(run, 2, list(mini_batches_of(run, 2)))
@@ -159,7 +171,9 @@ def test_learning_rate_monitor(pools: Pools) -> None:
     assert len(rates) == 5
 
 
-@pytest.mark.parametrize("scheduler", ["plateau-epoch-val_loss", "plateau-step-train_loss", "plateau-epoch-train_loss_epoch"])
+@pytest.mark.parametrize(
+    "scheduler", ["plateau-epoch-val_loss", "plateau-step-train_loss", "plateau-epoch-train_loss_epoch"]
+)
 def test_reduce_on_plateau(pools: Pools, scheduler: str) -> None:
     """All ranks lower the rate at the same step; the synchronous pipeline where a plain run does."""
     run = Run(Net, scheduler=scheduler, val_samples=(13,), optimizer="sgd", trainer={"max_epochs": 4})

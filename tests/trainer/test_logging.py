@@ -26,7 +26,9 @@ def weighted(losses: list[float]) -> float:
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_files_hold_every_step_once(pools: Pools, strategy: str, tmp_path: Path) -> None:
-    run = Run(Net, strategy, samples=SAMPLES, trainer={"logger": "files", "default_root_dir": str(tmp_path), "max_epochs": 2})
+    run = Run(
+        Net, strategy, samples=SAMPLES, trainer={"logger": "files", "default_root_dir": str(tmp_path), "max_epochs": 2}
+    )
     pools.run(3, fit, run)
     _, losses = oracle(run, 3, list(mini_batches_of(run, 2)))
     with next(tmp_path.glob("lightning_logs/version_*/metrics.csv")).open() as file:
@@ -93,7 +95,9 @@ def test_validation_loss_is_that_of_a_plain_evaluation(pools: Pools, stages: int
         with torch.no_grad():
             expected = float(F.mse_loss(module.model(data.x), data.y))
         for result in results:
-            assert result["callback_metrics"][f"val_loss/dataloader_idx_{seed - 1}"] == pytest.approx(expected, rel=1e-5)
+            assert result["callback_metrics"][f"val_loss/dataloader_idx_{seed - 1}"] == pytest.approx(
+                expected, rel=1e-5
+            )
 
 
 @pytest.mark.parametrize(("stages", "replicas"), [(3, 1), (2, 2)])

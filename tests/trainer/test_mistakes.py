@@ -96,7 +96,9 @@ def test_tied_embeddings_over_stages(pools: Pools) -> None:
 
 
 def test_other_batches_on_the_last_stage(pools: Pools) -> None:
-    assert_refused(refusals(pools, Run(m.OtherOrder)), "first and the last stage were given different batches", "shuffling")
+    assert_refused(
+        refusals(pools, Run(m.OtherOrder)), "first and the last stage were given different batches", "shuffling"
+    )
 
 
 def test_more_names_logged_than_there_is_room_for(pools: Pools) -> None:
@@ -110,7 +112,9 @@ TRAINERS = [
 ]
 
 
-@pytest.mark.parametrize(("trainer", "parts"), TRAINERS, ids=[str(next(iter(trainer.items()))) for trainer, _ in TRAINERS])
+@pytest.mark.parametrize(
+    ("trainer", "parts"), TRAINERS, ids=[str(next(iter(trainer.items()))) for trainer, _ in TRAINERS]
+)
 def test_trainer_arguments(pools: Pools, trainer: dict[str, Any], parts: list[str]) -> None:
     assert_refused(refusals(pools, Run(Net, trainer=trainer, val_samples=(8,))), *parts)
 
@@ -135,7 +139,9 @@ def test_fewer_samples_than_replicas(pools: Pools) -> None:
 def test_checkpoint_of_another_number_of_stages(pools: Pools, tmp_path: Path) -> None:
     saving = ((ModelCheckpoint, {"dirpath": tmp_path, "save_last": True}),)
     pools.run(2, fit, Run(Net, options={"micro_batches": 3}, callbacks=saving, trainer={"enable_checkpointing": True}))
-    run = Run(Net, options={"micro_batches": 3}, ckpt_path=str(next(tmp_path.glob("*.ckpt"))), trainer={"max_epochs": 2})
+    run = Run(
+        Net, options={"micro_batches": 3}, ckpt_path=str(next(tmp_path.glob("*.ckpt"))), trainer={"max_epochs": 2}
+    )
     assert_refused(refusals(pools, run, 3), "written by 2 stages, this run has 3", "use devices=2")
     run = replace(run, options={"micro_batches": 4})
     assert_refused(refusals(pools, run, 2), "micro_batches=3, this run has 4")
@@ -165,4 +171,6 @@ def test_unknown_strategy_name() -> None:
     with pytest.raises(ValueError, match="invalid strategy name"):
         L.Trainer(strategy="asnyc_pipeline", accelerator="cpu")
     for name in ("async_pipeline", "sync_pipeline"):
-        assert type(L.Trainer(strategy=name, accelerator="cpu", devices=2).strategy).__name__.lower().startswith(name[:4])
+        assert (
+            type(L.Trainer(strategy=name, accelerator="cpu", devices=2).strategy).__name__.lower().startswith(name[:4])
+        )
