@@ -58,6 +58,8 @@ def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
@@ -99,3 +100,19 @@ def current_hook(module: LightningModule) -> str | None:
     """Name of the hook that Lightning is running."""
     hook: str | None = _required(module, "_current_fx_name", "know where a metric is logged")
     return hook
+
+
+def update_logged(trainer: Trainer, hook: str, name: str, value: float, weight: float) -> bool:
+    """Add a value to a metric that ``hook`` has logged before in this epoch; returns whether there was one.
+
+    ``LightningModule.log`` examines its arguments and moves the metric to its device every time, which takes longer
+    than anything else that a pipeline does around a batch.
+    """
+    purpose = "log metrics without holding up the pipeline"
+    results = _required(trainer, "_results", purpose)
+    starting = _required(_required(trainer, "_logger_connector", purpose), "_first_loop_iter", purpose)
+    metric = None if results is None or starting else results.get(f"{hook}.{name}")
+    if metric is None or metric.has_reset:
+        return False
+    results.update_metrics(f"{hook}.{name}", torch.tensor(value, dtype=torch.float32), weight)
+    return True

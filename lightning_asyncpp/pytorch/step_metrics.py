@@ -52,6 +52,7 @@ class StepMetrics:
         self._active: LogRecorder | None = None
         self._schemas: dict[int, list[Entry]] = {0: []}  # the same on all ranks
         self._own_schemas: dict[int, str] = {}
+        self._logged: dict[str, Entry] = {}
         self._updates: deque[tuple[Update, list[Entry]]] = deque()
         self._losses: list[tuple[Tensor, float]] = []
         self._module: LightningModule | None = None
@@ -81,6 +82,7 @@ class StepMetrics:
         self._module = self._trainer = self._log = None
         self._updates.clear()
         self._losses.clear()
+        self._logged.clear()
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -130,11 +132,22 @@ class StepMetrics:
         while self._updates:
             update, entries = self._updates.popleft()
             for entry, value, weight in combine(update.message.payload, entries):
-                self._log(
-                    entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
-                    on_epoch=entry.on_epoch, reduce_fx=entry.reduction, batch_size=weight,
-                )  # fmt: skip
+                self._log_training(entry, value, weight)
             private.log_step_metrics(self._trainer, batches_ago=engine.mini_batch - 1 - update.mini_batch)
+
+    def _log_training(self, entry: Entry, value: float, weight: float) -> None:
+        assert self._trainer is not None
+        assert self._module is not None
+        assert self._log is not None
+        hook = private.current_hook(self._module) or ""
+        known = self._logged.get(entry.name) == entry
+        if known and private.update_logged(self._trainer, hook, entry.name, value, weight):
+            return
+        self._log(
+            entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
+            on_epoch=entry.on_epoch, reduce_fx=entry.reduction, batch_size=weight,
+        )  # fmt: skip
+        self._logged[entry.name] = entry
 
     def _entries(self, numbers: Tensor) -> list[Entry]:
         """What stands at the places of a payload; exchanged between all ranks the first time."""

@@ -57,10 +57,11 @@ TABLE = [
     Entry("BackboneFinetuning", REFUSED, "It freezes and unfreezes parameters while two versions of them are alive."),
     Entry("BaseFinetuning", REFUSED, "It freezes and unfreezes parameters while two versions of them are alive."),
     Entry(
-        "BasePredictionWriter", NOTE, "Predictions are on the last stage; `None` elsewhere.", {"write_interval": "epoch"}
+        "BasePredictionWriter", NOTE, "Predictions are on the last stage, `None` elsewhere.",
+        {"write_interval": "epoch"},
     ),
     Entry("BatchSizeFinder", REFUSED, "It needs an out-of-memory error on all ranks at once."),
-    Entry("Callback", BASE, "Yours: hooks run on every rank, metrics are the same on all, weights are the stage's own."),
+    Entry("Callback", BASE, "Yours: hooks run on every rank; metrics are the same on all, weights the stage's own."),
     Entry("Checkpoint", BASE, "A checkpoint callback of your own must call `trainer.save_checkpoint` on every rank."),
     Entry("DeviceStatsMonitor", NOTE, "Logs the device of rank 0, that is of the last stage.", {"cpu_stats": False}),
     Entry(
@@ -74,7 +75,7 @@ TABLE = [
     ),
     Entry("LambdaCallback", WORKS),
     Entry("LearningRateFinder", REFUSED, "It runs and rolls back training by itself."),
-    Entry("LearningRateMonitor", WORKS, "Logs the rate that the batch's own update takes.", {"logging_interval": "step"}),
+    Entry("LearningRateMonitor", WORKS, "Logs the rate that the batch's update takes.", {"logging_interval": "step"}),
     Entry(
         "ModelCheckpoint", WORKS, "Saving drains the pipeline and gathers all stages on rank 0.",
         {"monitor": "train_loss_epoch", "every_n_train_steps": 2, "save_last": True},
@@ -89,14 +90,17 @@ TABLE = [
     Entry("ProgressBar", BASE, "The bar shows the loss of the batch: rank 0 is the last stage."),
     Entry("RichModelSummary", NOTE, "Rank 0 summarises what it holds: the last stage."),
     Entry("RichProgressBar", WORKS),
-    Entry("SpikeDetection", REFUSED, "It compares the loss of every rank in every batch, but only the last stage has it."),
-    Entry("StochasticWeightAveraging", REFUSED, f"It averages a whole model, but {NOT_UNDER_STAGES}.", {"swa_lrs": 0.1}),
+    Entry("SpikeDetection", REFUSED, "It compares every rank's loss in every batch, but only the last stage has it."),
+    Entry(
+        "StochasticWeightAveraging", REFUSED, f"It averages a whole model, but {NOT_UNDER_STAGES}.", {"swa_lrs": 0.1}
+    ),
     Entry(
         "ThroughputMonitor", NOTE, "It counts by world size: with P stages its global figures are P times too high. Use"
         " `TokensPerSecond`.", {"batch_size_fn": len},
     ),
     Entry(
-        "Timer", NOTE, "Its blocking broadcast in every batch costs part of what asynchrony gains: use `interval=\"epoch\"`.",
+        "Timer", NOTE,
+        "A blocking broadcast in every batch costs part of what asynchrony gains: use `interval=\"epoch\"`.",
         {"duration": {"minutes": 5}},
     ),
     Entry("TQDMProgressBar", WORKS),

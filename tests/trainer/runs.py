@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
 
 from lightning_asyncpp import AsyncPipelineStrategy, SyncPipelineStrategy
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from lightning_asyncpp.pipeline.oracle import train_reference
 from tests.pipeline.cases import DIM, make_model
 
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -301,76 +299,3 @@ def report(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
 def arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
     """numpy arrays travel between processes by value; bfloat16, which numpy lacks, as float32."""
     return {name: (t.float() if t.is_floating_point() else t).detach().cpu().numpy() for name, t in tensors.items()}
-
-
-# -- the oracle ---------------------------------------------------------------------------------------------------
-
-
-def batches_of(run: Run, epoch: int, limit: int | None = None, replicas: int = 1, replica: int = 0) -> list[Any]:
-    """The batches of an epoch, in the order that every stage must see."""
-    data = DATASETS[run.dataset](run.samples)
-    sampler: Any = DistributedSampler(data, num_replicas=replicas, rank=replica, shuffle=run.shuffle, seed=run.seed)
-    sampler.set_epoch(epoch)
-    return list(DataLoader(data, batch_size=run.batch_size, sampler=sampler))[:limit]
-
-
-def mini_batches_of(run: Run, epochs: int = 1, limit: int | None = None, accumulate: int = 1) -> Iterator[list[Any]]:
-    for epoch in range(epochs):
-        batches = batches_of(run, epoch, limit)
-        yield from (batches[i : i + accumulate] for i in range(0, len(batches), accumulate))
-
-
-def oracle(
-    run: Run, micro_batches: int, mini_batches: list[list[Any]], max_norm: float | None = None,
-    after_update: Callable[[torch.optim.Optimizer], Callable[[], None]] | None = None,
-) -> tuple[dict[str, np.ndarray], list[float]]:  # fmt: skip
-    """Final weights and the loss of every step."""
-    L.seed_everything(run.seed, verbose=False)
-    module = run.module(run)
-    module.configure_model()
-    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    delay = 0 if run.strategy == "sync" else 1
-    optimizer = run.make_base(list(module.named_parameters()))
-    after = after_update(optimizer) if after_update is not None else None
-    if after is None and (scheduler := make_scheduler(run, optimizer)) is not None:
-        after = scheduler["scheduler"].step
-
-    def step(micro_batch: Any) -> Tensor:
-        result = module.training_step(micro_batch, 0)
-        return result["loss"] if isinstance(result, dict) else result
-
-    weight = getattr(module, "micro_batch_weight", lambda batch: float(len(batch["x"])))
-    losses = train_reference(
-        module.model, step, mini_batches, optimizer, micro_batches=micro_batches, delay=delay, max_norm=max_norm,
-        error_feedback=1.0 if run.error_feedback and delay else None, after_update=after,
-        weight=weight, seed=run.seed,
-    )  # fmt: skip
-    return arrays(dict(module.named_parameters())), losses
-
-
-def joined_weights(results: list[dict[str, Any]], stages: int) -> dict[str, np.ndarray]:
-    """The weights of all stages of the first replica, each on one stage only."""
-    return joined_parts([result["weights"] for result in results[:stages]])
-
-
-def joined_parts(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    joined: dict[str, np.ndarray] = {}
-    for part in parts:
-        assert not joined.keys() & part.keys()
-        joined |= part
-    return joined
-
-
-def assert_equal_weights(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Bitwise."""
-    assert sorted(actual) == sorted(expected)
-    different = [name for name in expected if not np.array_equal(actual[name], expected[name])]
-    assert not different, f"not bitwise equal: {different}"
-
-
-def plain_module(run: Run, weights: dict[str, np.ndarray]) -> L.LightningModule:
-    """The whole module in this process, with given weights, ready to evaluate."""
-    module = run.module(run)
-    module.configure_model()
-    module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    return module.eval()

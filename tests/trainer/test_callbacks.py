@@ -11,7 +11,8 @@ from lightning.pytorch import callbacks
 from tests.trainer.callback_table import BASE, NOTE, PAGE, REFUSED, TABLE, WORKS, Entry, make, page
 from tests.trainer.modules import BackboneNet
 from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, assert_equal_weights, evaluate, fit, joined_weights, mini_batches_of, oracle
+from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle
+from tests.trainer.runs import Net, Run, evaluate, fit
 
 WORKING = [entry for entry in TABLE if entry.verdict in (WORKS, NOTE)]
 NO_BAR = {"enable_progress_bar": True, "enable_model_summary": True}

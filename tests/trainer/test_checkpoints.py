@@ -13,17 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.trainer.pool import Pools
-from tests.trainer.runs import (
-    Net,
-    Run,
-    Samples,
-    arrays,
-    assert_equal_weights,
-    fit,
-    joined_parts,
-    joined_weights,
-    plain_module,
-)
+from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights, plain_module
+from tests.trainer.runs import Net, Run, Samples, arrays, fit
 
 
 class ResumableLoader(DataLoader):
@@ -58,7 +49,7 @@ RUN = Run(Net, dropout=0.2, optimizer="muon", error_feedback=True, scheduler="de
 TRAINER = {"max_epochs": 3, "gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
 
 
-@pytest.mark.parametrize("strategy", ["async", "sync"])
+@pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_path: Path) -> None:
     callbacks = (saving(tmp_path, every_n_epochs=1, save_on_train_epoch_end=True),)
@@ -72,7 +63,7 @@ def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_
     assert [(step, m["train_loss_step"]) for step, m in resumed[0]["records"] if "train_loss_step" in m] == losses[5:]
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, tmp_path: Path) -> None:
     """The mini-batch after the checkpoint runs on the older weights, which the checkpoint holds too."""
@@ -110,7 +101,7 @@ def test_contents(pools: Pools, tmp_path: Path) -> None:
 
 
 def save_afterwards(run: Run, path: str) -> dict[str, Any]:
-    """``trainer.save_checkpoint`` after ``fit``, as scripts do, and what a second run on the same Trainer makes of it."""
+    """``trainer.save_checkpoint`` after ``fit``, as scripts do, and a second run on the same Trainer."""
     from tests.trainer.runs import loader, make_trainer
 
     L.seed_everything(run.seed, verbose=False)

@@ -15,19 +15,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.trainer.modules import KeywordNet, NoisyNet, SummingNet, WeighingNet, small_gpt
 from tests.trainer.pool import Pools
-from tests.trainer.runs import (
-    Net,
-    Run,
+from tests.trainer.reference import (
     assert_equal_weights,
     batches_of,
-    fit,
-    initial_weights,
     joined_parts,
     joined_weights,
-    make_scheduler,
     mini_batches_of,
     oracle,
 )
+from tests.trainer.runs import Net, Run, fit, initial_weights, make_scheduler
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
 
@@ -152,7 +148,7 @@ def test_two_replicas_of_two_stages(pools: Pools) -> None:
     run = replace(run, trainer={"max_epochs": 2, "gradient_clip_val": 0.5, "logger": "list"}, samples=44, batch_size=4)
     results = pools.run(4, fit, run)
     batches = [
-        [batch for batch in pair]
+        list(pair)
         for epoch in range(2)
         for pair in zip(*(batches_of(run, epoch, replicas=2, replica=replica) for replica in range(2)))
     ]
@@ -167,7 +163,7 @@ def test_two_replicas_of_two_stages(pools: Pools) -> None:
     assert all(result["callback_metrics"] == results[0]["callback_metrics"] for result in results)
 
 
-@pytest.mark.parametrize("strategy", ["async", "sync"])
+@pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_gpt_from_the_meta_device_is_the_same_for_every_number_of_stages(pools: Pools, strategy: str) -> None:
     run = Run(small_gpt, strategy, {"micro_batches": 3}, dataset="tokens", samples=36, trainer={"max_epochs": 2})
     (initial,) = pools.run(1, initial_weights, replace(run, strategy="plain"))

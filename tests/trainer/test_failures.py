@@ -83,7 +83,7 @@ def launched(command: list[str], folder: Path, where: str = "nowhere") -> Iterat
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("rank", [*(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1)), 2])
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -> None:
     """Rank 0 is the process that launched the others, where Lightning did."""
@@ -94,15 +94,14 @@ def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -
         assert "is gone" in run.output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("where", ["loss", pytest.param("layer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["loss", "layer"])
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_an_exception_on_one_rank_ends_all(command: list[str], where: str, tmp_path: Path) -> None:
     with launched(command, tmp_path, where) as run:
         assert run.ended(90) != 0
-        first = run.output.index("Error")
         assert "ArithmeticError: the user's own mistake" in run.output
-        assert first  # something is said before
         assert run.output.index("ArithmeticError") < run.output.index("PeerLostError")
 
 

@@ -13,20 +13,16 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 
 from tests.trainer.modules import BatchNormNet, StopsOnOneRank
 from tests.trainer.pool import Pools
-from tests.trainer.runs import (
-    Net,
-    Run,
-    Samples,
+from tests.trainer.reference import (
     assert_equal_weights,
     batches_of,
-    evaluate,
-    fit,
     joined_parts,
     joined_weights,
     mini_batches_of,
     oracle,
     plain_module,
 )
+from tests.trainer.runs import Net, Run, Samples, evaluate, fit
 
 # -- precision ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from tests.trainer.modules import ManyNames, MetricNet, SumsAndExtremes
 from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, Samples, batches_of, fit, joined_weights, mini_batches_of, oracle, plain_module
+from tests.trainer.reference import batches_of, joined_weights, mini_batches_of, oracle, plain_module
+from tests.trainer.runs import Net, Run, Samples, fit
 
 SAMPLES, SIZES = 37, (8, 8, 8, 8, 5)
 
@@ -32,7 +33,7 @@ def test_files_hold_every_step_once(pools: Pools, strategy: str, tmp_path: Path)
     pools.run(3, fit, run)
     _, losses = oracle(run, 3, list(mini_batches_of(run, 2)))
     with next(tmp_path.glob("lightning_logs/version_*/metrics.csv")).open() as file:
-        rows = [row for row in csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
     steps = [(int(row["step"]), float(row["train_loss_step"])) for row in rows if row["train_loss_step"]]
     assert [step for step, _ in steps] == list(range(10))
     assert [loss for _, loss in steps] == pytest.approx(losses, rel=1e-6)
