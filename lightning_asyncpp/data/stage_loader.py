@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_asyncpp.data.replica import use_replica
 
@@ -56,13 +56,14 @@ def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bo
         loader: what the user gave; a litdata loader is told the replica, it would otherwise split by rank.
         num_replicas: number of replicas.
         replica: index of this rank's.
-        needs_data: whether this is the first or the last stage. The others iterate placeholders if the loader has a
-            length, and otherwise the loader itself, since only it knows when an epoch ends.
+        needs_data: whether this is the first or the last stage. The others iterate placeholders if the loader's length
+            can be trusted (a ``DataLoader`` over a map-style dataset, a litdata loader), and otherwise the loader
+            itself, since only it knows when an epoch ends.
     """
     if _is_litdata(loader):
         use_replica(loader, num_replicas, replica)
     _seed_workers(loader, replica)
-    if needs_data or not _has_length(loader):
+    if needs_data or not (_is_litdata(loader) or _is_map_style(loader)):
         return loader
     stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
     return StatefulPlaceholderLoader(loader) if stateful else PlaceholderLoader(loader)
@@ -84,11 +85,5 @@ def _is_litdata(loader: object) -> bool:
     )
 
 
-def _has_length(loader: object) -> bool:
-    if not isinstance(loader, Sized):
-        return False
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        return False
-    return True
+def _is_map_style(loader: object) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

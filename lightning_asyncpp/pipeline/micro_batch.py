@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.tree import map_tensors, tensors_of
 
 # The fingerprint looks at this many elements of a tensor at most, evenly spread.
-_FINGERPRINT_ELEMENTS = 4096
+_FINGERPRINT_ELEMENTS = 1024
 
 
 def number_of_samples(batch: Any) -> int:
@@ -67,7 +68,7 @@ def _slice(tensor: Tensor, start: int, end: int) -> Tensor:
 def fingerprint(batch: Any) -> int:
     """A number of 63 bits that two different batches share with a probability of about 2**-63.
 
-    It sums up to 4096 evenly spread elements of every tensor, each multiplied with an odd constant of its position, in
+    It sums up to 1024 evenly spread elements of every tensor, each multiplied with an odd constant of its position, in
     64-bit integers that wrap around; shapes and dtypes count too.
     """
     total = 0
@@ -76,10 +77,15 @@ def fingerprint(batch: Any) -> int:
         stride = -(-flat.numel() // _FINGERPRINT_ELEMENTS) or 1
         bits = _as_integers(flat[::stride])
         bits = bits ^ (bits >> 29)  # high bits, a sign for example, would cancel in a sum of an even number of them
-        positions = torch.arange(1, bits.numel() + 1, device=bits.device)
-        sample = int((bits * (positions * -7046029254386353131 | 1)).sum().item())
+        sample = int((bits * _multipliers(bits.device)[: bits.numel()]).sum().item())
         total = derive(total, sample, *tensor.shape, str(tensor.dtype))
     return total
+
+
+@cache
+def _multipliers(device: torch.device) -> Tensor:
+    positions = torch.arange(1, _FINGERPRINT_ELEMENTS + 1, device=device)
+    return positions * -7046029254386353131 | 1
 
 
 def _as_integers(flat: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Transport:
         self._activations: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._gradients: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._posted: dict[int, _Posted] = {}
-        self._wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[Arrival | Exception] = queue.SimpleQueue()
         self._receiver: threading.Thread | None = None
 
@@ -129,6 +129,10 @@ class Transport:
                 with lost_peers("a neighbour"):
                     work.wait()
 
+    def close(self) -> None:
+        """End the receiving thread, once what was expected has arrived."""
+        self._wanted.put(None)
+
     @property
     def _groups(self) -> Groups:
         assert self.mesh.groups is not None, "a transport needs a connected mesh"
@@ -144,6 +148,8 @@ class Transport:
     def _receive_all(self) -> None:
         while True:
             k = self._wanted.get()
+            if k is None:
+                return
             try:
                 self._arrived.put(self._receive(k))
             except Exception as error:

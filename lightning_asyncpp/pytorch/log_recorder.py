@@ -13,6 +13,7 @@ import numbers
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ class LogRecorder:
 
     def schema(self) -> str:
         """Names and options in the order of the values, as JSON."""
-        return json.dumps([asdict(self.entries[name]) for name in self.values])
+        return _encode_schema(tuple(self.entries[name] for name in self.values))
 
     def encode(self, slots: int, loss: Tensor | None, weight: float) -> Tensor:
         """Pack the values into a vector of :func:`payload_length` fp64 numbers."""
@@ -162,6 +163,11 @@ class LogRecorder:
             payload[_HEAD + 2 * index] = accumulator.result()
             payload[_HEAD + 2 * index + 1] = accumulator.weight
         return payload
+
+
+@lru_cache(maxsize=256)
+def _encode_schema(entries: tuple[Entry, ...]) -> str:
+    return json.dumps([asdict(entry) for entry in entries])
 
 
 def payload_length(slots: int) -> int:

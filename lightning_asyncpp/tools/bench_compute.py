@@ -21,7 +21,7 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from lightning_asyncpp.tools.bench_arguments import check_shape, make_parser
-from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, Job
+from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, ASYNC_FABRIC, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, Job
 from lightning_asyncpp.tools.bench_launch import measure
 from lightning_asyncpp.tools.bench_report import as_json, clipping_cost, summarise, table, write_json
 
@@ -68,7 +68,7 @@ def _parser() -> ArgumentParser:
 def _job(arguments: Namespace, micro_batches: int) -> Job:
     clipped = [ASYNC_CLIPPED] if arguments.clip else []
     return Job(
-        "compute", arguments.stages, micro_batches, (ASYNC, *clipped, SYNC, ONE_F_ONE_B, GPIPE, FLOOR),
+        "compute", arguments.stages, micro_batches, (ASYNC, *clipped, ASYNC_FABRIC, SYNC, ONE_F_ONE_B, GPIPE, FLOOR),
         arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead,
         target_ms=arguments.target_ms, rows=arguments.rows, width=arguments.width, pinned=arguments.pin,
     )  # fmt: skip

@@ -16,9 +16,20 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
 from lightning_asyncpp.pipeline.trace import Trace
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy, SyncPipelineStrategy
-from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, Job, RankRun
+from lightning_asyncpp.tools.bench_job import (
+    ASYNC,
+    ASYNC_CLIPPED,
+    ASYNC_FABRIC,
+    FLOOR,
+    GPIPE,
+    ONE_F_ONE_B,
+    SYNC,
+    Job,
+    RankRun,
+)
 
 LayerFactory = Callable[[Trace], nn.Module]
 LEARNING_RATE = 0.01
@@ -89,6 +100,24 @@ def run_trainer(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
     return RankRun(system, marks.stage, meter.spans, marks.times, marks.trace.spans if marks.trace else [])
 
 
+def run_fabric(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
+    """Run our asynchronous strategy in a plain loop, as torch's schedules run."""
+    meter = Trace(-1)
+    strategy = FabricAsyncStrategy(micro_batches=job.micro_batches, lookahead=job.lookahead)
+    fabric = L.Fabric(accelerator="cpu", devices=job.stages, plugins=[LightningEnvironment()], strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(nn.Sequential(*[make_layer(meter) for _ in range(job.stages)]))
+    optimizer: Any = fabric.setup_optimizers(make_optimizer(model))
+    marks = []
+    for batch in job.batches():
+        strategy.training_step(lambda piece: F.mse_loss(model(piece[0]), piece[1]), batch)
+        optimizer.step()
+        marks.append(time.perf_counter())
+    strategy.flush()
+    stage = job.stages - 1 - fabric.global_rank
+    return RankRun(system, stage, meter.spans, marks, [])
+
+
 def run_torch_schedule(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
     """Run one of ``torch.distributed.pipelining``'s schedules in a plain loop."""
     meter = Trace(-1)
@@ -127,6 +156,7 @@ def run_floor(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
 RUNNERS: dict[str, Callable[[Job, str, LayerFactory], RankRun]] = {
     ASYNC: run_trainer,
     ASYNC_CLIPPED: run_trainer,
+    ASYNC_FABRIC: run_fabric,
     SYNC: run_trainer,
     ONE_F_ONE_B: run_torch_schedule,
     GPIPE: run_torch_schedule,

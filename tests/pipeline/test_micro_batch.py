@@ -142,14 +142,14 @@ def test_dtypes_count() -> None:
 
 
 def test_elements_are_spread_over_the_whole_tensor() -> None:
-    x = torch.arange(8000)
+    x = torch.arange(2000)
     other = x.clone()
-    other[4096:] += 1
+    other[1024:] += 1
     assert fingerprint(x) != fingerprint(other)
 
 
 def test_large_tensors_are_sampled() -> None:
-    x = torch.arange(4096 * 8)
+    x = torch.arange(1024 * 8)
     other = x.clone()
     other[-8] += 1
     assert fingerprint(x) != fingerprint(other)
