@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error
-from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
+from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError, lost_peers
+from lightning_asyncpp.pipeline.exchange import ControlExchange
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, UserHooks, loss_of
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
@@ -20,7 +21,7 @@ from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.transport import Transport
-from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags
+from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, message_length
 from lightning_asyncpp.pipeline.weights import WeightVersions
 
 
@@ -35,6 +36,7 @@ class MiniBatch:
         weight: sum of the micro-batches' weights so far; known on the last stage.
         ticket: hyper-parameters for its update.
         payload: what the last stage attaches to the control message.
+        exchange: of its control messages, once it is complete.
         pending: its gradient on the way to the optimizer, once complete.
     """
 
@@ -43,7 +45,8 @@ class MiniBatch:
     end: int | None = None
     weight: float = 0.0
     ticket: Ticket | None = None
-    payload: Tensor | None = None
+    payload: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    exchange: ControlExchange | None = None
     pending: PendingUpdate | None = None
 
 
@@ -175,7 +178,13 @@ class Engine:
                 stages give counts.
         """
         mini_batch = self._open
-        mini_batch.end, mini_batch.ticket, mini_batch.payload = self.next_forward, ticket, payload
+        mini_batch.end, mini_batch.ticket = self.next_forward, ticket
+        if payload is not None:
+            mini_batch.payload = payload
+        if self.mesh.groups is not None:
+            # Made here, long before the gradient is complete, so that receives are posted when others send.
+            with lost_peers():
+                mini_batch.exchange = ControlExchange(self.mesh, message_length(self.mesh, mini_batch.payload))
         self._closed.append(mini_batch)
         self._open = MiniBatch(mini_batch.index + 1, self.next_forward)
         if self.settings.delay == 0:
@@ -328,10 +337,12 @@ class Engine:
 
     def _launch(self, mini_batch: MiniBatch) -> PendingUpdate:
         version = self.schedule.weight_version(mini_batch.index)
-        payload = mini_batch.payload if mini_batch.payload is not None else torch.zeros(0, dtype=torch.float64)
         gradients = self.weights.take_gradients(version)
         like = self.weights.parameters
-        pending = PendingUpdate(self.mesh, gradients, like, mini_batch.weight, replace(self.requested), payload)
+        pending = PendingUpdate(
+            self.mesh, gradients, like, mini_batch.weight, replace(self.requested), mini_batch.payload,
+            mini_batch.exchange,
+        )  # fmt: skip
         pending.launch()
         return pending
 

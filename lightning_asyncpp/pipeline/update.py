@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.buckets import GradientBuckets, Gradients
 from lightning_asyncpp.pipeline.errors import lost_peers
+from lightning_asyncpp.pipeline.exchange import ControlExchange
 from lightning_asyncpp.pipeline.mesh import Mesh
 
 _FIXED = 5
@@ -19,7 +20,7 @@ _FIXED = 5
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """What all ranks agree on about a mini-batch, from one asynchronous all-reduce.
+    """What all ranks agree on about a mini-batch, from one asynchronous exchange.
 
     Attributes:
         weight: sum of the micro-batches' weights over the mini-batch and the replicas.
@@ -83,6 +84,7 @@ class PendingUpdate:
         weight: sum of the micro-batches' weights; counted on the last stages only.
         stop: what this rank asks for.
         payload: this replica's attachment, of the same length on all ranks; counted on the last stages only.
+        exchange: of the control messages; None in a world of one rank.
     """
 
     mesh: Mesh
@@ -91,10 +93,10 @@ class PendingUpdate:
     weight: float
     stop: StopFlags
     payload: Tensor
+    exchange: ControlExchange | None = None
     _works: list[dist.Work] = field(default_factory=list)
     _buckets: GradientBuckets | None = None
     _message: Tensor | None = None
-    _message_work: dist.Work | None = None
 
     def launch(self) -> None:
         """Start the reduction over the replicas, or with one replica the control message."""
@@ -117,8 +119,8 @@ class PendingUpdate:
         with lost_peers():
             if self._message is None:
                 self._launch_message()
-            if self._message_work is not None:
-                self._message_work.wait()
+            if self.exchange is not None:
+                self._message = self.exchange.finish()
         assert self._message is not None
         weight, squares, non_finite, interrupted, finished = self._message[:_FIXED].tolist()
         payload = self._message[_FIXED:].view(self.mesh.num_replicas, -1)
@@ -132,13 +134,13 @@ class PendingUpdate:
             self.gradients = self._buckets.unpack()
         self._works, self._buckets = [], None
         self._message = self._compose()
-        if self.mesh.groups is not None:
-            self._message_work = _async(dist.all_reduce(self._message, group=self.mesh.groups.control, async_op=True))
+        if self.exchange is not None:
+            self.exchange.send(self._message)
 
     def _compose(self) -> Tensor:
         squares = squared_norm(self.gradients)
         finite = math.isfinite(squares)
-        message = torch.zeros(_FIXED + self.mesh.num_replicas * self.payload.numel(), dtype=torch.float64)
+        message = torch.zeros(message_length(self.mesh, self.payload), dtype=torch.float64)
         if self.mesh.replica == 0 and finite:  # every replica holds the same reduced gradient
             message[1] = squares
         message[2] = float(not finite)
@@ -147,6 +149,11 @@ class PendingUpdate:
             message[0] = self.weight
             message[_FIXED:].view(self.mesh.num_replicas, -1)[self.mesh.replica] = self.payload
         return message
+
+
+def message_length(mesh: Mesh, payload: Tensor) -> int:
+    """Number of fp64 values in a control message that carries one payload per replica."""
+    return _FIXED + mesh.num_replicas * payload.numel()
 
 
 def _async(work: dist.Work | None) -> dist.Work:
