@@ -1,0 +1,446 @@
+"""What the Fabric strategies share: a hand-written training loop over pipeline stages."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_asyncpp.data.stage_loader import stage_loader
+from lightning_asyncpp.fabric import checkpoint, refusals
+from lightning_asyncpp.fabric.clipping import Clipping, ClippingBook
+from lightning_asyncpp.fabric.collectives import GuardedCollectives
+from lightning_asyncpp.fabric.private import backward_allowed
+from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.pipeline.engine import Engine, Update
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.runner import Step, UserHooks
+from lightning_asyncpp.pipeline.session import PipelineSession, check_norm_type
+from lightning_asyncpp.pipeline.settings import PipelineSettings
+
+StepFunction = Callable[[Any], Any]
+SplitBatch = Callable[[Any, int], list[Any]]
+MicroBatchWeight = Callable[[Any], float]
+
+
+class PipelineStrategy(GuardedCollectives):
+    """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
+
+    The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
+    to Fabric's calls. Arguments as for :class:`AsyncPipelineStrategy`.
+
+    Attributes:
+        gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
+    """
+
+    delay: ClassVar[int]
+
+    def __init__(
+        self,
+        micro_batches: int | None = None,
+        lookahead: int | None = None,
+        data_parallel_size: int = 1,
+        nonfinite_gradients: Literal["stop", "skip"] = "stop",
+        split_batch: SplitBatch | None = None,
+        micro_batch_weight: MicroBatchWeight | None = None,
+        loss_reduction: Literal["mean", "sum"] | None = None,
+        max_message_bytes: int = 2**34,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **plugins: Any,
+    ) -> None:
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **plugins
+        )
+        if self._ddp_kwargs:
+            raise TypeError(f"{type(self).__name__} has no argument {', '.join(map(repr, self._ddp_kwargs))}")
+        self.session = PipelineSession(
+            PipelineSettings(
+                micro_batches=micro_batches,
+                lookahead=lookahead,
+                data_parallel_size=data_parallel_size,
+                delay=self.delay,
+                nonfinite_gradients=nonfinite_gradients,
+                max_message_bytes=max_message_bytes,
+            )
+        )
+        self.gradient_norm: float | None = None
+        self._given_hooks = {
+            "split_batch": split_batch,
+            "micro_batch_weight": micro_batch_weight,
+            "loss_reduction": loss_reduction,
+        }
+        self._hooks = UserHooks()
+        self._names: frozenset[str] = frozenset()
+        self._clippings = ClippingBook()
+        self._in_step = False
+        self._updating = False
+        # Gradients are reduced once per update whatever the loop does: there is nothing to switch off.
+        self._backward_sync_control = None
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.session.connect(self.global_rank, self.world_size)
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Build on the meta device if ``empty_init``, else on the CPU: this rank's stage alone goes to its device."""
+        stack = ExitStack()
+        stack.enter_context(torch.device("meta" if empty_init else "cpu"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    @override
+    def module_to_device(self, module: Module) -> None:
+        """Move a module; the model to be cut stays where it is until :meth:`setup_module` knows what to move."""
+        can_be_cut = isinstance(module, torch.nn.Sequential) or hasattr(module, "pipeline_layers")
+        on_meta = any(p.is_meta for p in module.parameters())
+        if not on_meta and not (can_be_cut and self.session.stage is None):
+            super().module_to_device(module)
+
+    @override
+    def setup_module(self, module: Module) -> Module:  # type: ignore[override]
+        """Cut the model to this rank's stage and initialise what is on the meta device; a collective call.
+
+        Raises:
+            ConfigurationError: on every rank, with the problems of all ranks.
+        """
+        self._hooks = self._hooks_of(module)
+        precision = str(self.precision.precision)
+        agree_on_problems(
+            self._mesh, refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
+        )
+        self._names = frozenset(module.state_dict())
+        self._cut(module, self._run_seed())
+        module.to(self.root_device)
+        self.session.start(self._hooks, self.root_device, training=False)
+        return module
+
+    def _cut(self, module: Module, seed: int) -> None:
+        error: Exception | None = None
+        try:
+            self.session.cut(module, seed, torch.device("cpu"))
+        except Exception as caught:
+            error = caught
+        agree_on_error(self._mesh, error)
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Take the optimizer of this stage's parameters and make room for the second weights; a collective call.
+
+        Raises:
+            ConfigurationError: on every rank, with the problems of all ranks.
+        """
+        agree_on_problems(self._mesh, refusals.optimizer_problems(self.session, optimizer))
+        self.session.finish()
+        self.session.start(self._hooks, self.root_device, training=True)
+        self.session.attach(optimizer)
+        optimizer.register_step_pre_hook(self._refuse_raw_step)
+        # The first mini-batch has no update yet; torch would warn that a scheduler stepped before the optimizer.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return optimizer
+
+    @override
+    def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        """Refuse: the optimizer is made after the model was cut."""
+        raise ConfigurationError(refusals.JOINT_SETUP)
+
+    def _hooks_of(self, module: Module) -> UserHooks:
+        def chosen(name: str, default: Any) -> Any:
+            given = self._given_hooks[name]
+            return getattr(module, name, default) if given is None else given
+
+        return UserHooks(
+            split_batch=chosen("split_batch", split_batch),
+            micro_batch_weight=chosen("micro_batch_weight", number_of_samples),
+            loss_reduction=chosen("loss_reduction", "mean"),
+            forward_context=self._forward_context,
+            # What the user computes around the model is not Fabric's business; the wrapped model converts its output.
+            context_around_step=False,
+            model_name="model",
+        )
+
+    def _forward_context(self) -> AbstractContextManager[Any]:
+        return self.precision.forward_context()
+
+    def _run_seed(self) -> int:
+        """The seed of ``seed_everything`` on rank 0, or one that rank 0 draws."""
+        return self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", secrets.randbelow(2**31))))
+
+    def _refuse_raw_step(self, *_: Any) -> None:
+        if not self._updating:
+            raise ConfigurationError(refusals.RAW_STEP)
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self.session.mesh is not None, "fabric.launch() comes first"
+        return self.session.mesh
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self._mesh.num_replicas, "rank": self._mesh.replica}
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Let all stages of a replica read the same; the middle ones read nothing if the loader has a length."""
+        mesh = self._mesh
+        loader: Any = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
+        if loader is not dataloader:  # Fabric's wrapper shows the attributes of what it wraps: dataset, batch_size, ...
+            vars(loader).update({**vars(dataloader), **vars(loader)})
+        return loader
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def training_step(self, step_fn: StepFunction, batch: Any) -> Tensor | None:
+        """Run a training batch: its forwards, and the backwards that the schedule has by then.
+
+        Several calls before one ``optimizer.step()`` accumulate their gradients.
+
+        Args:
+            step_fn: micro-batch -> loss, or a dictionary with it under ``"loss"``; it calls the model once.
+            batch: the batch; it is cut into micro-batches along the first dimension. Middle stages ignore it.
+
+        Returns:
+            The mean loss of this replica's batch, detached, on the last stage (rank 0 among them); ``None`` elsewhere.
+
+        Raises:
+            ConfigurationError: the first time, on every rank, if a rank found that the step cannot be run right.
+        """
+        engine = self._trained_engine("strategy.training_step")
+        with self._driving():
+            output = engine.run(batch, self._user_step(step_fn))
+        if not self._mesh.is_last:
+            return None
+        loss = output.mean_loss(self._hooks.loss_reduction)
+        return torch.full((), float("nan"), device=self.root_device) if loss is None else loss
+
+    @override
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Refuse: the engine runs the backward passes."""
+        raise ConfigurationError(refusals.BACKWARD)
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
+        """File the hyper-parameters of this mini-batch for its update, and apply the update whose time has come.
+
+        Raises:
+            ConfigurationError: no batch was trained since the last step, or a closure is given.
+            NonFiniteGradientError: under ``nonfinite_gradients="stop"``, on every rank.
+        """
+        engine = self._trained_engine("optimizer.step()")
+        if kwargs.get("closure") is not None:
+            raise ConfigurationError(refusals.CLOSURE)
+        if not engine.accumulating:
+            raise ConfigurationError(refusals.NOTHING_TO_STEP)
+        with self._driving():
+            self.session.close()
+            self._applied(self.session.apply_due(self._step_optimizer))
+
+    def flush(self) -> None:
+        """Finish what is in flight and apply every update; changes the clock, never the trajectory. A collective call.
+
+        Raises:
+            ConfigurationError: batches were trained that no ``optimizer.step()`` followed.
+        """
+        self._settle("strategy.flush()")
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Any:
+        """Clip the gradient of this mini-batch to a 2-norm over all stages, when its update is applied.
+
+        Returns:
+            ``None``: the norm is known one mini-batch later, as :attr:`gradient_norm`.
+        """
+        check_norm_type(float(norm_type))
+        self._record(Clipping("max_norm", float(max_norm)))
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Clip every element of the gradient of this mini-batch, when its update is applied."""
+        self._record(Clipping("clip_val", float(clip_val)))
+
+    def _record(self, clipping: Clipping) -> None:
+        engine = self._trained_engine("fabric.clip_gradients()")
+        if not engine.accumulating:
+            raise ConfigurationError(refusals.NOTHING_TO_CLIP)
+        self._clippings.record(engine.mini_batch, clipping)
+
+    def _step_optimizer(self) -> None:
+        optimizer = self.session.optimizer
+        assert optimizer is not None
+        clipping = self._clippings.get(self.session.updating().mini_batch)
+        if clipping is not None:
+            clipping.apply(self.session)
+        self._updating = True
+        try:
+            self.precision.optimizer_step(optimizer)
+        finally:
+            self._updating = False
+
+    def _applied(self, updates: list[Update]) -> None:
+        for update in updates:
+            self._clippings.forget(update.mini_batch)
+            self.gradient_norm = update.message.norm
+
+    def _drain(self) -> None:
+        self._applied(self.session.drain(self._step_optimizer))
+
+    def _settle(self, caller: str) -> None:
+        """Drain, between two mini-batches only."""
+        engine = self.session.running()
+        if engine.accumulating:
+            raise ConfigurationError(refusals.not_stepped(caller))
+        with self._driving():
+            self._drain()
+
+    def _trained_engine(self, caller: str) -> Engine:
+        if self.session.optimizer is None:
+            raise ConfigurationError(refusals.not_set_up(caller))
+        return self.session.running()
+
+    def _user_step(self, step_fn: StepFunction) -> Step:
+        def step(micro_batch: Any, weight: float) -> Any:
+            self._in_step = True
+            try:
+                with backward_allowed(False):
+                    return step_fn(micro_batch)
+            finally:
+                self._in_step = False
+
+        return step
+
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        """The engine runs here: backwards are its own, and after a failure this rank waits for no other one again."""
+        try:
+            with backward_allowed(True):
+                yield
+        except BaseException as error:
+            self.session.fail(error)
+            raise
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+
+    def evaluation_step(self, step_fn: StepFunction, batch: Any) -> Any:
+        """Run a batch forward on the newest weights, without gradients; the pipeline is drained first. Collective.
+
+        The model runs in the mode that it is in: call ``model.eval()`` before and ``model.train()`` after.
+
+        Args:
+            step_fn: micro-batch -> anything; it calls the model once.
+            batch: the batch; middle stages ignore it.
+
+        Returns:
+            On the last stage what ``step_fn`` would have returned for the whole batch: tensors of the micro-batches are
+            joined along the first dimension, tensors of one element averaged with the micro-batches' weights. ``None``
+            elsewhere.
+        """
+        engine = self.session.running()
+        with self._driving():
+            if not engine.idle:
+                self._drain()
+            with torch.no_grad():
+                output = engine.evaluate(batch, self._user_step(step_fn))
+        return merge_outputs(output.results, output.weights) if self._mesh.is_last else None
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
+        self.session.running()
+        with self._driving():
+            self._drain()
+            return checkpoint.gather_model(self.session)
+
+    @override
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
+    ) -> None:
+        """Write one file on rank 0, with the model, the optimizer and the older weights of all stages; collective.
+
+        Raises:
+            ConfigurationError: batches were trained that no ``optimizer.step()`` followed.
+        """
+        if self.session.stage is not None:
+            self._settle("fabric.save")
+            with self._driving():
+                state = checkpoint.gather_state(self.session, state)
+        super().save_checkpoint(path, state, storage_options, filter)
+
+    @override
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file that :meth:`save_checkpoint` wrote, on every rank; the run goes on as if it had not ended.
+
+        Raises:
+            ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
+        """
+        if self.session.stage is not None:
+            self._settle("fabric.load")
+        if isinstance(state, Optimizer):
+            checkpoint.load_optimizer(self.session, state, super().load_checkpoint(path, None, strict, weights_only))
+            return {}
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        return self._load_state(path, state, strict, weights_only)
+
+    def _load_state(self, path: Any, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        others = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
+        remainder = super().load_checkpoint(path, others, strict, weights_only)
+        state.update(others)
+        progress = remainder.pop(checkpoint.PIPELINE, None)
+        for name in state.keys() - others.keys():
+            if strict and name not in remainder:
+                raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
+            if name in remainder:
+                checkpoint.load_optimizer(self.session, state[name], remainder.pop(name))
+                checkpoint.load_progress(self.session, progress)
+                self._clippings.clear()
+        return remainder
+
+    @override
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        if self.session.stage is not None and module is self.session.stage.model:
+            checkpoint.load_model(self.session, self._names, state_dict, strict)
+        else:
+            checkpoint.check_loadable(module)
+            super().load_module_state_dict(module, state_dict, strict)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        self.session.finish()
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """The names are registered by importing the package."""
