@@ -14,17 +14,15 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-import lightning_asyncpp  # registers the strategies
+import lightning_asyncpp  # noqa: F401  (registers the strategies)
 
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {"bench": "lightning_asyncpp.tools.bench"}
 
-_DESCRIPTION = f"""Asynchronous pipeline parallelism for PyTorch Lightning ({lightning_asyncpp.__name__}).
-
-  asyncpp fit --config recipes/quickstart.yaml     train; also: validate, test, predict
-  asyncpp fit --config recipes/quickstart.yaml --print_config
-  asyncpp bench schedule                           measure schedules with stages that sleep; also: bench compute
-"""
+_DESCRIPTION = (
+    "Asynchronous pipeline parallelism for PyTorch Lightning. Besides the subcommands below: asyncpp bench"
+    " schedule|compute|draw measures schedules and draws them."
+)
 
 
 class AsyncppCLI(LightningCLI):

@@ -80,15 +80,15 @@ def spread(units: Sequence[Unit], num_stages: int) -> list[int]:
 
 
 def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str = "self.model") -> list[str]:
-    """Parameters that no unit holds, which no stage would train: what they are and how to mend it."""
+    """Trainable parameters that no unit holds, which no stage would train: what they are and how to mend it."""
     owned = {id(p) for unit in units for p in unit.module.parameters()}
-    homeless = [name for name, parameter in root.named_parameters() if id(parameter) not in owned]
+    homeless = [name for name, p in root.named_parameters() if p.requires_grad and id(p) not in owned]
     if not homeless:
         return []
     return [
         f"parameters outside the layers of {model_name}: {', '.join(homeless[:8])}"
         f"{' and more' if len(homeless) > 8 else ''}; the pipeline trains only what its layers hold: move them into a"
-        f" layer of {model_name}, or set requires_grad=False and register them as buffers"
+        f" layer of {model_name}, or freeze them (requires_grad=False)"
     ]
 
 

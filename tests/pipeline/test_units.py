@@ -124,6 +124,12 @@ def test_parameters_outside_the_layers() -> None:
     assert ownership_problems(root.model.head, [Unit("head", root.model.head)]) == []
 
 
+def test_frozen_parameters_outside_are_nobodys_business() -> None:
+    root = nn.Module()
+    root.model, root.teacher = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1).requires_grad_(False)
+    assert ownership_problems(root, pipeline_units(root.model)) == []
+
+
 def test_many_parameters_outside_are_not_all_listed() -> None:
     root = nn.ModuleList(nn.Linear(1, 1) for _ in range(6))
     (problem,) = ownership_problems(root, [])

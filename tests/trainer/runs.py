@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,6 +138,10 @@ class ListLogger(Logger):
     @property
     def version(self) -> int:
         return 0
+
+    @property
+    def save_dir(self) -> str:
+        return tempfile.gettempdir()  # where checkpoints go that nobody reads
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to keep."""
