@@ -11,7 +11,10 @@ from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
@@ -65,13 +68,23 @@ class PipelineStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **plugins: Any,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
     ) -> None:
+        # No **kwargs: DDP would take any argument for one of its own, and the command line would offer them all.
         super().__init__(
-            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **plugins
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
         )
-        if self._ddp_kwargs:
-            raise TypeError(f"{type(self).__name__} has no argument {', '.join(map(repr, self._ddp_kwargs))}")
         self.session = PipelineSession(
             PipelineSettings(
                 micro_batches=micro_batches,
@@ -398,6 +411,8 @@ class AsyncPipelineStrategy(PipelineStrategy):
         process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
         timeout: of blocking communication.
         start_method: how Lightning starts the processes; ``"popen"`` runs the script again.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
+            Trainer sets them.
 
     Raises:
         ConfigurationError: when training starts, on every rank, with every problem that was found.
