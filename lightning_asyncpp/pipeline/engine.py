@@ -280,7 +280,7 @@ class Engine:
         return slots
 
     def _expect(self, first: int, count: int) -> None:
-        if self.runner.transport is not None and not self.mesh.is_first:
+        if self.runner.transport is not None:
             self.runner.transport.expect(range(first, first + count))
 
     def _forward(self, k: int, slot: Any, step: Step) -> Flight:

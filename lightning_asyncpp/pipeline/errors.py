@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 
 class ConfigurationError(ValueError):
@@ -33,16 +32,26 @@ class NonFiniteGradientError(RuntimeError):
     """Is the gradient of this mini-batch made of numbers?"""
 
 
-@contextmanager
-def lost_peers(who: str = "a rank") -> Iterator[None]:
+class lost_peers:  # noqa: N801 - used as a function; a generator would cost more, around every message
     """Translate the errors of a broken connection into one that says who is gone and where to look.
+
+    Args:
+        who: who is gone.
 
     Raises:
         PeerLostError: instead of torch.distributed's RuntimeError.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLostError(
-            f"{who} is gone: the first cause is the first error that another rank printed ({error})"
-        ) from error
+
+    __slots__ = ("who",)
+
+    def __init__(self, who: str = "a rank") -> None:
+        self.who = who
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise PeerLostError(
+                f"{self.who} is gone: the first cause is the first error that another rank printed ({error})"
+            ) from error

@@ -5,8 +5,10 @@ Rank 0 is the last stage of the first replica: the loss is there first, for the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 
 import torch.distributed as dist
 
@@ -124,7 +126,12 @@ class Groups:
     forward_out: dist.ProcessGroup | None = None
     backward_in: dist.ProcessGroup | None = None
     data_parallel: dist.ProcessGroup | None = None
-    last_stages: dist.ProcessGroup | None = field(default=None)
+    last_stages: dist.ProcessGroup | None = None
+    _channels: Iterator[int] = field(default_factory=count)
+
+    def next_channel(self) -> int:
+        """Number of the next transport over these groups: every rank makes them in the same order."""
+        return next(self._channels)
 
     @property
     def to_next(self) -> dist.ProcessGroup | None:

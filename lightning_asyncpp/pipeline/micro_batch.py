@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.tree import map_tensors, tensors_of
 
 # The fingerprint looks at this many elements of a tensor at most, evenly spread.
@@ -68,29 +67,12 @@ def _slice(tensor: Tensor, start: int, end: int) -> Tensor:
 def fingerprint(batch: Any) -> int:
     """A number of 63 bits that two different batches share with a probability of about 2**-63.
 
-    It sums up to 1024 evenly spread elements of every tensor, each multiplied with an odd constant of its position, in
-    64-bit integers that wrap around; shapes and dtypes count too.
+    It hashes up to 1024 evenly spread elements of every tensor, its shape and its dtype.
     """
-    total = 0
+    digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors_of(batch):
         flat = tensor.detach().reshape(-1)
         stride = -(-flat.numel() // _FINGERPRINT_ELEMENTS) or 1
-        bits = _as_integers(flat[::stride])
-        bits = bits ^ (bits >> 29)  # high bits, a sign for example, would cancel in a sum of an even number of them
-        sample = int((bits * _multipliers(bits.device)[: bits.numel()]).sum().item())
-        total = derive(total, sample, *tensor.shape, str(tensor.dtype))
-    return total
-
-
-@cache
-def _multipliers(device: torch.device) -> Tensor:
-    positions = torch.arange(1, _FINGERPRINT_ELEMENTS + 1, device=device)
-    return positions * -7046029254386353131 | 1
-
-
-def _as_integers(flat: Tensor) -> Tensor:
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    if flat.is_floating_point():
-        return flat.double().view(torch.int64)
-    return flat.to(torch.int64)
+        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(flat[::stride].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError
 from lightning_asyncpp.pipeline.header import Header, describe
+from lightning_asyncpp.pipeline.inbox import Arrival
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import fingerprint, number_of_samples, split_batch
 from lightning_asyncpp.pipeline.model_call import ModelCall
@@ -20,7 +21,7 @@ from lightning_asyncpp.pipeline.randomness import derive, seeded
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.trace import Trace
-from lightning_asyncpp.pipeline.transport import Arrival, Transport
+from lightning_asyncpp.pipeline.transport import Transport
 
 Step = Callable[[Any, float], Any]
 

@@ -1,15 +1,12 @@
 """Activations forward, their gradients backward, between the neighbours of a pipeline.
 
 Nothing is waited for in the hot path but what is needed next: sends are asynchronous and kept until they are known to
-be done, gradients have their receives posted when the activation leaves, and a small thread receives activations ahead
-(a receive on gloo cannot be polled).
+be done, gradients have their receives posted when the activation leaves, activations are received ahead.
 """
 
 from __future__ import annotations
 
 import math
-import queue
-import threading
 from collections import deque
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -19,17 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import lost_peers
-from lightning_asyncpp.pipeline.header import LENGTH, Header
+from lightning_asyncpp.pipeline.header import Header
+from lightning_asyncpp.pipeline.inbox import Arrival, Inbox, Tags, Usual
 from lightning_asyncpp.pipeline.mesh import Groups, Mesh
-
-_TAG_HEADER, _TAG_ACTIVATION, _TAG_GRADIENT = 1, 2, 3
-
-
-class Arrival(NamedTuple):
-    """An activation that arrived."""
-
-    header: Header
-    tensors: tuple[Tensor, ...]
 
 
 class _Posted(NamedTuple):
@@ -50,44 +39,38 @@ class Transport:
 
     def __init__(self, mesh: Mesh, device: torch.device, max_message_bytes: int) -> None:
         self.mesh = mesh
-        self.device = device
-        self.max_message_bytes = max_message_bytes
+        self.tags = Tags.of(self._groups.next_channel())
         # (micro-batch, work, tensor): a tensor must live until its send is done
         self._activations: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._gradients: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._posted: dict[int, _Posted] = {}
-        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._arrived: queue.SimpleQueue[Arrival | Exception] = queue.SimpleQueue()
-        self._receiver: threading.Thread | None = None
+        self._usual = Usual(device)
+        self._inbox = None if mesh.is_first else Inbox(mesh, device, max_message_bytes, self.tags)
 
     def expect(self, ks: range) -> None:
-        """Start receiving the activations of micro-batches ``ks``, in the background."""
-        if self._receiver is None:
-            self._receiver = threading.Thread(target=self._receive_all, name="asyncpp-receiver", daemon=True)
-            self._receiver.start()
-        for k in ks:
-            self._wanted.put(k)
+        """Start receiving the activations of micro-batches ``ks``, in the background; nothing on the first stage."""
+        if self._inbox is not None:
+            self._inbox.expect(ks)
 
     def receive_activation(self) -> Arrival:
-        """Return the next expected activation, waiting for it if need be.
+        """Return the next expected activation, waiting for it if need be; not on the first stage.
 
         Raises:
             PeerLostError: the stage before is gone.
             ProtocolError: what came is not what was agreed on.
         """
-        arrival = self._arrived.get()
-        if isinstance(arrival, Exception):
-            self._arrived.put(arrival)  # nothing comes after it: whoever asks again hears the same
-            raise arrival
-        return arrival
+        assert self._inbox is not None, "nothing comes before the first stage"
+        return self._inbox.get()
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or the header alone, to the stage after."""
         groups, peer = self._groups, self.mesh.rank_of(self.mesh.stage + 1)
-        work = self._send(header.encode(), peer, groups.host, _TAG_HEADER)
-        self._activations.append((header.k, *work))
+        self._activations.append((header.k, *self._send(header.encode(), peer, groups.host, self.tags.header)))
+        if not tensors:
+            return
+        tag = self.tags.usual if self._usual.matches(header.tensors) else self.tags.unusual
         for tensor in tensors:
-            work = self._send(tensor.detach().contiguous(), peer, groups.to_next, _TAG_ACTIVATION)
+            work = self._send(tensor.detach().contiguous(), peer, groups.to_next, tag)
             self._activations.append((header.k, *work))
 
     def post_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
@@ -96,7 +79,7 @@ class Transport:
         gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
         with self._peer(self.mesh.stage + 1):
             works = [
-                _work(dist.irecv(gradient, peer, group=self._groups.from_next, tag=_TAG_GRADIENT))
+                _work(dist.irecv(gradient, peer, group=self._groups.from_next, tag=self.tags.gradient))
                 for gradient in gradients
             ]
         self._posted[k] = _Posted(works, gradients)
@@ -113,7 +96,7 @@ class Transport:
         """Send the gradients of micro-batch ``k`` to the stage before."""
         peer = self.mesh.rank_of(self.mesh.stage - 1)
         for gradient in gradients:
-            work = self._send(gradient.contiguous(), peer, self._groups.backward, _TAG_GRADIENT)
+            work = self._send(gradient.contiguous(), peer, self._groups.backward, self.tags.gradient)
             self._gradients.append((k, *work))
 
     def settle(self, activations: float = math.inf, gradients: float = math.inf) -> None:
@@ -131,7 +114,8 @@ class Transport:
 
     def close(self) -> None:
         """End the receiving thread, once what was expected has arrived."""
-        self._wanted.put(None)
+        if self._inbox is not None:
+            self._inbox.close()
 
     @property
     def _groups(self) -> Groups:
@@ -144,32 +128,6 @@ class Transport:
 
     def _peer(self, stage: int) -> AbstractContextManager[None]:
         return lost_peers(f"rank {self.mesh.rank_of(stage)} (stage {stage})")
-
-    def _receive_all(self) -> None:
-        while True:
-            k = self._wanted.get()
-            if k is None:
-                return
-            try:
-                self._arrived.put(self._receive(k))
-            except Exception as error:
-                self._arrived.put(error)
-                return
-
-    def _receive(self, k: int) -> Arrival:
-        peer, stage = self.mesh.rank_of(self.mesh.stage - 1), self.mesh.stage - 1
-        encoded = torch.empty(LENGTH, dtype=torch.int64)
-        with self._peer(stage):
-            _work(dist.irecv(encoded, peer, group=self._groups.host, tag=_TAG_HEADER)).wait()
-        header = Header.decode(encoded, k, self.max_message_bytes)
-        tensors = tuple(torch.empty(i.shape, dtype=i.dtype, device=self.device) for i in header.tensors)
-        with self._peer(stage):
-            works = [
-                _work(dist.irecv(tensor, peer, group=self._groups.forward, tag=_TAG_ACTIVATION)) for tensor in tensors
-            ]
-            for work in works:
-                work.wait()
-        return Arrival(header, tensors)
 
 
 def _work(work: dist.Work | None) -> dist.Work:
