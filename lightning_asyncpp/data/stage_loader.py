@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.replica import use_replica
 
 
@@ -59,7 +60,11 @@ def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bo
         needs_data: whether this is the first or the last stage. The others iterate placeholders if the loader's length
             can be trusted (a ``DataLoader`` over a map-style dataset, a litdata loader), and otherwise the loader
             itself, since only it knows when an epoch ends.
+
+    Raises:
+        DataError: fewer samples than replicas; a sampler would quietly give the same one to several.
     """
+    _check_size(loader, num_replicas)
     if _is_litdata(loader):
         use_replica(loader, num_replicas, replica)
     _seed_workers(loader, replica)
@@ -67,6 +72,15 @@ def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bo
         return loader
     stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
     return StatefulPlaceholderLoader(loader) if stateful else PlaceholderLoader(loader)
+
+
+def _check_size(loader: object, num_replicas: int) -> None:
+    samples = len(loader.dataset) if _is_map_style(loader) else num_replicas  # type: ignore[arg-type]
+    if samples < num_replicas:
+        raise DataError(
+            f"a dataset of {samples} samples cannot give each of {num_replicas} replicas one of its own; lower"
+            " data_parallel_size, or give more data"
+        )
 
 
 def _seed_workers(loader: object, replica: int) -> None:
@@ -85,5 +99,5 @@ def _is_litdata(loader: object) -> bool:
     )
 
 
-def _is_map_style(loader: object) -> bool:
+def _is_map_style(loader: object) -> TypeGuard[DataLoader]:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError, lost_peers
-from lightning_asyncpp.pipeline.exchange import ControlExchange
+from lightning_asyncpp.pipeline.exchange import ControlSum, control_sum
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, UserHooks, loss_of
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
@@ -46,7 +46,7 @@ class MiniBatch:
     weight: float = 0.0
     ticket: Ticket | None = None
     payload: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    exchange: ControlExchange | None = None
+    exchange: ControlSum | None = None
     pending: PendingUpdate | None = None
 
 
@@ -184,7 +184,7 @@ class Engine:
         if self.mesh.groups is not None:
             # Made here, long before the gradient is complete, so that receives are posted when others send.
             with lost_peers():
-                mini_batch.exchange = ControlExchange(self.mesh, message_length(self.mesh, mini_batch.payload))
+                mini_batch.exchange = control_sum(self.mesh, message_length(self.mesh, mini_batch.payload))
         self._closed.append(mini_batch)
         self._open = MiniBatch(mini_batch.index + 1, self.next_forward)
         if self.settings.delay == 0:

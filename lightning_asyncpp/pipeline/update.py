@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.buckets import GradientBuckets, Gradients
 from lightning_asyncpp.pipeline.errors import lost_peers
-from lightning_asyncpp.pipeline.exchange import ControlExchange
+from lightning_asyncpp.pipeline.exchange import ControlSum
 from lightning_asyncpp.pipeline.mesh import Mesh
 
 _FIXED = 5
@@ -93,7 +93,7 @@ class PendingUpdate:
     weight: float
     stop: StopFlags
     payload: Tensor
-    exchange: ControlExchange | None = None
+    exchange: ControlSum | None = None
     _works: list[dist.Work] = field(default_factory=list)
     _buckets: GradientBuckets | None = None
     _message: Tensor | None = None

@@ -1,20 +1,3 @@
-"""The worker pools that all tests of the Fabric strategies share."""
+"""The Fabric strategies' tests run in the Trainer tests' worker pools."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-from tests.trainer.pool import Pools
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pools = Pools()
-    yield pools
-    pools.close()
-    torch.set_num_threads(threads)
+from tests.trainer.conftest import pools as pools

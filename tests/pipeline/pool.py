@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import socket
+import threading
 import traceback
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -72,7 +75,20 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def end_with_parent() -> None:
+    """Let this worker end when the process that made it is gone: killed tests would leave it busy."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "not called in a worker"
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
 def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> None:
+    end_with_parent()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60))

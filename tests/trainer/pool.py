@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing as mp
 
-from tests.pipeline.pool import free_port
+from tests.pipeline.pool import end_with_parent, free_port
 
 Scenario = Callable[..., Any]
 
@@ -109,6 +109,7 @@ def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]
 
 
 def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> None:
+    end_with_parent()
     os.environ.update(elastic_environment(rank, world_size, port))
     # Lightning would take cores / processes threads, and sums would be rounded differently for every number of stages.
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -74,6 +74,11 @@ MODULES = [
 ]
 
 
+def test_fewer_samples_than_replicas(pools: Pools) -> None:
+    run = Run(Net, options={"data_parallel_size": 2}, samples=1, batch_size=1)
+    assert_refused(refusals(pools, run, 2), "a dataset of 1 samples", "2 replicas", "data_parallel_size")
+
+
 @pytest.mark.parametrize(("module", "parts"), MODULES, ids=[module.__name__ for module, _ in MODULES])
 def test_modules(pools: Pools, module: Any, parts: list[str]) -> None:
     assert_refused(refusals(pools, Run(module)), *parts)
@@ -129,9 +134,9 @@ def test_refused_callbacks_are_all_named_at_once(pools: Pools) -> None:
     assert_refused(outcomes, "3 problems", *[f"{c.__name__} cannot work under a pipeline" for c, _ in callbacks])
 
 
-def test_fewer_samples_than_replicas(pools: Pools) -> None:
-    """Lightning's sampler gives every replica something; what is left may be fewer samples than micro-batches."""
-    run = Run(Net, options={"data_parallel_size": 2, "micro_batches": 3}, samples=1, shuffle=True)
+def test_a_sample_per_replica_is_enough(pools: Pools) -> None:
+    """Even if that is fewer samples than micro-batches."""
+    run = Run(Net, options={"data_parallel_size": 2, "micro_batches": 3}, samples=2, shuffle=True)
     results = pools.run(4, fit, run)
     assert {result["global_step"] for result in results} == {1}
 
