@@ -75,7 +75,8 @@ class PipelineStrategy(GuardedCollectives):
                 delay=self.delay,
                 nonfinite_gradients=nonfinite_gradients,
                 max_message_bytes=max_message_bytes,
-            )
+            ),
+            timeout,
         )
         self.gradient_norm: float | None = None
         self._given_hooks = {
@@ -86,7 +87,6 @@ class PipelineStrategy(GuardedCollectives):
         self._hooks = UserHooks()
         self._names: frozenset[str] = frozenset()
         self._clippings = ClippingBook()
-        self._in_step = False
         self._updating = False
         # Gradients are reduced once per update whatever the loop does: there is nothing to switch off.
         self._backward_sync_control = None
@@ -326,12 +326,8 @@ class PipelineStrategy(GuardedCollectives):
 
     def _user_step(self, step_fn: StepFunction) -> Step:
         def step(micro_batch: Any, weight: float) -> Any:
-            self._in_step = True
-            try:
-                with backward_allowed(False):
-                    return step_fn(micro_batch)
-            finally:
-                self._in_step = False
+            with self.session.user_step(), backward_allowed(False):
+                return step_fn(micro_batch)
 
         return step
 

@@ -20,7 +20,6 @@ class GuardedCollectives(DDPStrategy):
     """
 
     session: PipelineSession
-    _in_step: bool
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -43,10 +42,4 @@ class GuardedCollectives(DDPStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def _check_collective(self, name: str) -> None:
-        if self._in_step:
-            raise RuntimeError(
-                f"{name} was called inside step_fn: only the last stage runs it to the end, so the others would never"
-                " join; move it out of step_fn"
-            )
-        if self.session.failure is not None:
-            self.session.running()
+        self.session.check_collective(name, "step_fn", "out of step_fn")

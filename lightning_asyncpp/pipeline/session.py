@@ -41,10 +41,11 @@ class PipelineSession:
 
     Args:
         settings: the user's choices.
+        timeout: of blocking communication; default: torch's.
     """
 
-    def __init__(self, settings: PipelineSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
+        self.settings, self.timeout = settings, timeout
         self.mesh: Mesh | None = None
         self.resolved: ResolvedSettings | None = None
         self.stage: Stage | None = None
@@ -54,8 +55,9 @@ class PipelineSession:
         self.failure: BaseException | None = None
         self._office: TicketOffice | None = None
         self._update: Update | None = None
+        self._in_step = False
 
-    def connect(self, rank: int, world_size: int, timeout: timedelta | None = None) -> Mesh:
+    def connect(self, rank: int, world_size: int) -> Mesh:
         """Fit the settings to the world and make the process groups; a collective call.
 
         Raises:
@@ -65,7 +67,7 @@ class PipelineSession:
         if self.mesh is None or self.mesh.rank != rank or self.mesh.world_size != world_size:
             self.resolved = resolved
             self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank)
-            self.mesh.connect(timeout)
+            self.mesh.connect(self.timeout)
         return self.mesh
 
     def cut(self, model: nn.Module, seed: int, device: torch.device, root: nn.Module | None = None) -> Stage:
@@ -99,6 +101,34 @@ class PipelineSession:
         self._office = TicketOffice(optimizer)
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
             set_delay(self.settings.delay)
+
+    @contextmanager
+    def user_step(self) -> Iterator[None]:
+        """A step of the user runs meanwhile: only the last stage runs it to the end."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def check_collective(self, name: str, step: str, elsewhere: str) -> None:
+        """Refuse a collective that other ranks would not join: inside a user's step, and after a failure.
+
+        Args:
+            name: of the collective.
+            step: what the user's step is called.
+            elsewhere: where to call it instead.
+
+        Raises:
+            RuntimeError: with the failure as its cause, if there was one.
+        """
+        if self._in_step:
+            raise RuntimeError(
+                f"{name} was called inside {step}: only the last stage runs it to the end, so the others would never"
+                f" join; move it {elsewhere}"
+            )
+        if self.failure is not None:
+            self.running()
 
     def close(self, payload: Tensor | None = None) -> None:
         """End the mini-batch and file its ticket."""

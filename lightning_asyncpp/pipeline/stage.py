@@ -131,8 +131,19 @@ class Stage:
                 full = name_of.setdefault(id(parameter), f"{unit.name}.{name}")
                 canonical.setdefault(full, parameter)
                 owner, _, key = name.rpartition(".")
-                self._places.append(_Place(unit.module.get_submodule(owner)._parameters, key, full))
+                self._places.append(_Place(_holder(unit.module.get_submodule(owner), key, parameter), key, full))
         return canonical
+
+
+def _holder(module: nn.Module, key: str, parameter: nn.Parameter) -> dict[str, Any]:
+    """Where ``module`` keeps its own parameters: a private name of torch, looked for here and nowhere else."""
+    holder = getattr(module, "_parameters", None)
+    if not isinstance(holder, dict) or holder.get(key) is not parameter:
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps the parameter {key!r} of {type(module).__name__} elsewhere than in"
+            " Module._parameters, which lightning_asyncpp needs; install a torch version that it was tested with"
+        )
+    return holder
 
 
 def cut(

@@ -94,11 +94,11 @@ class PipelineStrategy(DDPStrategy):
                 nonfinite_gradients=nonfinite_gradients,
                 metric_slots=metric_slots,
                 max_message_bytes=max_message_bytes,
-            )
+            ),
+            timeout,
         )
         self.step_metrics = StepMetrics(self)
         self._loss: Tensor = torch.zeros(())
-        self._in_step = False
         self._loaded_state: Mapping[str, Any] | None = None
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class PipelineStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.session.connect(self.global_rank, self.world_size, self._timeout)
+        self.session.connect(self.global_rank, self.world_size)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -250,12 +250,8 @@ class PipelineStrategy(DDPStrategy):
         function = getattr(self._module, name)
 
         def step(micro_batch: Any, weight: float) -> Any:
-            self._in_step = True
-            try:
-                with self.step_metrics.recording(weight):
-                    return function(micro_batch, *args[1:], **kwargs)
-            finally:
-                self._in_step = False
+            with self.session.user_step(), self.step_metrics.recording(weight):
+                return function(micro_batch, *args[1:], **kwargs)
 
         return step
 
@@ -356,13 +352,7 @@ class PipelineStrategy(DDPStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def _check_collective(self, name: str) -> None:
-        if self._in_step:
-            raise RuntimeError(
-                f"{name} was called inside a *_step method: only the last stage runs it to the end, so the others would"
-                " never join; move it to a hook such as on_train_batch_end"
-            )
-        if self.session.failure is not None:
-            self.session.running()
+        self.session.check_collective(name, "a *_step method", "to a hook such as on_train_batch_end")
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.stage import OtherStage, Stage, cut
+from lightning_asyncpp.pipeline.stage import OtherStage, Stage, _holder, cut
 from tests.pipeline.cases import DIM, make_model
 from tests.pipeline.test_units import Layered
 
@@ -189,3 +189,12 @@ def test_all_reasons_are_named_and_the_model_is_left_whole() -> None:
 def test_refusals(model: Any, num_stages: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         cut(model(), 0, num_stages, 0, CPU)
+
+
+def test_a_torch_that_keeps_parameters_elsewhere_is_named() -> None:
+    layer = nn.Linear(2, 2)
+    weight = layer._parameters.pop("weight")
+    with pytest.raises(
+        RuntimeError, match=r"keeps the parameter 'weight' of Linear elsewhere than in Module._parameters"
+    ):
+        _holder(layer, "weight", weight)
