@@ -5,8 +5,8 @@ on the work around it, hardly on the machine. All systems run in the same proces
 
 What is measured: per mini-batch, the elapsed time in the steady state, and the utilisation: time inside a stage's own
 sleeps over elapsed time, on the busiest stage. Both Lightning strategies run through an ordinary Trainer that logs the
-loss; torch's schedules run in a plain loop; all take an SGD step per mini-batch and get the same batches and loss. The
-floor sleeps and steps as often, without messages, neighbours or Trainer.
+loss; torch's schedules, and the asynchronous one in Fabric, run in a plain loop; all take an SGD step per mini-batch and
+get the same batches and loss. The floor sleeps and steps as often, without messages, neighbours or Trainer.
 
 What is not: memory, the time to load data, start-up, and the last mini-batch, after which an asynchronous pipeline
 drains. Messages are small. Evaluation and checkpoints drain too, and cost what a flush costs.
@@ -21,7 +21,17 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.trace import Span
 from lightning_asyncpp.tools.bench_arguments import check_shape, make_parser
-from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, Job, spans_to_json
+from lightning_asyncpp.tools.bench_job import (
+    ASYNC,
+    ASYNC_CLIPPED,
+    ASYNC_FABRIC,
+    FLOOR,
+    GPIPE,
+    ONE_F_ONE_B,
+    SYNC,
+    Job,
+    spans_to_json,
+)
 from lightning_asyncpp.tools.bench_launch import Measured, measure
 from lightning_asyncpp.tools.bench_report import as_json, clipping_cost, machine, summarise, table, write_json
 from lightning_asyncpp.tools.timeline import Axis, Panel, draw_timelines
@@ -65,8 +75,9 @@ def _parser() -> ArgumentParser:
 
 def _job(arguments: Namespace) -> Job:
     clipped = [ASYNC_CLIPPED] if arguments.clip else []
+    systems = (ASYNC, *clipped, ASYNC_FABRIC, SYNC, ONE_F_ONE_B, GPIPE, FLOOR)
     return Job(
-        "sleep", arguments.stages, arguments.micro_batches, (ASYNC, *clipped, SYNC, ONE_F_ONE_B, GPIPE, FLOOR),
+        "sleep", arguments.stages, arguments.micro_batches, systems,
         arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead,
         arguments.forward_ms, arguments.backward_ms, traced=bool(arguments.trace or arguments.svg),
     )  # fmt: skip
