@@ -5,8 +5,8 @@ on the work around it, hardly on the machine. All systems run in the same proces
 
 What is measured: per mini-batch, the elapsed time in the steady state, and the utilisation: time inside a stage's own
 sleeps over elapsed time, on the busiest stage. Both Lightning strategies run through an ordinary Trainer that logs the
-loss; torch's schedules, and the asynchronous one in Fabric, run in a plain loop; all take an SGD step per mini-batch and
-get the same batches and loss. The floor sleeps and steps as often, without messages, neighbours or Trainer.
+loss; torch's schedules, and the asynchronous one in Fabric, run in a plain loop; all take an SGD step per mini-batch
+and get the same batches and loss. The floor sleeps and steps as often, without messages, neighbours or Trainer.
 
 What is not: memory, the time to load data, start-up, and the last mini-batch, after which an asynchronous pipeline
 drains. Messages are small. Evaluation and checkpoints drain too, and cost what a flush costs.
