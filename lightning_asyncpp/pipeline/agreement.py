@@ -56,8 +56,8 @@ def agree_on_error(mesh: Mesh, error: Exception | None) -> None:
     texts = exchange(mesh, text)
     configuration = list(dict.fromkeys(t[1:] for t in texts if t.startswith("C")))
     others = [(rank, t[1:]) for rank, t in enumerate(texts) if t.startswith("E")]
-    if error is not None and not config:
-        raise error
+    if error is not None and (not config or configuration == [str(error)]):
+        raise error  # the whole story, with the place in the user's code
     if configuration:
         raise ConfigurationError.from_problems(configuration) from error
     if others:

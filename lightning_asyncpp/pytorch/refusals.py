@@ -82,15 +82,18 @@ def module_problems(module: LightningModule, trainer: L.Trainer) -> list[str]:
     return problems
 
 
+ONE_OPTIMIZER = (
+    "configure_optimizers returned more than one optimizer (multiple optimizers): a pipeline has exactly one update per"
+    " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
+)
+
+
 def optimizer_problems(optimizers: Sequence[Optimizer], module: LightningModule) -> list[str]:
     """What configure_optimizers returned that one update per mini-batch cannot use."""
-    if len(optimizers) != 1:
-        return [
-            f"configure_optimizers returned {len(optimizers)} optimizers: a pipeline has exactly one update per"
-            " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
-        ]
+    if len(optimizers) > 1:
+        return [ONE_OPTIMIZER]
     own = {id(parameter) for parameter in module.parameters()}
-    groups = optimizers[0].param_groups
+    groups = optimizers[0].param_groups if optimizers else []
     if not groups or any(id(parameter) not in own for group in groups for parameter in group["params"]):
         return [
             "configure_optimizers returned no optimizer, or one over parameters that are not this stage's: build it in"

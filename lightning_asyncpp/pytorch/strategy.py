@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_asyncpp.data.stage_loader import stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.engine import Update
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.pipeline.runner import UserHooks
@@ -41,7 +42,7 @@ from lightning_asyncpp.pipeline.state import (
     to_device,
 )
 from lightning_asyncpp.pytorch.conductor import Conductor
-from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems, trainer_problems
+from lightning_asyncpp.pytorch.refusals import ONE_OPTIMIZER, module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
 
@@ -134,6 +135,16 @@ class PipelineStrategy(DDPStrategy):
         except Exception as caught:
             error = caught
         agree_on_error(self._mesh, error)
+
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Make the optimizer; Lightning's advice on several, manual optimization, would be refused next."""
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            raise ConfigurationError(ONE_OPTIMIZER) from None
 
     def _attach_optimizer(self, trainer: L.Trainer) -> None:
         optimizer = self.optimizers[0]

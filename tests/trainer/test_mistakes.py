@@ -48,7 +48,7 @@ def test_settings(pools: Pools, stages: int, options: dict[str, Any], parts: lis
 
 
 MODULES = [
-    (m.TwoOptimizers, ["multiple optimizers"]),
+    (m.TwoOptimizers, ["more than one optimizer", "exactly one update", "MuonAdamW"]),
     (m.NoOptimizer, ["configure_optimizers returned no optimizer"]),
     (m.OptimizerOfAnotherModel, ["parameters that are not this stage's"]),
     (m.Manual, ["automatic_optimization=False", "use automatic optimization"]),
