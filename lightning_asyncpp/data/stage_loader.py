@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -75,11 +75,11 @@ def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bo
 
 
 def _check_size(loader: object, num_replicas: int) -> None:
-    samples = len(loader.dataset) if _is_map_style(loader) else num_replicas  # type: ignore[arg-type]
-    if samples < num_replicas:
+    # A dataset without a length comes with a sampler of the user's.
+    if _is_map_style(loader) and isinstance(loader.dataset, Sized) and len(loader.dataset) < num_replicas:
         raise DataError(
-            f"a dataset of {samples} samples cannot give each of {num_replicas} replicas one of its own; lower"
-            " data_parallel_size, or give more data"
+            f"a dataset of {len(loader.dataset)} samples cannot give each of {num_replicas} replicas one of its own;"
+            " lower data_parallel_size, or give more data"
         )
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.mesh import Mesh, started
 
 MOST_RANKS = 16
 _TAG_PART, _TAG_TOTAL = 4, 5
@@ -51,9 +51,9 @@ class ControlChain:
         self._works: list[dist.Work] = []
         if not mesh.is_last:
             after = mesh.rank_of(mesh.stage + 1)
-            self._part_work = _work(dist.irecv(self._part, after, group=self._group, tag=_TAG_PART))
+            self._part_work = started(dist.irecv(self._part, after, group=self._group, tag=_TAG_PART))
         if not mesh.is_first:
-            self._works.append(_work(dist.irecv(self._total, mesh.rank_of(0), group=self._group, tag=_TAG_TOTAL)))
+            self._works.append(started(dist.irecv(self._total, mesh.rank_of(0), group=self._group, tag=_TAG_TOTAL)))
 
     def send(self, message: Tensor) -> None:
         """Add this rank's vector (length,) to those of the stages behind; their gradients were complete before."""
@@ -72,7 +72,7 @@ class ControlChain:
         return _finish(self._works, self._total)
 
     def _send(self, vector: Tensor, stage: int, tag: int) -> None:
-        self._works.append(_work(dist.isend(vector, self.mesh.rank_of(stage), group=self._group, tag=tag)))
+        self._works.append(started(dist.isend(vector, self.mesh.rank_of(stage), group=self._group, tag=tag)))
 
 
 class ControlExchange:
@@ -93,18 +93,18 @@ class ControlExchange:
         self._messages = torch.zeros(mesh.world_size if self._pairwise else 1, length, dtype=torch.float64)
         if self._pairwise:
             for rank in self._others():
-                self._works.append(_work(dist.irecv(self._messages[rank], rank, group=self._group, tag=_TAG_PART)))
+                self._works.append(started(dist.irecv(self._messages[rank], rank, group=self._group, tag=_TAG_PART)))
 
     def send(self, message: Tensor) -> None:
         """Give this rank's vector (length,); returns at once."""
         if not self._pairwise:
             self._messages[0] = message
-            self._works.append(_work(dist.all_reduce(self._messages[0], group=self._group, async_op=True)))
+            self._works.append(started(dist.all_reduce(self._messages[0], group=self._group, async_op=True)))
             return
         self._messages[self.mesh.rank] = message
         for rank in self._others():
             own = self._messages[self.mesh.rank]
-            self._works.append(_work(dist.isend(own, rank, group=self._group, tag=_TAG_PART)))
+            self._works.append(started(dist.isend(own, rank, group=self._group, tag=_TAG_PART)))
 
     def finish(self) -> Tensor:
         """Wait for all vectors and return their sum (length,), added in the order of ranks."""
@@ -119,8 +119,3 @@ def _finish(works: list[dist.Work], result: Tensor) -> Tensor:
         work.wait()
     works.clear()
     return result
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not in the group"
-    return work

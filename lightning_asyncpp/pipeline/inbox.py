@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.header import LENGTH, Header, TensorInfo
-from lightning_asyncpp.pipeline.mesh import Groups, Mesh
+from lightning_asyncpp.pipeline.mesh import Groups, Mesh, started
 
 _AHEAD = 2
 _KINDS = 4
@@ -164,14 +164,9 @@ class Inbox:
     def _post_header(self) -> _Box:
         encoded = torch.empty(LENGTH, dtype=torch.int64)
         work = dist.irecv(encoded, self._peer, group=self._groups.host, tag=self.tags.header)
-        return _Box([_work(work)], (encoded,))
+        return _Box([started(work)], (encoded,))
 
     def _post(self, infos: tuple[TensorInfo, ...], tag: int) -> _Box:
         tensors = tuple(torch.empty(info.shape, dtype=info.dtype, device=self.device) for info in infos)
-        works = [_work(dist.irecv(t, self._peer, group=self._groups.forward, tag=tag)) for t in tensors]
+        works = [started(dist.irecv(t, self._peer, group=self._groups.forward, tag=tag)) for t in tensors]
         return _Box(works, tensors)
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not in the group"
-    return work

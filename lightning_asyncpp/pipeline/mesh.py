@@ -150,3 +150,9 @@ def _new_group(
     group = dist.new_group(ranks, timeout=timeout, backend=backend)
     # Ranks outside a group get a placeholder, which no caller here ever uses.
     return group  # type: ignore[return-value]
+
+
+def started(work: dist.Work | None) -> dist.Work:
+    """The work of an asynchronous call in a group that this rank is in; torch returns None to ranks outside."""
+    assert work is not None, "this rank is not in the group"
+    return work

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.header import Header
 from lightning_asyncpp.pipeline.inbox import Arrival, Inbox, Tags, Usual
-from lightning_asyncpp.pipeline.mesh import Groups, Mesh
+from lightning_asyncpp.pipeline.mesh import Groups, Mesh, started
 
 
 class _Posted(NamedTuple):
@@ -79,7 +79,7 @@ class Transport:
         gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
         with self._peer(self.mesh.stage + 1):
             works = [
-                _work(dist.irecv(gradient, peer, group=self._groups.from_next, tag=self.tags.gradient))
+                started(dist.irecv(gradient, peer, group=self._groups.from_next, tag=self.tags.gradient))
                 for gradient in gradients
             ]
         self._posted[k] = _Posted(works, gradients)
@@ -124,12 +124,7 @@ class Transport:
 
     def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> tuple[dist.Work, Tensor]:
         with lost_peers(f"rank {peer}"):
-            return _work(dist.isend(tensor, peer, group=group, tag=tag)), tensor
+            return started(dist.isend(tensor, peer, group=group, tag=tag)), tensor
 
     def _peer(self, stage: int) -> AbstractContextManager[None]:
         return lost_peers(f"rank {self.mesh.rank_of(stage)} (stage {stage})")
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not in the group"
-    return work

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.buckets import GradientBuckets, Gradients
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.exchange import ControlSum
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.mesh import Mesh, started
 
 _FIXED = 5
 
@@ -106,7 +106,7 @@ class PendingUpdate:
             return
         self._buckets = GradientBuckets(self.gradients, self.like)
         with lost_peers():
-            self._works = [_async(dist.all_reduce(flat, group=group, async_op=True)) for flat in self._buckets.flat]
+            self._works = [started(dist.all_reduce(flat, group=group, async_op=True)) for flat in self._buckets.flat]
 
     def poll(self) -> None:
         """Send the control message if the reduction is done by now."""
@@ -154,8 +154,3 @@ class PendingUpdate:
 def message_length(mesh: Mesh, payload: Tensor) -> int:
     """Number of fp64 values in a control message that carries one payload per replica."""
     return _FIXED + mesh.num_replicas * payload.numel()
-
-
-def _async(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not in the group"
-    return work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.stage_loader import PlaceholderLoader, stage_loader
@@ -40,3 +40,13 @@ def test_middle_stages_count_batches_and_read_nothing() -> None:
 def test_a_loader_of_unknown_length_is_iterated_everywhere() -> None:
     given = DataLoader(Endless(), batch_size=2)
     assert stage_loader(given, 2, 1, needs_data=False) is given
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1,), float(index))
+
+
+def test_a_dataset_without_a_length_is_the_samplers_business() -> None:
+    given = DataLoader(Unsized(), sampler=[0, 1])
+    assert stage_loader(given, 2, 0, needs_data=True) is given
