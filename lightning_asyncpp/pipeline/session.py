@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.engine import Engine, Update
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.errors import ConfigurationError, lost_peers
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
@@ -195,7 +195,8 @@ class PipelineSession:
         """
         if self.engine is not None and self.failure is None and self.engine.runner.transport is not None:
             self.engine.runner.transport.settle()
-            dist.barrier(group=self._groups().host)
+            with lost_peers():
+                dist.barrier(group=self._groups().host)
         if self.engine is not None:
             self.engine.release()
 
@@ -222,7 +223,8 @@ class PipelineSession:
             return
         source = mesh.rank_of(mesh.stage, replica=0)
         for tensor in stage.state_dict().values():
-            dist.broadcast(tensor, source, group=group)
+            with lost_peers():
+                dist.broadcast(tensor, source, group=group)
 
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.errors import ConfigurationError, lost_peers
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tree import map_tensors
@@ -24,7 +24,8 @@ def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
         return [part]
     part = map_tensors(lambda tensor: tensor.detach().cpu(), part) if mesh.replica == 0 else None
     gathered: list[Any] | None = [None] * mesh.world_size if mesh.rank == 0 else None
-    dist.gather_object(part, gathered, dst=0, group=mesh.groups.host)
+    with lost_peers():
+        dist.gather_object(part, gathered, dst=0, group=mesh.groups.host)
     return [] if gathered is None else [gathered[mesh.rank_of(stage, replica=0)] for stage in range(mesh.num_stages)]
 
 

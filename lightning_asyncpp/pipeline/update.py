@@ -110,16 +110,15 @@ class PendingUpdate:
 
     def poll(self) -> None:
         """Send the control message if the reduction is done by now."""
-        with lost_peers():
-            if self._message is None and all(work.is_completed() for work in self._works):
-                self._launch_message()
+        if self._message is None and all(work.is_completed() for work in self._works):
+            self._launch_message()
 
     def finish(self) -> ControlMessage:
         """Wait for the control message and read it."""
-        with lost_peers():
-            if self._message is None:
-                self._launch_message()
-            if self.exchange is not None:
+        if self._message is None:
+            self._launch_message()
+        if self.exchange is not None:
+            with lost_peers():
                 self._message = self.exchange.finish()
         assert self._message is not None
         weight, squares, non_finite, interrupted, finished = self._message[:_FIXED].tolist()
@@ -128,14 +127,16 @@ class PendingUpdate:
         return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), payload)
 
     def _launch_message(self) -> None:
-        for work in self._works:
-            work.wait()
+        with lost_peers():
+            for work in self._works:
+                work.wait()
         if self._buckets is not None:
             self.gradients = self._buckets.unpack()
         self._works, self._buckets = [], None
         self._message = self._compose()
         if self.exchange is not None:
-            self.exchange.send(self._message)
+            with lost_peers():
+                self.exchange.send(self._message)
 
     def _compose(self) -> Tensor:
         squares = squared_norm(self.gradients)

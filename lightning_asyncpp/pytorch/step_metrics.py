@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.agreement import exchange
 from lightning_asyncpp.pipeline.engine import BatchOutput, Update
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.errors import ConfigurationError, lost_peers
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.log_recorder import (
@@ -244,7 +244,8 @@ class StepMetrics:
         if mesh.groups is None or not isinstance(value, (Tensor, int, float)):
             return value
         agreed = torch.tensor(float(value), dtype=torch.float64)
-        dist.broadcast(agreed, 0, group=mesh.groups.host)
+        with lost_peers():
+            dist.broadcast(agreed, 0, group=mesh.groups.host)
         return agreed.float()
 
 

@@ -97,7 +97,7 @@ def test_a_gradient_that_one_replica_has_is_summed_with_nothing() -> None:
 
 
 class Broken:
-    """A reduction whose peer is gone."""
+    """A reduction, or a sum of control messages, whose peer is gone."""
 
     def is_completed(self) -> bool:
         return True
@@ -105,16 +105,32 @@ class Broken:
     def wait(self) -> None:
         raise RuntimeError("Connection reset by peer")
 
+    def send(self, message: torch.Tensor) -> None:
+        self.wait()
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "poll",
-        "finish",
-    ],
-)
-def test_a_lost_peer_is_named_so_wherever_it_is_noticed(method: str) -> None:
+    def finish(self) -> torch.Tensor:
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("method", ["poll", "finish"])
+def test_a_peer_lost_in_the_reduction_is_named_so(method: str) -> None:
     update = pending({"a": torch.ones(3)})
     update._works = [Broken()]  # type: ignore[list-item]
     with pytest.raises(PeerLostError, match="a rank is gone"):
         getattr(update, method)()
+
+
+@pytest.mark.parametrize("method", ["launch", "poll", "finish"])
+def test_a_peer_lost_while_control_messages_are_sent_is_named_so(method: str) -> None:
+    update = pending({"a": torch.ones(3)})
+    update.exchange = Broken()
+    with pytest.raises(PeerLostError, match="a rank is gone"):
+        getattr(update, method)()
+
+
+def test_a_peer_lost_while_their_sum_is_awaited_is_named_so() -> None:
+    update = pending({"a": torch.ones(3)})
+    update.launch()
+    update.exchange = Broken()
+    with pytest.raises(PeerLostError, match="closed by peer"):
+        update.finish()
