@@ -258,8 +258,6 @@ class Engine:
         """Take back what the engine put on the parameters."""
         for guard in self._guards:
             guard.remove()
-        if self.runner.transport is not None:
-            self.runner.transport.close()
 
     def _slots(self, batch: Any) -> list[Any]:
         count = self.settings.micro_batches

@@ -18,7 +18,7 @@ _MAGIC = 0x2B57A5
 _FIXED = 6
 _PER_TENSOR = 3 + MAX_DIMENSIONS
 LENGTH = _FIXED + MAX_TENSORS * _PER_TENSOR
-_BYTES = 8 * LENGTH
+HEADER_BYTES = 8 * LENGTH
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -71,25 +71,25 @@ class Header:
     FAILED: ClassVar[int] = 3
 
     def encode(self) -> Tensor:
-        """Return the header as an int64 tensor of shape (LENGTH,)."""
+        """Return the header as a uint8 tensor of shape (HEADER_BYTES,)."""
         # Bytes rather than torch.tensor(list), which takes ten times as long: this is sent for every micro-batch.
-        encoded = bytearray(_BYTES)
+        encoded = bytearray(HEADER_BYTES)
         struct.pack_into(
             "<qqqdqq", encoded, 0, _MAGIC, self.kind, self.k, self.weight, self.fingerprint, len(self.tensors)
         )
         for position, info in enumerate(self.tensors):
             numbers = (_DTYPES.index(info.dtype), int(info.needs_gradient), len(info.shape), *info.shape)
             struct.pack_into(f"<{len(numbers)}q", encoded, 8 * (_FIXED + position * _PER_TENSOR), *numbers)
-        return torch.frombuffer(encoded, dtype=torch.int64)
+        return torch.frombuffer(encoded, dtype=torch.uint8)
 
     @classmethod
     def decode(cls, encoded: Tensor, expected_k: int, max_bytes: int) -> Header:
-        """Read and validate a header.
+        """Read and validate the header at the beginning of a message, a uint8 vector.
 
         Raises:
             ProtocolError: it is no header, is of another micro-batch, or announces more than ``max_bytes`` bytes.
         """
-        numbers: list[int] = encoded.tolist()
+        numbers: list[int] = encoded[:HEADER_BYTES].view(torch.int64).tolist()
         magic, kind, k, bits, mark, count = numbers[:_FIXED]
         if magic != _MAGIC or not cls.TENSOR <= kind <= cls.FAILED or not 0 <= count <= MAX_TENSORS:
             raise ProtocolError(f"not an activation header of this version: {numbers[:_FIXED]}")

@@ -1,16 +1,13 @@
 """Receives activations ahead of their use, so that what a stage needs next is there or already on its way.
 
-A receive that is posted before its message is sent costs one hop; one that is posted after the header has been read
-costs three more. The shapes of activations hardly ever change, so the tensors are received in advance too: they travel
-as *usual* tensors if they look like the first ones that ever passed, under another tag if they do not. Both ends of a
-link see the same headers in the same order, so they agree on what is usual without a word.
+A receive that is posted before its message is sent costs one hop; one that is posted after a header has been read costs
+three more. See :mod:`lightning_asyncpp.pipeline.parcel` for how the size of a message is known before it is sent.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -18,45 +15,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import lost_peers
-from lightning_asyncpp.pipeline.header import LENGTH, Header, TensorInfo
+from lightning_asyncpp.pipeline.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.mesh import Groups, Mesh, started
+from lightning_asyncpp.pipeline.parcel import POSTED, Parcels
 
-_AHEAD = 2
-_KINDS = 4
+_KINDS = 3
 
 
 class Tags(NamedTuple):
     """Message tags of one transport."""
 
-    header: int
-    usual: int
-    unusual: int
+    message: int
+    tensor: int
     gradient: int
 
     @classmethod
     def of(cls, channel: int) -> Tags:
         """Tags of the ``channel``-th transport: what an earlier one left posted cannot take a message of this one."""
         return cls(*range((channel + 1) * 8, (channel + 1) * 8 + _KINDS))
-
-
-class Usual:
-    """What activations on one link look like as a rule: the first that passed. Each end keeps its own.
-
-    Args:
-        device: where the tensors live. Only on a CPU (gloo) may a receive stay posted that nobody ever sends to.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._learns = device.type == "cpu"
-        self.infos: tuple[TensorInfo, ...] = ()
-
-    def matches(self, infos: tuple[TensorInfo, ...]) -> bool:
-        """Whether tensors look as usual; the first ever do not, and say what is usual from then on."""
-        if self.infos:
-            return [(i.shape, i.dtype) for i in infos] == [(i.shape, i.dtype) for i in self.infos]
-        if self._learns:
-            self.infos = infos
-        return False
 
 
 class Arrival(NamedTuple):
@@ -66,20 +42,17 @@ class Arrival(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-class _Box(NamedTuple):
-    """Tensors that are being received."""
+class _Posted(NamedTuple):
+    """A receive that was posted."""
 
-    works: list[dist.Work]
-    tensors: tuple[Tensor, ...]
-
-    def wait(self) -> tuple[Tensor, ...]:
-        for work in self.works:
-            work.wait()
-        return self.tensors
+    k: int
+    number: int
+    work: dist.Work
+    message: Tensor
 
 
 class Inbox:
-    """Activations from the stage before, received by a small thread (a receive on gloo cannot be polled).
+    """Activations from the stage before.
 
     Args:
         mesh: this rank's place; its groups are connected.
@@ -94,20 +67,16 @@ class Inbox:
         self._groups: Groups = mesh.groups
         self._peer = mesh.rank_of(mesh.stage - 1)
         self._peer_name = f"rank {self._peer} (stage {mesh.stage - 1})"
-        self._usual = Usual(device)
-        self._headers: deque[tuple[int, _Box]] = deque()
-        self._boxes: deque[_Box] = deque()
-        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._arrived: queue.SimpleQueue[Arrival | Exception] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._parcels = Parcels(device)
+        self._wanted: deque[int] = deque()
+        self._posted: deque[_Posted] = deque()
+        self._count = 0
 
-    def expect(self, ks: range) -> None:
-        """Start receiving the activations of micro-batches ``ks``, in the background."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._receive_all, name="asyncpp-receiver", daemon=True)
-            self._thread.start()
-        for k in ks:
-            self._wanted.put(k)
+    def expect(self, ks: Iterable[int]) -> None:
+        """Receive the activations of micro-batches ``ks`` next, in the background."""
+        self._wanted.extend(ks)
+        with lost_peers(self._peer_name):
+            self._post()
 
     def get(self) -> Arrival:
         """Return the next expected activation, waiting for it if need be.
@@ -116,57 +85,28 @@ class Inbox:
             PeerLostError: the stage before is gone.
             ProtocolError: what came is not what was agreed on.
         """
-        arrival = self._arrived.get()
-        if isinstance(arrival, Exception):
-            self._arrived.put(arrival)  # nothing comes after it: whoever asks again hears the same
-            raise arrival
-        return arrival
-
-    def close(self) -> None:
-        """End the receiving thread, once what was expected has arrived."""
-        self._wanted.put(None)
-
-    def _receive_all(self) -> None:
-        try:
-            while self._post_ahead():
-                self._arrived.put(self._receive(*self._headers.popleft()))
-        except Exception as error:
-            self._arrived.put(error)
-
-    def _post_ahead(self) -> bool:
-        """Post receives for what is wanted next; waits for a wish only if nothing is posted. False at the end."""
-        while len(self._headers) < _AHEAD:
-            try:
-                k = self._wanted.get(block=not self._headers)
-            except queue.Empty:
-                break
-            if k is None:
-                self._wanted.put(None)
-                break
-            with lost_peers(self._peer_name):
-                self._headers.append((k, self._post_header()))
-        while self._usual.infos and len(self._boxes) < len(self._headers):
-            with lost_peers(self._peer_name):
-                self._boxes.append(self._post(self._usual.infos, self.tags.usual))
-        return bool(self._headers)
-
-    def _receive(self, k: int, box: _Box) -> Arrival:
         with lost_peers(self._peer_name):
-            (encoded,) = box.wait()
-        header = Header.decode(encoded, k, self.max_message_bytes)
-        if not header.tensors:
-            return Arrival(header, ())
-        with lost_peers(self._peer_name):
-            usual = self._usual.matches(header.tensors)
-            box = self._boxes.popleft() if usual else self._post(header.tensors, self.tags.unusual)
-            return Arrival(header, box.wait())
+            self._post()  # of the one after next too: if this one is awaited, that costs no time
+            posted = self._posted.popleft()
+            posted.work.wait()
+        header = Header.decode(posted.message, posted.k, self.max_message_bytes)
+        self._parcels.learn(posted.number, header.tensors)
+        if self._parcels.holds(posted.number, header.tensors):
+            return Arrival(header, self._parcels.unpack(posted.message, header.tensors))
+        return Arrival(header, self._receive(header.tensors))
 
-    def _post_header(self) -> _Box:
-        encoded = torch.empty(LENGTH, dtype=torch.int64)
-        work = dist.irecv(encoded, self._peer, group=self._groups.host, tag=self.tags.header)
-        return _Box([started(work)], (encoded,))
+    def _post(self) -> None:
+        while self._wanted and len(self._posted) < POSTED:
+            message = torch.empty(self._parcels.size(self._count), dtype=torch.uint8)
+            work = started(dist.irecv(message, self._peer, group=self._groups.host, tag=self.tags.message))
+            self._posted.append(_Posted(self._wanted.popleft(), self._count, work, message))
+            self._count += 1
 
-    def _post(self, infos: tuple[TensorInfo, ...], tag: int) -> _Box:
+    def _receive(self, infos: tuple[TensorInfo, ...]) -> tuple[Tensor, ...]:
         tensors = tuple(torch.empty(info.shape, dtype=info.dtype, device=self.device) for info in infos)
-        works = [started(dist.irecv(t, self._peer, group=self._groups.forward, tag=tag)) for t in tensors]
-        return _Box(works, tensors)
+        with lost_peers(self._peer_name):
+            group, tag = self._groups.forward, self.tags.tensor
+            works = [started(dist.irecv(tensor, self._peer, group=group, tag=tag)) for tensor in tensors]
+            for work in works:
+                work.wait()
+        return tensors

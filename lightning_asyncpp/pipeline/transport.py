@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.header import Header
-from lightning_asyncpp.pipeline.inbox import Arrival, Inbox, Tags, Usual
+from lightning_asyncpp.pipeline.inbox import Arrival, Inbox, Tags
 from lightning_asyncpp.pipeline.mesh import Groups, Mesh, started
+from lightning_asyncpp.pipeline.parcel import Parcels
 
 
 class _Posted(NamedTuple):
@@ -44,11 +45,12 @@ class Transport:
         self._activations: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._gradients: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._posted: dict[int, _Posted] = {}
-        self._usual = Usual(device)
+        self._parcels = Parcels(device)
+        self._count = 0
         self._inbox = None if mesh.is_first else Inbox(mesh, device, max_message_bytes, self.tags)
 
     def expect(self, ks: range) -> None:
-        """Start receiving the activations of micro-batches ``ks``, in the background; nothing on the first stage."""
+        """Receive the activations of micro-batches ``ks`` next, in the background; nothing on the first stage."""
         if self._inbox is not None:
             self._inbox.expect(ks)
 
@@ -65,13 +67,15 @@ class Transport:
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or the header alone, to the stage after."""
         groups, peer = self._groups, self.mesh.rank_of(self.mesh.stage + 1)
-        self._activations.append((header.k, *self._send(header.encode(), peer, groups.host, self.tags.header)))
-        if not tensors:
-            return
-        tag = self.tags.usual if self._usual.matches(header.tensors) else self.tags.unusual
-        for tensor in tensors:
-            work = self._send(tensor.detach().contiguous(), peer, groups.to_next, tag)
-            self._activations.append((header.k, *work))
+        tensors = tuple(tensor.detach() for tensor in tensors)
+        index, self._count = self._count, self._count + 1
+        message = self._parcels.pack(index, header, tensors)
+        self._activations.append((header.k, *self._send(message, peer, groups.host, self.tags.message)))
+        self._parcels.learn(index, header.tensors)
+        if not self._parcels.holds(index, header.tensors):
+            for tensor in tensors:
+                work = self._send(tensor.contiguous(), peer, groups.to_next, self.tags.tensor)
+                self._activations.append((header.k, *work))
 
     def post_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
         """Post the receives of the gradients of ``outputs`` (those that need one) from the stage after."""
@@ -111,11 +115,6 @@ class Transport:
                 _, work, _ = sends.popleft()
                 with lost_peers("a neighbour"):
                     work.wait()
-
-    def close(self) -> None:
-        """End the receiving thread, once what was expected has arrived."""
-        if self._inbox is not None:
-            self._inbox.close()
 
     @property
     def _groups(self) -> Groups:

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asyncpp.pipeline.errors import ProtocolError
-from lightning_asyncpp.pipeline.header import LENGTH, MAX_DIMENSIONS, MAX_TENSORS, Header, TensorInfo, describe
+from lightning_asyncpp.pipeline.header import (
+    HEADER_BYTES,
+    LENGTH,
+    MAX_DIMENSIONS,
+    MAX_TENSORS,
+    Header,
+    TensorInfo,
+    describe,
+)
 
 LARGE = 2**62
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -32,7 +40,7 @@ headers = st.builds(
 @given(headers)
 def test_round_trip(header: Header) -> None:
     encoded = header.encode()
-    assert (encoded.shape, encoded.dtype) == ((LENGTH,), torch.int64)
+    assert (encoded.shape, encoded.dtype) == ((HEADER_BYTES,), torch.uint8)
     assert Header.decode(encoded, header.k, LARGE) == header
 
 
@@ -64,7 +72,7 @@ def test_malformed_headers_are_refused(name: str) -> None:
     position, value, message = MALFORMED[name]
     encoded = VALID.encode()
     assert Header.decode(encoded, 3, 1024) == VALID
-    encoded[position] = value
+    encoded.view(torch.int64)[position] = value
     with pytest.raises(ProtocolError, match=message):
         Header.decode(encoded, 3, 1024)
 
@@ -72,7 +80,7 @@ def test_malformed_headers_are_refused(name: str) -> None:
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=LENGTH, max_size=LENGTH))
 def test_noise_is_refused(numbers: list[int]) -> None:
     with pytest.raises(ProtocolError, match="not an activation header"):
-        Header.decode(torch.tensor(numbers), 0, LARGE)
+        Header.decode(torch.tensor(numbers).view(torch.uint8), 0, LARGE)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""Parcels: both ends of a link agree on every message, whatever passes and whenever receives are posted."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_asyncpp.pipeline.header import HEADER_BYTES, Header, describe
+from lightning_asyncpp.pipeline.parcel import POSTED, Parcels
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+few_tensors = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=3)
+kinds_of_tensors = st.lists(few_tensors, min_size=1, max_size=3)
+
+
+def filled(looks: list, value: int) -> tuple[Tensor, ...]:
+    return tuple(torch.full(shape, value, dtype=torch.int64).to(dtype) for shape, dtype in looks)
+
+
+def header_of(k: int, tensors: tuple[Tensor, ...]) -> Header:
+    return Header(k, Header.TUPLE if tensors else Header.EMPTY, tensors=describe(tensors))
+
+
+@given(kinds_of_tensors, st.lists(st.tuples(st.integers(0, 2), st.integers(0, POSTED - 1)), max_size=12))
+def test_both_ends_agree(kinds: list, messages: list[tuple[int, int]]) -> None:
+    """The receiver posts each receive before it has read the message before it, or a few more."""
+    sender, receiver = Parcels(CPU), Parcels(CPU)
+    sizes: list[int] = []
+    for index, (kind, ahead) in enumerate(messages):
+        while len(sizes) <= index + ahead:
+            sizes.append(receiver.size(len(sizes)))
+        tensors = filled(kinds[kind % len(kinds)], index)
+        header = header_of(index, tensors)
+        message = sender.pack(index, header, tensors)
+        sender.learn(index, header.tensors)
+        assert len(message) == sizes[index]
+        assert Header.decode(message, index, 2**20) == header
+        receiver.learn(index, header.tensors)
+        assert receiver.holds(index, header.tensors) == sender.holds(index, header.tensors)
+        if receiver.holds(index, header.tensors):
+            unpacked = receiver.unpack(message, header.tensors)
+            assert [t.dtype for t in unpacked] == [t.dtype for t in tensors]
+            assert all(torch.equal(a, b) for a, b in zip(unpacked, tensors, strict=True))
+
+
+def test_tensors_that_look_as_usual_are_inside() -> None:
+    parcels = Parcels(CPU)
+    usual, other = (torch.ones(2, 3, requires_grad=True), torch.arange(5)), (torch.ones(4),)
+    infos = describe(usual)
+    parcels.learn(3, ())
+    parcels.learn(4, infos)
+    assert [parcels.holds(index, infos) for index in range(4, 8)] == [False] * POSTED + [True, True]
+    assert not parcels.holds(9, describe(other))
+    parcels.learn(9, describe(other))
+    assert parcels.holds(9, describe((torch.ones(2, 3), torch.arange(5)))), "whether a gradient comes back is no look"
+    assert parcels.size(9) > HEADER_BYTES + 24 + 40
+    assert len(parcels.pack(9, header_of(9, other), other)) == parcels.size(9)
+
+
+def test_tensors_that_are_not_contiguous_are_packed_in_their_order() -> None:
+    parcels = Parcels(CPU)
+    turned = (torch.arange(6.0).view(2, 3).t(),)
+    parcels.learn(0, describe(turned))
+    message = parcels.pack(POSTED, header_of(POSTED, turned), turned)
+    assert torch.equal(parcels.unpack(message, describe(turned))[0], turned[0])
+
+
+def test_tensors_elsewhere_than_on_a_cpu_travel_on_their_own() -> None:
+    parcels = Parcels(CUDA)
+    infos = describe((torch.ones(2),))
+    parcels.learn(0, infos)
+    assert not parcels.holds(9, infos)
+    assert parcels.size(9) == HEADER_BYTES
