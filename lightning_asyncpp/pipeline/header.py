@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -19,6 +20,7 @@ _FIXED = 6
 _PER_TENSOR = 3 + MAX_DIMENSIONS
 LENGTH = _FIXED + MAX_TENSORS * _PER_TENSOR
 HEADER_BYTES = 8 * LENGTH
+_BEGINNING = "<qqqdqq"
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -70,33 +72,31 @@ class Header:
     EMPTY: ClassVar[int] = 2
     FAILED: ClassVar[int] = 3
 
-    def encode(self) -> Tensor:
-        """Return the header as a uint8 tensor of shape (HEADER_BYTES,)."""
+    def write(self, message: memoryview | bytearray) -> None:
+        """Write the header to the beginning of a message of at least ``HEADER_BYTES`` bytes."""
         # Bytes rather than torch.tensor(list), which takes ten times as long: this is sent for every micro-batch.
-        encoded = bytearray(HEADER_BYTES)
         struct.pack_into(
-            "<qqqdqq", encoded, 0, _MAGIC, self.kind, self.k, self.weight, self.fingerprint, len(self.tensors)
+            _BEGINNING, message, 0, _MAGIC, self.kind, self.k, self.weight, self.fingerprint, len(self.tensors)
         )
         for position, info in enumerate(self.tensors):
-            numbers = (_DTYPES.index(info.dtype), int(info.needs_gradient), len(info.shape), *info.shape)
-            struct.pack_into(f"<{len(numbers)}q", encoded, 8 * (_FIXED + position * _PER_TENSOR), *numbers)
-        return torch.frombuffer(encoded, dtype=torch.uint8)
+            shape = info.shape + (0,) * (MAX_DIMENSIONS - len(info.shape))  # the message may hold an older header
+            numbers = (_DTYPES.index(info.dtype), int(info.needs_gradient), len(info.shape), *shape)
+            struct.pack_into(f"<{_PER_TENSOR}q", message, 8 * (_FIXED + position * _PER_TENSOR), *numbers)
 
     @classmethod
-    def decode(cls, encoded: Tensor, expected_k: int, max_bytes: int) -> Header:
-        """Read and validate the header at the beginning of a message, a uint8 vector.
+    def read(cls, message: memoryview | bytearray, expected_k: int, max_bytes: int) -> Header:
+        """Read and validate the header at the beginning of a message.
 
         Raises:
             ProtocolError: it is no header, is of another micro-batch, or announces more than ``max_bytes`` bytes.
         """
-        numbers: list[int] = encoded[:HEADER_BYTES].view(torch.int64).tolist()
-        magic, kind, k, bits, mark, count = numbers[:_FIXED]
+        beginning = struct.unpack_from(_BEGINNING, message)
+        magic, kind, k, weight, mark, count = beginning
         if magic != _MAGIC or not cls.TENSOR <= kind <= cls.FAILED or not 0 <= count <= MAX_TENSORS:
-            raise ProtocolError(f"not an activation header of this version: {numbers[:_FIXED]}")
+            raise ProtocolError(f"not an activation header of this version: {beginning}")
         if k != expected_k:
             raise ProtocolError(f"expected micro-batch {expected_k} from the stage before, got {k}")
-        tensors = tuple(_decode_tensor(numbers[_FIXED + i * _PER_TENSOR :][:_PER_TENSOR]) for i in range(count))
-        weight = struct.unpack("<d", struct.pack("<q", bits))[0]
+        tensors = _described(bytes(message[8 * _FIXED : 8 * (_FIXED + count * _PER_TENSOR)]))
         if not _consistent(kind, weight, tensors):
             raise ProtocolError(
                 f"micro-batch {k}: kind {kind}, weight {weight} and {count} tensors contradict each other"
@@ -126,7 +126,13 @@ def _consistent(kind: int, weight: float, tensors: tuple[TensorInfo, ...]) -> bo
     return counts.get(kind, not tensors) and real and math.isfinite(weight) and weight >= 0
 
 
-def _decode_tensor(numbers: list[int]) -> TensorInfo:
+@lru_cache(maxsize=64)
+def _described(encoded: bytes) -> tuple[TensorInfo, ...]:
+    """Read the descriptions of tensors; nearly all headers on a link hold the same ones."""
+    return tuple(_decode_tensor(numbers) for numbers in struct.iter_unpack(f"<{_PER_TENSOR}q", encoded))
+
+
+def _decode_tensor(numbers: tuple[int, ...]) -> TensorInfo:
     dtype, needs_gradient, dimensions, *shape = numbers
     if not (0 <= dtype < len(_DTYPES) and 0 <= dimensions <= MAX_DIMENSIONS and min(shape) >= 0):
         raise ProtocolError(f"malformed description of a tensor: {numbers}")

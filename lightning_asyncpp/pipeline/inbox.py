@@ -89,10 +89,10 @@ class Inbox:
             self._post()  # of the one after next too: if this one is awaited, that costs no time
             posted = self._posted.popleft()
             posted.work.wait()
-        header = Header.decode(posted.message, posted.k, self.max_message_bytes)
+        header = Header.read(posted.message.numpy().data, posted.k, self.max_message_bytes)
         self._parcels.learn(posted.number, header.tensors)
         if self._parcels.holds(posted.number, header.tensors):
-            return Arrival(header, self._parcels.unpack(posted.message, header.tensors))
+            return Arrival(header, self._parcels.unpack(posted.message))
         return Arrival(header, self._receive(header.tensors))
 
     def _post(self) -> None:

@@ -8,6 +8,8 @@ Both ends see the same headers in the same order, so they agree on the size of e
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,38 @@ from lightning_asyncpp.pipeline.header import HEADER_BYTES, Header, TensorInfo
 
 POSTED = 2
 _ALIGNMENT = 64
+
+
+class _Room(NamedTuple):
+    """Where a tensor lies in a parcel; the offset counts elements, not bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, message: Tensor) -> Tensor:
+        return message.view(self.dtype).as_strided(self.shape, self.strides, self.offset)
+
+
+class Envelope:
+    """A message to send, a uint8 vector that can be filled again and again.
+
+    Args:
+        size: in bytes.
+        rooms: where tensors go in it.
+    """
+
+    def __init__(self, size: int, rooms: list[_Room]) -> None:
+        self.message = torch.empty(size, dtype=torch.uint8)
+        self._bytes = self.message.numpy().data
+        self._tensors = [room.of(self.message) for room in rooms]
+
+    def fill(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
+        """Write the header and, if they have their rooms here, the tensors."""
+        header.write(self._bytes)
+        for room, tensor in zip(self._tensors, tensors):
+            room.copy_(tensor)
 
 
 class Parcels:
@@ -26,20 +60,24 @@ class Parcels:
 
     def __init__(self, device: torch.device) -> None:
         self._learns = device.type == "cpu"
-        self._looks: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self._places: list[slice] = []
+        self._usual: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._rooms: list[_Room] = []
         self._size = HEADER_BYTES
         self._since = 0
+        self._free: list[Envelope] = []
 
     def learn(self, index: int, infos: tuple[TensorInfo, ...]) -> None:
         """Note what message ``index`` announced; the first with tensors counts."""
-        if self._looks or not infos or not self._learns:
+        if self._usual or not infos or not self._learns:
             return
-        self._looks = _looks(infos)
+        self._usual = _looks(infos)
+        end = HEADER_BYTES
         for info in infos:
-            start = -(-self._size // _ALIGNMENT) * _ALIGNMENT
-            self._size = start + info.num_bytes
-            self._places.append(slice(start, self._size))
+            start = _aligned(end)
+            end = start + info.num_bytes
+            strides = torch.empty(info.shape, device="meta").stride()
+            self._rooms.append(_Room(info.dtype, info.shape, strides, start // info.dtype.itemsize))
+        self._size = _aligned(end)  # a whole number of elements of every dtype
         # The receives of so many messages were posted, with room for a header alone, before this one was read.
         self._since = index + POSTED
 
@@ -49,28 +87,33 @@ class Parcels:
 
     def holds(self, index: int, infos: tuple[TensorInfo, ...]) -> bool:
         """Whether message ``index`` has room for tensors that look like this."""
-        return self._is_parcel(index) and _looks(infos) == self._looks
+        return self._is_parcel(index) and _looks(infos) == self._usual
 
-    def pack(self, index: int, header: Header, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return message ``index``, a uint8 vector, with the tensors inside if it holds them."""
+    def pack(self, index: int, header: Header, tensors: tuple[Tensor, ...]) -> Envelope:
+        """Return message ``index``, with the tensors inside if it holds them."""
         if not self._is_parcel(index):
-            return header.encode()
-        message = torch.empty(self._size, dtype=torch.uint8)
-        message[:HEADER_BYTES] = header.encode()
-        if self.holds(index, header.tensors):
-            for room, tensor in zip(self.unpack(message, header.tensors), tensors):
-                room.copy_(tensor)
-        return message
+            envelope = Envelope(HEADER_BYTES, [])
+        else:
+            envelope = self._free.pop() if self._free else Envelope(self._size, self._rooms)
+        envelope.fill(header, tensors if self.holds(index, header.tensors) else ())
+        return envelope
 
-    def unpack(self, message: Tensor, infos: tuple[TensorInfo, ...]) -> tuple[Tensor, ...]:
+    def reuse(self, envelope: Envelope) -> None:
+        """Take back an envelope whose message has been sent."""
+        if self._usual and len(envelope.message) == self._size:
+            self._free.append(envelope)
+
+    def unpack(self, message: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors inside a message that holds them; they share its memory."""
-        return tuple(
-            message[place].view(info.dtype).view(info.shape) for place, info in zip(self._places, infos, strict=True)
-        )
+        return tuple(room.of(message) for room in self._rooms)
 
     def _is_parcel(self, index: int) -> bool:
-        return bool(self._looks) and index >= self._since
+        return bool(self._usual) and index >= self._since
 
 
 def _looks(infos: tuple[TensorInfo, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [(info.shape, info.dtype) for info in infos]
+
+
+def _aligned(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT

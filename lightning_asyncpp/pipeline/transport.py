@@ -19,7 +19,7 @@ from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.header import Header
 from lightning_asyncpp.pipeline.inbox import Arrival, Inbox, Tags
 from lightning_asyncpp.pipeline.mesh import Groups, Mesh, started
-from lightning_asyncpp.pipeline.parcel import Parcels
+from lightning_asyncpp.pipeline.parcel import Envelope, Parcels
 
 
 class _Posted(NamedTuple):
@@ -41,9 +41,9 @@ class Transport:
     def __init__(self, mesh: Mesh, device: torch.device, max_message_bytes: int) -> None:
         self.mesh = mesh
         self.tags = Tags.of(self._groups.next_channel())
-        # (micro-batch, work, tensor): a tensor must live until its send is done
-        self._activations: deque[tuple[int, dist.Work, Tensor]] = deque()
-        self._gradients: deque[tuple[int, dist.Work, Tensor]] = deque()
+        # (micro-batch, work, what is sent): it must live until its send is done
+        self._activations: deque[tuple[int, dist.Work, Tensor | Envelope]] = deque()
+        self._gradients: deque[tuple[int, dist.Work, Tensor | Envelope]] = deque()
         self._posted: dict[int, _Posted] = {}
         self._parcels = Parcels(device)
         self._count = 0
@@ -69,13 +69,15 @@ class Transport:
         groups, peer = self._groups, self.mesh.rank_of(self.mesh.stage + 1)
         tensors = tuple(tensor.detach() for tensor in tensors)
         index, self._count = self._count, self._count + 1
-        message = self._parcels.pack(index, header, tensors)
-        self._activations.append((header.k, *self._send(message, peer, groups.host, self.tags.message)))
+        envelope = self._parcels.pack(index, header, tensors)
+        work = self._send(envelope.message, peer, groups.host, self.tags.message)
+        self._activations.append((header.k, work, envelope))
         self._parcels.learn(index, header.tensors)
         if not self._parcels.holds(index, header.tensors):
             for tensor in tensors:
-                work = self._send(tensor.contiguous(), peer, groups.to_next, self.tags.tensor)
-                self._activations.append((header.k, *work))
+                tensor = tensor.contiguous()
+                work = self._send(tensor, peer, groups.to_next, self.tags.tensor)
+                self._activations.append((header.k, work, tensor))
 
     def post_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
         """Post the receives of the gradients of ``outputs`` (those that need one) from the stage after."""
@@ -100,8 +102,9 @@ class Transport:
         """Send the gradients of micro-batch ``k`` to the stage before."""
         peer = self.mesh.rank_of(self.mesh.stage - 1)
         for gradient in gradients:
-            work = self._send(gradient.contiguous(), peer, self._groups.backward, self.tags.gradient)
-            self._gradients.append((k, *work))
+            gradient = gradient.contiguous()
+            work = self._send(gradient, peer, self._groups.backward, self.tags.gradient)
+            self._gradients.append((k, work, gradient))
 
     def settle(self, activations: float = math.inf, gradients: float = math.inf) -> None:
         """Wait for sends and let go of their tensors.
@@ -112,18 +115,20 @@ class Transport:
         """
         for sends, last in ((self._activations, activations), (self._gradients, gradients)):
             while sends and sends[0][0] <= last:
-                _, work, _ = sends.popleft()
+                _, work, sent = sends.popleft()
                 with lost_peers("a neighbour"):
                     work.wait()
+                if isinstance(sent, Envelope):
+                    self._parcels.reuse(sent)
 
     @property
     def _groups(self) -> Groups:
         assert self.mesh.groups is not None, "a transport needs a connected mesh"
         return self.mesh.groups
 
-    def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> tuple[dist.Work, Tensor]:
+    def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> dist.Work:
         with lost_peers(f"rank {peer}"):
-            return started(dist.isend(tensor, peer, group=group, tag=tag)), tensor
+            return started(dist.isend(tensor, peer, group=group, tag=tag))
 
     def _peer(self, stage: int) -> AbstractContextManager[None]:
         return lost_peers(f"rank {self.mesh.rank_of(stage)} (stage {stage})")

@@ -35,14 +35,16 @@ def test_both_ends_agree(kinds: list, messages: list[tuple[int, int]]) -> None:
             sizes.append(receiver.size(len(sizes)))
         tensors = filled(kinds[kind % len(kinds)], index)
         header = header_of(index, tensors)
-        message = sender.pack(index, header, tensors)
+        envelope = sender.pack(index, header, tensors)
+        message = envelope.message.clone()  # as it arrives
+        sender.reuse(envelope)
         sender.learn(index, header.tensors)
         assert len(message) == sizes[index]
-        assert Header.decode(message, index, 2**20) == header
+        assert Header.read(message.numpy().data, index, 2**20) == header
         receiver.learn(index, header.tensors)
         assert receiver.holds(index, header.tensors) == sender.holds(index, header.tensors)
         if receiver.holds(index, header.tensors):
-            unpacked = receiver.unpack(message, header.tensors)
+            unpacked = receiver.unpack(message)
             assert [t.dtype for t in unpacked] == [t.dtype for t in tensors]
             assert all(torch.equal(a, b) for a, b in zip(unpacked, tensors, strict=True))
 
@@ -58,15 +60,24 @@ def test_tensors_that_look_as_usual_are_inside() -> None:
     parcels.learn(9, describe(other))
     assert parcels.holds(9, describe((torch.ones(2, 3), torch.arange(5)))), "whether a gradient comes back is no look"
     assert parcels.size(9) > HEADER_BYTES + 24 + 40
-    assert len(parcels.pack(9, header_of(9, other), other)) == parcels.size(9)
+    assert len(parcels.pack(9, header_of(9, other), other).message) == parcels.size(9)
 
 
 def test_tensors_that_are_not_contiguous_are_packed_in_their_order() -> None:
     parcels = Parcels(CPU)
     turned = (torch.arange(6.0).view(2, 3).t(),)
     parcels.learn(0, describe(turned))
-    message = parcels.pack(POSTED, header_of(POSTED, turned), turned)
-    assert torch.equal(parcels.unpack(message, describe(turned))[0], turned[0])
+    envelope = parcels.pack(POSTED, header_of(POSTED, turned), turned)
+    assert torch.equal(parcels.unpack(envelope.message)[0], turned[0])
+
+
+def test_an_envelope_is_used_again_only_once_it_is_given_back() -> None:
+    parcels, tensors = Parcels(CPU), (torch.ones(2),)
+    parcels.learn(0, describe(tensors))
+    first, second = (parcels.pack(index, header_of(index, tensors), tensors) for index in (4, 5))
+    assert first is not second
+    parcels.reuse(first)
+    assert parcels.pack(6, header_of(6, tensors), tensors) is first
 
 
 def test_tensors_elsewhere_than_on_a_cpu_travel_on_their_own() -> None:
