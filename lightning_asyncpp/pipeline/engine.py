@@ -15,6 +15,7 @@ from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.exchange import ControlSum, control_sum
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, UserHooks, loss_of
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
@@ -156,17 +157,17 @@ class Engine:
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
         first = self.next_forward
         self._expect(first, count)
-        done = 0
-        flights = []
-        if not self._checked:
-            flights.append(self._run_checked(first, slots[0], step))
-            done = 1
-        for action in self.schedule.batch(first + done, count - done, self.next_backward):
-            if action.kind is Kind.FORWARD:
-                flights.append(self._forward(action.index, slots[action.index - first], step))
-            else:
-                self._backward(action)
-            self._poll()
+        flights: list[Flight] = []
+        with preserved_generators(self.runner.device):
+            if not self._checked:
+                flights.append(self._run_checked(first, slots[0], step))
+            done = len(flights)
+            for action in self.schedule.batch(first + done, count - done, self.next_backward):
+                if action.kind is Kind.FORWARD:
+                    flights.append(self._forward(action.index, slots[action.index - first], step))
+                else:
+                    self._backward(action)
+                self._poll()
         return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
 
     def close(self, ticket: Ticket, payload: Tensor | None = None) -> None:
@@ -233,10 +234,11 @@ class Engine:
         slots = self._slots(batch)
         self._expect(self.evaluated, len(slots))
         flights = []
-        for slot in slots:
-            version = self.weights.newest
-            flights.append(self.runner.forward(self.evaluated, version, None, slot, step, purpose))
-            self.evaluated += 1
+        with preserved_generators(self.runner.device):
+            for slot in slots:
+                version = self.weights.newest
+                flights.append(self.runner.forward(self.evaluated, version, None, slot, step, purpose))
+                self.evaluated += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
             self.runner.transport.settle(activations=self.evaluated - 4 * self.settings.micro_batches)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from itertools import count
 
 import torch.distributed as dist
@@ -29,27 +30,27 @@ class Mesh:
     rank: int
     groups: Groups | None = None
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of processes."""
         return self.num_stages * self.num_replicas
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """Index of this rank's replica."""
         return self.rank // self.num_stages
 
-    @property
+    @cached_property
     def stage(self) -> int:
         """This rank's stage, 0 first."""
         return self.num_stages - 1 - self.rank % self.num_stages
 
-    @property
+    @cached_property
     def is_first(self) -> bool:
         """Whether batches enter here."""
         return self.stage == 0
 
-    @property
+    @cached_property
     def is_last(self) -> bool:
         """Whether the loss is computed here."""
         return self.stage == self.num_stages - 1
@@ -71,7 +72,10 @@ class Mesh:
         if self.world_size == 1 or self.groups is not None:
             return
         # Headers, control messages and checks are host data whatever the device is.
-        groups = Groups(control=_new_group(timeout, backend="gloo"), host=_new_group(timeout, backend="gloo"))
+        host = _new_group(timeout, backend="gloo")
+        # Each group on gloo keeps a thread that wakes a hundred times a second. Only many replicas need the second
+        # one: an all-reduce of control messages may still run when another collective starts.
+        groups = Groups(control=host if self.num_replicas == 1 else _new_group(timeout, backend="gloo"), host=host)
         if dist.get_backend() == "gloo":
             groups.forward = groups.backward = groups.host
         else:
@@ -109,7 +113,7 @@ class Groups:
     """Process groups of a rank.
 
     Attributes:
-        control: all ranks, for the one control message per mini-batch.
+        control: all ranks, for the one control message per mini-batch; with one replica the same as ``host``.
         host: all ranks, for host data between any two of them.
         forward: from the stage before, and (gloo) to the stage after.
         backward: to the stage before, and (gloo) from the stage after.

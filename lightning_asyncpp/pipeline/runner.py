@@ -17,7 +17,7 @@ from lightning_asyncpp.pipeline.inbox import Arrival
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import fingerprint, number_of_samples, split_batch
 from lightning_asyncpp.pipeline.model_call import ModelCall
-from lightning_asyncpp.pipeline.randomness import derive, seeded
+from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.trace import Trace
@@ -102,6 +102,8 @@ class StageRunner:
         self, k: int, version: int, weights: dict[str, Tensor] | None, slot: Any, step: Step, purpose: str = "train"
     ) -> Flight:
         """Run the forward of micro-batch ``k`` and send the result on.
+
+        It seeds torch's generators and leaves them so: preserving them once per batch, not per micro-batch, is cheaper.
 
         Args:
             k: the micro-batch; counted over the run, or over evaluations if ``purpose`` is not ``"train"``.
@@ -189,7 +191,8 @@ class StageRunner:
         self, k: int, version: int, weights: dict[str, Tensor] | None, slot: Any, step: Step, purpose: str
     ) -> Flight:
         weight = self._weight(slot)
-        with seeded(derive(self.seed, purpose, self.mesh.replica, k), self.device), self._step_context():
+        self._seed(purpose, k)
+        with self._step_context():
             args, kwargs = self.call.capture(lambda: step(slot, weight))
         header = Header(k, weight=weight, fingerprint=fingerprint(slot))
         return self._pass_on(k, version, weights, args, kwargs, weight, header, ())
@@ -235,12 +238,17 @@ class StageRunner:
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
             if arrival is not None:
                 args, kwargs = (received,), {}
-            return self._compute(weights, args, kwargs, k, in_context=self.hooks.context_around_step)
+            with preserved_generators(self.device):  # what the step draws after the model does not depend on it
+                return self._compute(weights, args, kwargs, k, in_context=self.hooks.context_around_step)
 
-        with seeded(derive(self.seed, purpose, self.mesh.replica, k), self.device), self._step_context():
+        self._seed(purpose, k)
+        with self._step_context():
             result = self.call.redirect(lambda: step(slot, weight), compute)
         outputs = self._loss_to_differentiate(result, weight) if purpose == "train" else ()
         return Flight(k, version, weight, inputs, outputs, result)
+
+    def _seed(self, purpose: str, k: int) -> None:
+        seed_generators(derive(self.seed, purpose, self.mesh.replica, k), self.device)
 
     def _weight(self, slot: Any) -> float:
         weight = float(self.hooks.micro_batch_weight(slot))

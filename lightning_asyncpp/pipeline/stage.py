@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
-from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
+from lightning_asyncpp.pipeline.randomness import derive, seed_generators
 from lightning_asyncpp.pipeline.units import Unit, ownership_problems, pipeline_units, sharing_problems, spread
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class Stage:
         units: this stage's units, in order.
         first_unit: index of the first of them in the whole model; random layers are seeded with it.
         parameters: name in the model -> the parameter, each parameter once.
+        device: where they are.
     """
 
     def __init__(self, model: nn.Module, index: int, num_stages: int, units: list[Unit], first_unit: int) -> None:
@@ -66,6 +67,7 @@ class Stage:
         self.units = units
         self.first_unit = first_unit
         self.parameters = self._canonical_parameters()
+        self.device = self._find_device()
 
     @property
     def is_first(self) -> bool:
@@ -80,6 +82,8 @@ class Stage:
     def forward(self, args: tuple, kwargs: dict[str, Any], seed: int, replica: int, k: int) -> Any:
         """Apply the units in order; each draws its random numbers from (seed, unit, replica, k).
 
+        It leaves torch's generators where the last unit left them: whoever needs them as they were preserves them.
+
         Args:
             args: arguments of the first unit; the others take the output of the one before.
             kwargs: keyword arguments of the first unit.
@@ -87,12 +91,10 @@ class Stage:
             replica: index of the data-parallel replica.
             k: the micro-batch, counted over the whole run.
         """
-        device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
-        with preserved_generators(device):
-            for offset, unit in enumerate(self.units):
-                seed_generators(derive(seed, "layer", self.first_unit + offset, replica, k), device)
-                output = unit.module(*args, **kwargs)
-                args, kwargs = (output,), {}
+        for offset, unit in enumerate(self.units):
+            seed_generators(derive(seed, "layer", self.first_unit + offset, replica, k), self.device)
+            output = unit.module(*args, **kwargs)
+            args, kwargs = (output,), {}
         return args[0]
 
     def under(self, weights: dict[str, Tensor] | None, function: Callable[[], T]) -> T:
@@ -117,6 +119,10 @@ class Stage:
     def refresh(self) -> None:
         """Look up the parameters again: moving a module to another dtype or device may have replaced them."""
         self.parameters = self._canonical_parameters()
+        self.device = self._find_device()
+
+    def _find_device(self) -> torch.device:
+        return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
 
     def state_dict(self) -> dict[str, Tensor]:
         """This stage's entries of the model's ``state_dict``, with their names in the whole model."""

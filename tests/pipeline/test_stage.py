@@ -149,13 +149,6 @@ def test_dropout_depends_on_unit_replica_and_micro_batch_alone(num_stages: int) 
         assert not torch.equal(run(*other), whole)
 
 
-def test_running_a_stage_leaves_the_generator_alone() -> None:
-    stage = cut(make_model(0.5), 0, 1, 0, CPU)
-    before = torch.get_rng_state()
-    stage.forward((torch.ones(4, DIM),), {}, 0, 0, 0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_model_is_cut_once() -> None:
     model = make_model()
     cut(model, 0, 2, 0, CPU)
