@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -18,24 +19,24 @@ from typing_extensions import override
 from lightning_asyncpp.data.stage_loader import stage_loader
 from lightning_asyncpp.fabric import checkpoint, refusals
 from lightning_asyncpp.fabric.clipping import Clipping, ClippingBook
-from lightning_asyncpp.fabric.collectives import GuardedCollectives
-from lightning_asyncpp.fabric.private import backward_allowed
-from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
-from lightning_asyncpp.pipeline.engine import Engine, Update
+from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
+from lightning_asyncpp.pipeline.agreement import agree_on_problems
+from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
-from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.runner import Step, UserHooks
 from lightning_asyncpp.pipeline.session import PipelineSession, check_norm_type
 from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 
 StepFunction = Callable[[Any], Any]
 SplitBatch = Callable[[Any, int], list[Any]]
 MicroBatchWeight = Callable[[Any], float]
 
 
-class PipelineStrategy(GuardedCollectives):
+class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -46,6 +47,8 @@ class PipelineStrategy(GuardedCollectives):
     """
 
     delay: ClassVar[int]
+    step_name = "step_fn"
+    outside_step = "out of step_fn"
 
     def __init__(
         self,
@@ -60,13 +63,23 @@ class PipelineStrategy(GuardedCollectives):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **plugins: Any,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
     ) -> None:
+        # No **kwargs: DDP would take any argument for one of its own.
         super().__init__(
-            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **plugins
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
         )
-        if self._ddp_kwargs:
-            raise TypeError(f"{type(self).__name__} has no argument {', '.join(map(repr, self._ddp_kwargs))}")
         self.session = PipelineSession(
             PipelineSettings(
                 micro_batches=micro_batches,
@@ -89,14 +102,9 @@ class PipelineStrategy(GuardedCollectives):
         self._clippings = ClippingBook()
         self._updating = False
         # Gradients are reduced once per update whatever the loop does: there is nothing to switch off.
-        self._backward_sync_control = None
+        drop_backward_sync_control(self)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.session.connect(self.global_rank, self.world_size)
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -127,18 +135,10 @@ class PipelineStrategy(GuardedCollectives):
             self._mesh, refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
         )
         self._names = frozenset(module.state_dict())
-        self._cut(module, self._run_seed())
+        self._cut(module)
         module.to(self.root_device)
         self.session.start(self._hooks, self.root_device, training=False)
         return module
-
-    def _cut(self, module: Module, seed: int) -> None:
-        error: Exception | None = None
-        try:
-            self.session.cut(module, seed, torch.device("cpu"))
-        except Exception as caught:
-            error = caught
-        agree_on_error(self._mesh, error)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -152,8 +152,7 @@ class PipelineStrategy(GuardedCollectives):
         self.session.start(self._hooks, self.root_device, training=True)
         self.session.attach(optimizer)
         optimizer.register_step_pre_hook(self._refuse_raw_step)
-        # The first mini-batch has no update yet; torch would warn that a scheduler stepped before the optimizer.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_as_stepped(optimizer)
         return optimizer
 
     @override
@@ -179,18 +178,16 @@ class PipelineStrategy(GuardedCollectives):
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision.forward_context()
 
-    def _run_seed(self) -> int:
-        """The seed of ``seed_everything`` on rank 0, or one that rank 0 draws."""
-        return self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", secrets.randbelow(2**31))))
-
     def _refuse_raw_step(self, *_: Any) -> None:
         if not self._updating:
             raise ConfigurationError(refusals.RAW_STEP)
 
-    @property
-    def _mesh(self) -> Mesh:
-        assert self.session.mesh is not None, "fabric.launch() comes first"
-        return self.session.mesh
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    @override
+    def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        self._check_collective("all_reduce")
+        return super().all_reduce(tensor, group, reduce_op)
 
     # -- data -----------------------------------------------------------------------------------------------------
 

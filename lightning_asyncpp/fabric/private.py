@@ -1,16 +1,14 @@
-"""The private name of Fabric that the strategies need, behind a function that fails loudly without it."""
+"""The private names of Fabric that the strategies need, each behind a function that fails loudly without it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import lightning as L
 from lightning.fabric import wrappers
+from lightning.fabric.strategies.strategy import Strategy
 
-
-class LightningChangedError(RuntimeError):
-    """A private name of Lightning that this package relies on is gone."""
+from lightning_asyncpp.pipeline.private_names import required
 
 
 @contextmanager
@@ -21,16 +19,21 @@ def backward_allowed(allowed: bool) -> Iterator[None]:
     the backwards itself; the user's step must not.
 
     Raises:
-        LightningChangedError: Fabric has another way to tell by now.
+        PrivateNameError: Fabric has another way to tell by now.
     """
-    if not hasattr(wrappers, "_in_fabric_backward"):
-        raise LightningChangedError(
-            f"lightning {L.__version__} has no lightning.fabric.wrappers._in_fabric_backward, which lightning_asyncpp"
-            " needs to run backward passes; install a lightning version that it was tested with (2.6)"
-        )
-    before = wrappers._in_fabric_backward
+    before = required(wrappers, "_in_fabric_backward", "run backward passes")
     wrappers._in_fabric_backward = allowed
     try:
         yield
     finally:
         wrappers._in_fabric_backward = before
+
+
+def drop_backward_sync_control(strategy: Strategy) -> None:
+    """Let ``fabric.no_backward_sync`` do nothing, as with strategies that have no reduction in the backward.
+
+    Raises:
+        PrivateNameError: Fabric has another way to tell by now.
+    """
+    required(strategy, "_backward_sync_control", "leave fabric.no_backward_sync without effect")
+    strategy._backward_sync_control = None

@@ -26,7 +26,8 @@ class AsyncPipelineStrategy(PipelineStrategy):
         process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
         timeout: of blocking communication.
         start_method: how Fabric starts the processes; ``"popen"`` runs the script again.
-        plugins: what Fabric hands to a strategy: accelerator, precision, cluster environment, ...
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy; Fabric sets
+            them.
 
     Raises:
         ConfigurationError: when Fabric launches or a model is set up, on every rank, with every problem found.

@@ -5,94 +5,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError, lost_peers
-from lightning_asyncpp.pipeline.exchange import ControlSum, control_sum
+from lightning_asyncpp.pipeline.exchange import control_sum
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.mini_batch import BatchOutput, MiniBatch, Update
 from lightning_asyncpp.pipeline.randomness import preserved_generators
-from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, UserHooks, loss_of
+from lightning_asyncpp.pipeline.runner import (
+    Flight,
+    StageBeforeFailedError,
+    StageRunner,
+    Step,
+    Task,
+    UserHooks,
+)
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.transport import Transport
-from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, message_length
+from lightning_asyncpp.pipeline.update import PendingUpdate, StopFlags, message_length
 from lightning_asyncpp.pipeline.weights import WeightVersions
-
-
-@dataclass
-class MiniBatch:
-    """Micro-batches that share one update.
-
-    Attributes:
-        index: t.
-        first: its first micro-batch.
-        end: one past its last micro-batch; None while more may come (gradient accumulation).
-        weight: sum of the micro-batches' weights so far; known on the last stage.
-        ticket: hyper-parameters for its update.
-        payload: what the last stage attaches to the control message.
-        exchange: of its control messages, once it is complete.
-        pending: its gradient on the way to the optimizer, once complete.
-    """
-
-    index: int
-    first: int
-    end: int | None = None
-    weight: float = 0.0
-    ticket: Ticket | None = None
-    payload: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    exchange: ControlSum | None = None
-    pending: PendingUpdate | None = None
-
-
-@dataclass(frozen=True)
-class Update:
-    """An update that is being, or was, applied.
-
-    Attributes:
-        mini_batch: t, of the gradient; the update makes W_{t+1}.
-        ticket: hyper-parameters that were set for mini-batch t.
-        message: what all ranks agreed on.
-        skipped: whether weights and optimizer were left alone.
-        weights_before: parameter -> W_t, alive as the older version; None without a delay.
-    """
-
-    mini_batch: int
-    ticket: Ticket
-    message: ControlMessage
-    skipped: bool
-    weights_before: dict[nn.Parameter, Tensor] | None
-
-
-@dataclass(frozen=True)
-class BatchOutput:
-    """What the last stage has to show for a batch.
-
-    Attributes:
-        results: what the user's step returned for each micro-batch that had samples.
-        weights: their weights.
-    """
-
-    results: list[Any]
-    weights: list[float]
-
-    def mean_loss(self, reduction: str = "mean") -> Tensor | None:
-        """Weighted mean of the losses; None without samples."""
-        total = sum(self.weights)
-        if not total:
-            return None
-        parts = [
-            loss_of(result).detach() * (weight if reduction == "mean" else 1.0)
-            for result, weight in zip(self.results, self.weights)
-            if weight
-        ]
-        return torch.stack(parts).sum() / total
 
 
 class Engine:
@@ -236,8 +175,9 @@ class Engine:
         flights = []
         with preserved_generators(self.runner.device):
             for slot in slots:
-                version = self.weights.newest
-                flights.append(self.runner.forward(self.evaluated, version, None, slot, step, purpose))
+                flights.append(
+                    self.runner.forward(Task(self.evaluated, self.weights.newest, None, slot, step, purpose))
+                )
                 self.evaluated += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
@@ -290,7 +230,7 @@ class Engine:
 
     def _forward_unposted(self, k: int, slot: Any, step: Step) -> Flight:
         version = self.schedule.weight_version(self._open.index)
-        flight = self.runner.forward(k, version, self.weights.leaves(version), slot, step)
+        flight = self.runner.forward(Task(k, version, self.weights.leaves(version), slot, step))
         self._flights[k] = flight
         self.next_forward = k + 1
         self._open.weight += flight.weight

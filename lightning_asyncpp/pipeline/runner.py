@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,26 @@ class Flight:
     result: Any = None
 
 
+class Task(NamedTuple):
+    """A forward to run.
+
+    Attributes:
+        k: the micro-batch; counted over the run, or over evaluations if ``purpose`` is not ``"train"``.
+        version: number of the weights.
+        weights: name -> leaf tensor, or None for the parameters themselves.
+        slot: the micro-batch on the first and the last stage; None for an empty slot and on the others.
+        step: the user's step, called with the micro-batch and its weight.
+        purpose: ``"train"``, or what is evaluated: random numbers are derived from it.
+    """
+
+    k: int
+    version: int
+    weights: dict[str, Tensor] | None
+    slot: Any
+    step: Step
+    purpose: str = "train"
+
+
 @dataclass
 class StageRunner:
     """Runs micro-batches on one stage.
@@ -98,44 +118,21 @@ class StageRunner:
     def __post_init__(self) -> None:
         self.call = ModelCall(self.stage.model, self.hooks.model_name)
 
-    def forward(
-        self, k: int, version: int, weights: dict[str, Tensor] | None, slot: Any, step: Step, purpose: str = "train"
-    ) -> Flight:
-        """Run the forward of micro-batch ``k`` and send the result on.
+    def forward(self, task: Task) -> Flight:
+        """Run the forward of a micro-batch and send the result on.
 
         It seeds torch's generators and leaves them so: preserving them once per batch, not per micro-batch, is cheaper.
-
-        Args:
-            k: the micro-batch; counted over the run, or over evaluations if ``purpose`` is not ``"train"``.
-            version: the weights' number, kept with the flight.
-            weights: name -> leaf tensor, or None for the parameters themselves.
-            slot: the micro-batch on the first and the last stage; None for an empty slot and on the others.
-            step: the user's step, called with the micro-batch and its weight.
-            purpose: ``"train"``, or what is evaluated: random numbers are derived from it.
         """
-        arrival = self._receive(k)
-        with self.span(Kind.FORWARD, k):
-            return self._forward_arrived(k, version, weights, slot, step, purpose, arrival)
-
-    def _forward_arrived(
-        self,
-        k: int,
-        version: int,
-        weights: dict[str, Tensor] | None,
-        slot: Any,
-        step: Step,
-        purpose: str,
-        arrival: Arrival | None,
-    ) -> Flight:
-        if (slot is None and self.mesh.is_first) or (arrival is not None and arrival.header.kind == Header.EMPTY):
-            return self._pass_empty(k, version, slot)
-        if self.mesh.is_first and not self.mesh.is_last:
-            return self._enter(k, version, weights, slot, step, purpose)
-        if self.mesh.is_last:
-            return self._leave(k, version, weights, slot, step, purpose, arrival)
-        assert arrival is not None
-        inputs, arguments = self._open(arrival)
-        return self._pass_on(k, version, weights, (arguments,), {}, arrival.header.weight, arrival.header, inputs)
+        arrival = self._receive(task.k)
+        with self.span(Kind.FORWARD, task.k):
+            if (task.slot is None and self.mesh.is_first) or (arrival and arrival.header.kind == Header.EMPTY):
+                return self._pass_empty(task)
+            if self.mesh.is_last:
+                return self._leave(task, arrival)
+            if arrival is None:
+                return self._enter(task)
+            inputs, arguments = self._open(arrival)
+            return self._pass_on(task, (arguments,), {}, arrival.header, inputs)
 
     def post(self, flight: Flight) -> None:
         """Expect the gradients of a flight that left this stage."""
@@ -180,58 +177,40 @@ class StageRunner:
             raise StageBeforeFailedError(f"stage {self.mesh.stage - 1} failed at micro-batch {k}")
         return arrival
 
-    def _pass_empty(self, k: int, version: int, slot: Any) -> Flight:
-        if self.mesh.is_last and slot is not None:
-            raise BatchMismatchError(_mismatch(k, "an empty slot on the first stage, samples on the last"))
+    def _pass_empty(self, task: Task) -> Flight:
+        if self.mesh.is_last and task.slot is not None:
+            raise BatchMismatchError(_mismatch(task.k, "an empty slot on the first stage, samples on the last"))
         if self.transport is not None and not self.mesh.is_last:
-            self.transport.send_activation(Header(k, Header.EMPTY), ())
-        return Flight(k, version)
+            self.transport.send_activation(Header(task.k, Header.EMPTY), ())
+        return Flight(task.k, task.version)
 
-    def _enter(
-        self, k: int, version: int, weights: dict[str, Tensor] | None, slot: Any, step: Step, purpose: str
-    ) -> Flight:
-        weight = self._weight(slot)
-        self._seed(purpose, k)
+    def _enter(self, task: Task) -> Flight:
+        weight = self._weight(task.slot)
+        self._seed(task)
         with self._step_context():
-            args, kwargs = self.call.capture(lambda: step(slot, weight))
-        header = Header(k, weight=weight, fingerprint=fingerprint(slot))
-        return self._pass_on(k, version, weights, args, kwargs, weight, header, ())
+            args, kwargs = self.call.capture(lambda: task.step(task.slot, weight))
+        header = Header(task.k, weight=weight, fingerprint=fingerprint(task.slot))
+        return self._pass_on(task, args, kwargs, header, ())
 
     def _pass_on(
-        self,
-        k: int,
-        version: int,
-        weights: dict[str, Tensor] | None,
-        args: tuple,
-        kwargs: dict[str, Any],
-        weight: float,
-        header: Header,
-        inputs: tuple[Tensor, ...],
+        self, task: Task, args: tuple, kwargs: dict[str, Any], header: Header, inputs: tuple[Tensor, ...]
     ) -> Flight:
-        output = self._compute(weights, args, kwargs, k)
+        output = self._compute(task, args, kwargs)
         tensors = _tensors_of_output(output)
         kind = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE
+        outgoing = Header(task.k, kind, header.weight, header.fingerprint, describe(tensors))
         assert self.transport is not None
-        self.transport.send_activation(Header(k, kind, weight, header.fingerprint, describe(tensors)), tensors)
-        return Flight(k, version, weight, inputs, tuple(t for t in tensors if t.requires_grad))
+        self.transport.send_activation(outgoing, tensors)
+        return Flight(task.k, task.version, header.weight, inputs, tuple(t for t in tensors if t.requires_grad))
 
-    def _leave(
-        self,
-        k: int,
-        version: int,
-        weights: dict[str, Tensor] | None,
-        slot: Any,
-        step: Step,
-        purpose: str,
-        arrival: Arrival | None,
-    ) -> Flight:
+    def _leave(self, task: Task, arrival: Arrival | None) -> Flight:
+        if task.slot is None:
+            raise BatchMismatchError(_mismatch(task.k, "samples on the first stage, an empty slot on the last"))
+        weight = self._weight(task.slot)
         inputs: tuple[Tensor, ...] = ()
-        if slot is None:
-            raise BatchMismatchError(_mismatch(k, "samples on the first stage, an empty slot on the last"))
-        weight = self._weight(slot)
         if arrival is not None:
-            if arrival.header.fingerprint != fingerprint(slot):
-                raise BatchMismatchError(_mismatch(k, "their contents differ"))
+            if arrival.header.fingerprint != fingerprint(task.slot):
+                raise BatchMismatchError(_mismatch(task.k, "their contents differ"))
             weight = arrival.header.weight
             inputs, received = self._open(arrival)
 
@@ -239,16 +218,16 @@ class StageRunner:
             if arrival is not None:
                 args, kwargs = (received,), {}
             with preserved_generators(self.device):  # what the step draws after the model does not depend on it
-                return self._compute(weights, args, kwargs, k, in_context=self.hooks.context_around_step)
+                return self._compute(task, args, kwargs, in_context=self.hooks.context_around_step)
 
-        self._seed(purpose, k)
+        self._seed(task)
         with self._step_context():
-            result = self.call.redirect(lambda: step(slot, weight), compute)
-        outputs = self._loss_to_differentiate(result, weight) if purpose == "train" else ()
-        return Flight(k, version, weight, inputs, outputs, result)
+            result = self.call.redirect(lambda: task.step(task.slot, weight), compute)
+        outputs = self._loss_to_differentiate(result, weight) if task.purpose == "train" else ()
+        return Flight(task.k, task.version, weight, inputs, outputs, result)
 
-    def _seed(self, purpose: str, k: int) -> None:
-        seed_generators(derive(self.seed, purpose, self.mesh.replica, k), self.device)
+    def _seed(self, task: Task) -> None:
+        seed_generators(derive(self.seed, task.purpose, self.mesh.replica, task.k), self.device)
 
     def _weight(self, slot: Any) -> float:
         weight = float(self.hooks.micro_batch_weight(slot))
@@ -259,11 +238,12 @@ class StageRunner:
     def _step_context(self) -> AbstractContextManager[Any]:
         return self.hooks.forward_context() if self.hooks.context_around_step else nullcontext()
 
-    def _compute(
-        self, weights: dict[str, Tensor] | None, args: tuple, kwargs: dict[str, Any], k: int, in_context: bool = False
-    ) -> Any:
+    def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], in_context: bool = False) -> Any:
+        def forward() -> Any:
+            return self.stage.forward(args, kwargs, self.seed, self.mesh.replica, task.k)
+
         with nullcontext() if in_context else self.hooks.forward_context():
-            return self.stage.under(weights, lambda: self.stage.forward(args, kwargs, self.seed, self.mesh.replica, k))
+            return self.stage.under(task.weights, forward)
 
     def _open(self, arrival: Arrival) -> tuple[tuple[Tensor, ...], Any]:
         inputs = []

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
+from lightning_asyncpp.pipeline.private_names import PrivateNameError
 from lightning_asyncpp.pipeline.randomness import derive, seed_generators
 from lightning_asyncpp.pipeline.units import Unit, ownership_problems, pipeline_units, sharing_problems, spread
 
@@ -145,10 +146,8 @@ def _holder(module: nn.Module, key: str, parameter: nn.Parameter) -> dict[str, A
     """Where ``module`` keeps its own parameters: a private name of torch, looked for here and nowhere else."""
     holder = getattr(module, "_parameters", None)
     if not isinstance(holder, dict) or holder.get(key) is not parameter:
-        raise RuntimeError(
-            f"torch {torch.__version__} keeps the parameter {key!r} of {type(module).__name__} elsewhere than in"
-            " Module._parameters, which lightning_asyncpp needs; install a torch version that it was tested with"
-        )
+        where = f"parameter {key!r} in {type(module).__name__}._parameters"
+        raise PrivateNameError("torch", where, "run a layer on the weights of another version")
     return holder
 
 

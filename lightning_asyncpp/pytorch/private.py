@@ -9,35 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-
-class LightningChangedError(RuntimeError):
-    """A private name of Lightning that this package relies on is gone."""
-
-    def __init__(self, owner: object, name: str, purpose: str) -> None:
-        super().__init__(
-            f"lightning {L.__version__} has no {type(owner).__name__}.{name}, which lightning_asyncpp needs to"
-            f" {purpose}; install a lightning version that it was tested with (2.6)"
-        )
-
-
-def _required(owner: object, name: str, purpose: str) -> Any:
-    if not hasattr(owner, name):
-        raise LightningChangedError(owner, name, purpose)
-    return getattr(owner, name)
+from lightning_asyncpp.pipeline.private_names import required
 
 
 def replace_sigterm_broadcast(trainer: Trainer, on_sigterm: Callable[[], None]) -> None:
     """Drop the blocking broadcast of every batch; ``on_sigterm`` is called when this process receives SIGTERM."""
     purpose = "agree on SIGTERM without a broadcast in every batch"
     loop = trainer.fit_loop.epoch_loop
-    connector = _required(trainer, "_signal_connector", purpose)
-    _required(loop, "_broadcast_sigterm_tensor", purpose)
-    _required(connector, "_sigterm_notifier_fn", purpose)
+    connector = required(trainer, "_signal_connector", purpose)
+    required(loop, "_broadcast_sigterm_tensor", purpose)
+    required(connector, "_sigterm_notifier_fn", purpose)
     loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
 
     def notify(signum: int, _: Any) -> None:
@@ -50,47 +35,47 @@ def replace_sigterm_broadcast(trainer: Trainer, on_sigterm: Callable[[], None]) 
 
 def set_received_sigterm(trainer: Trainer) -> None:
     """Let Lightning end the run after this batch; every rank calls it at the same batch."""
-    _required(trainer, "_signal_connector", "end a run on SIGTERM").received_sigterm = True
+    required(trainer, "_signal_connector", "end a run on SIGTERM").received_sigterm = True
 
 
 def validation_is_due(trainer: Trainer) -> bool:
     """Whether the training loop validates after the current batch."""
     loop = trainer.fit_loop.epoch_loop
-    check = _required(loop, "_should_check_val_fx", "drain the pipeline before validation")
-    fetcher = _required(trainer.fit_loop, "_data_fetcher", "drain the pipeline before validation")
+    check = required(loop, "_should_check_val_fx", "drain the pipeline before validation")
+    fetcher = required(trainer.fit_loop, "_data_fetcher", "drain the pipeline before validation")
     return bool(check(fetcher))
 
 
 def has_timed_validation(trainer: Trainer) -> bool:
     """Whether ``val_check_interval`` is a time: every rank would decide by its own clock."""
-    return _required(trainer, "_val_check_time_interval", "refuse a validation that is due by time") is not None
+    return required(trainer, "_val_check_time_interval", "refuse a validation that is due by time") is not None
 
 
 def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
     """Whether a checkpoint callback saves after the current batch, as far as its step interval says."""
     if not isinstance(callback, ModelCheckpoint):
         return False
-    every: int = _required(callback, "_every_n_train_steps", "drain the pipeline before a checkpoint")
+    every: int = required(callback, "_every_n_train_steps", "drain the pipeline before a checkpoint")
     return every > 0 and global_step % every == 0
 
 
 def replace_step_logging(trainer: Trainer, at_end_of_batch: Callable[[], None]) -> None:
     """Log no step metrics at the end of a batch, but call ``at_end_of_batch``; see :func:`log_step_metrics`."""
     purpose = "log metrics with the step that they belong to"
-    connector = _required(trainer, "_logger_connector", purpose)
-    _required(connector, "update_train_step_metrics", purpose)
+    connector = required(trainer, "_logger_connector", purpose)
+    required(connector, "update_train_step_metrics", purpose)
     connector.update_train_step_metrics = at_end_of_batch
 
 
 def log_step_metrics(trainer: Trainer, batches_ago: int) -> None:
     """Send the step metrics to the loggers as those of the batch ``batches_ago`` batches before the current one."""
     purpose = "log metrics with the step that they belong to"
-    connector = _required(trainer, "_logger_connector", purpose)
-    step = _required(trainer.fit_loop.epoch_loop, "_batches_that_stepped", purpose) - batches_ago
+    connector = required(trainer, "_logger_connector", purpose)
+    step = required(trainer.fit_loop.epoch_loop, "_batches_that_stepped", purpose) - batches_ago
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     due = every > 0 and (step + 1) % every == 0
     if due or trainer.should_stop:
-        metrics = dict(_required(connector, "metrics", purpose)["log"])
+        metrics = dict(required(connector, "metrics", purpose)["log"])
         if metrics:
             metrics.setdefault("epoch", trainer.current_epoch)
             connector.log_metrics(metrics, step=step)
@@ -98,7 +83,7 @@ def log_step_metrics(trainer: Trainer, batches_ago: int) -> None:
 
 def current_hook(module: LightningModule) -> str | None:
     """Name of the hook that Lightning is running."""
-    hook: str | None = _required(module, "_current_fx_name", "know where a metric is logged")
+    hook: str | None = required(module, "_current_fx_name", "know where a metric is logged")
     return hook
 
 
@@ -109,8 +94,8 @@ def update_logged(trainer: Trainer, hook: str, name: str, value: float, weight: 
     than anything else that a pipeline does around a batch.
     """
     purpose = "log metrics without holding up the pipeline"
-    results = _required(trainer, "_results", purpose)
-    starting = _required(_required(trainer, "_logger_connector", purpose), "_first_loop_iter", purpose)
+    results = required(trainer, "_results", purpose)
+    starting = required(required(trainer, "_logger_connector", purpose), "_first_loop_iter", purpose)
     metric = None if results is None or starting else results.get(f"{hook}.{name}")
     if metric is None or metric.has_reset:
         return False

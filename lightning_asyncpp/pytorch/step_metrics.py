@@ -18,9 +18,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.agreement import exchange
-from lightning_asyncpp.pipeline.engine import BatchOutput, Update
 from lightning_asyncpp.pipeline.errors import ConfigurationError, lost_peers
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.log_recorder import (
     Accumulator,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -16,7 +14,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -25,11 +22,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.data.stage_loader import stage_loader
-from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
-from lightning_asyncpp.pipeline.engine import Update
+from lightning_asyncpp.pipeline.agreement import agree_on_problems
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
@@ -41,12 +37,13 @@ from lightning_asyncpp.pipeline.state import (
     pipeline_state,
     to_device,
 )
+from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.refusals import ONE_OPTIMIZER, module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
 
-class PipelineStrategy(DDPStrategy):
+class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -57,6 +54,8 @@ class PipelineStrategy(DDPStrategy):
     materializes_stages = True
 
     delay: ClassVar[int]
+    step_name = "a *_step method"
+    outside_step = "to a hook such as on_train_batch_end"
 
     def __init__(
         self,
@@ -105,17 +104,12 @@ class PipelineStrategy(DDPStrategy):
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.session.connect(self.global_rank, self.world_size)
-
-    @override
     def setup(self, trainer: L.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
         agree_on_problems(self._mesh, [*trainer_problems(trainer), *module_problems(module, trainer)])
-        self._cut()
+        self._cut(self._network(), root=module)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
@@ -127,14 +121,6 @@ class PipelineStrategy(DDPStrategy):
             agree_on_problems(self._mesh, optimizer_problems(self.optimizers, module))
             self._attach_optimizer(trainer)
         self.setup_precision_plugin()
-
-    def _cut(self) -> None:
-        error: Exception | None = None
-        try:
-            self.session.cut(self._network(), self._run_seed(), torch.device("cpu"), root=self._module)
-        except Exception as caught:
-            error = caught
-        agree_on_error(self._mesh, error)
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -149,8 +135,7 @@ class PipelineStrategy(DDPStrategy):
     def _attach_optimizer(self, trainer: L.Trainer) -> None:
         optimizer = self.optimizers[0]
         self.session.attach(optimizer)
-        # The first mini-batch has no update yet; torch would warn that a scheduler stepped before the optimizer.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     def _hooks(self, module: LightningModule) -> UserHooks:
@@ -169,20 +154,10 @@ class PipelineStrategy(DDPStrategy):
         assert isinstance(network, Module)
         return network
 
-    def _run_seed(self) -> int:
-        """The seed of ``seed_everything``, or one that rank 0 draws."""
-        given = os.environ.get("PL_GLOBAL_SEED")
-        return int(given) if given is not None else super().broadcast(secrets.randbelow(2**31))
-
     @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    @property
-    def _mesh(self) -> Mesh:
-        assert self.session.mesh is not None
-        return self.session.mesh
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -343,27 +318,9 @@ class PipelineStrategy(DDPStrategy):
     # -- collectives ----------------------------------------------------------------------------------------------
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._check_collective("barrier")
-        super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        self._check_collective("broadcast")
-        return super().broadcast(obj, src)
-
-    @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         self._check_collective("reduce")
         return super().reduce(tensor, group, reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        self._check_collective("all_gather")
-        return super().all_gather(tensor, group, sync_grads)
-
-    def _check_collective(self, name: str) -> None:
-        self.session.check_collective(name, "a *_step method", "to a hook such as on_train_batch_end")
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_asyncpp.pipeline.engine import Engine, Update
+from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.settings import PipelineSettings

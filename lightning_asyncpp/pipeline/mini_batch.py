@@ -1,0 +1,83 @@
+"""Mini-batches on their way from the first forward to the update, and what is left to show of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.pipeline.exchange import ControlSum
+from lightning_asyncpp.pipeline.runner import loss_of
+from lightning_asyncpp.pipeline.ticket import Ticket
+from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate
+
+
+@dataclass
+class MiniBatch:
+    """Micro-batches that share one update.
+
+    Attributes:
+        index: t.
+        first: its first micro-batch.
+        end: one past its last micro-batch; None while more may come (gradient accumulation).
+        weight: sum of the micro-batches' weights so far; known on the last stage.
+        ticket: hyper-parameters for its update.
+        payload: what the last stage attaches to the control message.
+        exchange: of its control messages, once it is complete.
+        pending: its gradient on the way to the optimizer, once complete.
+    """
+
+    index: int
+    first: int
+    end: int | None = None
+    weight: float = 0.0
+    ticket: Ticket | None = None
+    payload: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    exchange: ControlSum | None = None
+    pending: PendingUpdate | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update that is being, or was, applied.
+
+    Attributes:
+        mini_batch: t, of the gradient; the update makes W_{t+1}.
+        ticket: hyper-parameters that were set for mini-batch t.
+        message: what all ranks agreed on.
+        skipped: whether weights and optimizer were left alone.
+        weights_before: parameter -> W_t, alive as the older version; None without a delay.
+    """
+
+    mini_batch: int
+    ticket: Ticket
+    message: ControlMessage
+    skipped: bool
+    weights_before: dict[nn.Parameter, Tensor] | None
+
+
+@dataclass(frozen=True)
+class BatchOutput:
+    """What the last stage has to show for a batch.
+
+    Attributes:
+        results: what the user's step returned for each micro-batch that had samples.
+        weights: their weights.
+    """
+
+    results: list[Any]
+    weights: list[float]
+
+    def mean_loss(self, reduction: str = "mean") -> Tensor | None:
+        """Weighted mean of the losses; None without samples."""
+        total = sum(self.weights)
+        if not total:
+            return None
+        parts = [
+            loss_of(result).detach() * (weight if reduction == "mean" else 1.0)
+            for result, weight in zip(self.results, self.weights)
+            if weight
+        ]
+        return torch.stack(parts).sum() / total

@@ -1,0 +1,35 @@
+"""Private names of torch and Lightning: where one is needed, its absence is an error that says so."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+TESTED_WITH = {"lightning": "2.6", "torch": "2.11 to 2.15"}
+
+
+class PrivateNameError(RuntimeError):
+    """A private name that this package relies on is gone.
+
+    Args:
+        package: that had it.
+        name: with its owner.
+        purpose: what it is needed for.
+    """
+
+    def __init__(self, package: str, name: str, purpose: str) -> None:
+        super().__init__(
+            f"{package} {version(package)} has no {name}, which lightning_asyncpp needs to {purpose}; install a"
+            f" version that it was tested with ({TESTED_WITH[package]})"
+        )
+
+
+def required(owner: Any, name: str, purpose: str) -> Any:
+    """Return the attribute ``name`` of a module, a class or an object of Lightning.
+
+    Raises:
+        PrivateNameError: there is none.
+    """
+    if not hasattr(owner, name):
+        raise PrivateNameError("lightning", f"{getattr(owner, '__name__', type(owner).__name__)}.{name}", purpose)
+    return getattr(owner, name)

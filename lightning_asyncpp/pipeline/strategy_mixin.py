@@ -1,0 +1,78 @@
+"""What the Trainer's and Fabric's strategies share: connecting, cutting, seeding, and collectives that cannot hang."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.pipeline.agreement import agree_on_error
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.session import PipelineSession
+
+T = TypeVar("T")
+
+
+class PipelineStrategyMixin:
+    """Comes before one of Lightning's DDP strategies, whose launchers and process group it uses.
+
+    Attributes:
+        session: the pipeline.
+        step_name: what messages call the user's step.
+        outside_step: where a collective that is refused inside the user's step can go instead.
+    """
+
+    session: PipelineSession
+    step_name: ClassVar[str]
+    outside_step: ClassVar[str]
+
+    def setup_environment(self) -> None:
+        """Start the process group and connect the mesh; a collective call."""
+        super().setup_environment()  # type: ignore[misc]
+        self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        self._check_collective("barrier")
+        super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object of rank ``src`` on all ranks."""
+        self._check_collective("broadcast")
+        result: T = super().broadcast(obj, src)  # type: ignore[misc]
+        return result
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks, stacked along a new first dimension."""
+        self._check_collective("all_gather")
+        gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        return gathered
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self.session.mesh is not None, "the processes are not launched yet"
+        return self.session.mesh
+
+    def _check_collective(self, name: str) -> None:
+        self.session.check_collective(name, self.step_name, self.outside_step)
+
+    def _cut(self, model: nn.Module, root: nn.Module | None = None) -> None:
+        """Reduce the model to this rank's stage; what fails on one rank is raised on all."""
+        seed, error = self._run_seed(), None
+        try:
+            self.session.cut(model, seed, torch.device("cpu"), root)
+        except Exception as caught:
+            error = caught
+        agree_on_error(self._mesh, error)
+
+    def _run_seed(self) -> int:
+        """The seed of ``seed_everything`` on rank 0, or one that rank 0 draws."""
+        return self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", secrets.randbelow(2**31))))
+
+
+def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep torch from warning that a scheduler stepped before the optimizer: the first mini-batch has no update yet."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
