@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.exchange import control_sum
@@ -309,9 +310,9 @@ class Engine:
 
     @contextmanager
     def _gradients_set(self, gradients: dict[str, Tensor | None], weight: float) -> Iterator[None]:
+        foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], weight)
         for name, parameter in self.weights.parameters.items():
-            gradient = gradients[name]
-            parameter.grad = None if gradient is None else gradient.div_(weight)
+            parameter.grad = gradients[name]
         try:
             yield
         finally:

@@ -25,11 +25,12 @@ class PrivateNameError(RuntimeError):
 
 
 def required(owner: Any, name: str, purpose: str) -> Any:
-    """Return the attribute ``name`` of a module, a class or an object of Lightning.
+    """Return the attribute ``name`` of a module, a class or an object of torch or Lightning.
 
     Raises:
         PrivateNameError: there is none.
     """
     if not hasattr(owner, name):
-        raise PrivateNameError("lightning", f"{getattr(owner, '__name__', type(owner).__name__)}.{name}", purpose)
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise PrivateNameError("torch" if where == "torch" else "lightning", f"{where}.{name}", purpose)
     return getattr(owner, name)

@@ -154,6 +154,7 @@ class PipelineSession:
         norm = self.updating().message.norm
         factor = clip_coefficient(norm, max_norm)
         if factor < 1.0:
+            # Each on its own: torch._foreach_mul_ would round the factor to bf16 where the gradients are.
             for parameter in self.running().weights.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)

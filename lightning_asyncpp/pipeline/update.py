@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.buckets import GradientBuckets, Gradients
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.exchange import ControlSum
@@ -54,9 +55,8 @@ class StopFlags:
 
 def squared_norm(gradients: Mapping[str, Tensor | None]) -> float:
     """Sum of squares over all gradients, in fp64."""
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values() if g is not None]
-    # One look at the device for all of them, not one per gradient.
-    return sum(norm**2 for norm in torch.stack(norms).tolist()) if norms else 0.0
+    present = [gradient for gradient in gradients.values() if gradient is not None]
+    return math.fsum(norm**2 for norm in foreach.norms(present, torch.float64))
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline import foreach
+
 
 class WeightVersions:
     """Weights W_v of one stage, with room for ``room`` versions: v lives in slot v % room.
@@ -53,8 +55,8 @@ class WeightVersions:
             return None
         before, after = self._slots[(self.newest - 1) % self.room], self._slots[self.newest % self.room]
         with torch.no_grad():
+            foreach.copy_(list(after.values()), list(before.values()))
             for name, parameter in self.parameters.items():
-                after[name].copy_(before[name])
                 parameter.data = after[name].data
         return {parameter: before[name] for name, parameter in self.parameters.items()}
 

@@ -97,12 +97,10 @@ class StepMetrics:
         finally:
             self._active = None
 
-    def add_batch(self, output: BatchOutput) -> None:
-        """Take in the losses of a training batch."""
-        if self.strategy._mesh.is_last:
-            loss = output.mean_loss(getattr(self.strategy._module, "loss_reduction", "mean"))
-            if loss is not None:
-                self._losses.append((loss, sum(output.weights)))
+    def add_batch(self, loss: Tensor | None, weight: float) -> None:
+        """Take in the mean loss of a training batch on the last stage; None if the batch had no samples."""
+        if loss is not None:
+            self._losses.append((loss, weight))
 
     def payload(self) -> Tensor:
         """What the last stage attaches to the control message of the mini-batch, as fp64 numbers."""

@@ -184,9 +184,9 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self.session.running().run(args[0], self._user_step("training_step", args, kwargs))
-        self.step_metrics.add_batch(output)
         if self._mesh.is_last:
             loss = output.mean_loss(getattr(self._module, "loss_reduction", "mean"))
+            self.step_metrics.add_batch(loss, sum(output.weights))
             self._loss = torch.full((), float("nan"), device=self.root_device) if loss is None else loss
         return self._loss.clone()
 
