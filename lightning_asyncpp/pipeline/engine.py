@@ -96,7 +96,6 @@ class Engine:
         count = self.settings.micro_batches
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
         first = self.next_forward
-        self._expect(first, count)
         flights: list[Flight] = []
         with preserved_generators(self.runner.device):
             if not self._checked:
@@ -172,7 +171,6 @@ class Engine:
         if not self.idle:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
         slots = self._slots(batch)
-        self._expect(self.evaluated, len(slots))
         flights = []
         with preserved_generators(self.runner.device):
             for slot in slots:
@@ -219,10 +217,6 @@ class Engine:
             error = caught
         agree_on_error(self.mesh, error)
         return slots
-
-    def _expect(self, first: int, count: int) -> None:
-        if self.runner.transport is not None:
-            self.runner.transport.expect(range(first, first + count))
 
     def _forward(self, k: int, slot: Any, step: Step) -> Flight:
         flight = self._forward_unposted(k, slot, step)

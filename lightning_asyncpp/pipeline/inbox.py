@@ -7,7 +7,6 @@ three more. See :mod:`lightning_asyncpp.pipeline.parcel` for how the size of a m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -43,9 +42,8 @@ class Arrival(NamedTuple):
 
 
 class _Posted(NamedTuple):
-    """A receive that was posted."""
+    """A receive that was posted; which micro-batch it brings will be seen."""
 
-    k: int
     number: int
     work: dist.Work
     message: Tensor
@@ -68,38 +66,34 @@ class Inbox:
         self._peer = mesh.rank_of(mesh.stage - 1)
         self._peer_name = f"rank {self._peer} (stage {mesh.stage - 1})"
         self._parcels = Parcels(device)
-        self._wanted: deque[int] = deque()
         self._posted: deque[_Posted] = deque()
         self._count = 0
+        # Some receives are always posted, also between batches, whose first activations would come late otherwise.
+        # Those that are left at the end are never met.
+        self._post()
 
-    def expect(self, ks: Iterable[int]) -> None:
-        """Receive the activations of micro-batches ``ks`` next, in the background."""
-        self._wanted.extend(ks)
-        with lost_peers(self._peer_name):
-            self._post()
-
-    def get(self) -> Arrival:
-        """Return the next expected activation, waiting for it if need be.
+    def get(self, k: int) -> Arrival:
+        """Return the next activation, that of micro-batch ``k``, waiting for it if need be.
 
         Raises:
             PeerLostError: the stage before is gone.
             ProtocolError: what came is not what was agreed on.
         """
         with lost_peers(self._peer_name):
-            self._post()  # of the one after next too: if this one is awaited, that costs no time
+            self._post()  # of what follows: while this one is awaited, that costs no time
             posted = self._posted.popleft()
             posted.work.wait()
-        header = Header.read(posted.message.numpy().data, posted.k, self.max_message_bytes)
+        header = Header.read(posted.message.numpy().data, k, self.max_message_bytes)
         self._parcels.learn(posted.number, header.tensors)
         if self._parcels.holds(posted.number, header.tensors):
             return Arrival(header, self._parcels.unpack(posted.message))
         return Arrival(header, self._receive(header.tensors))
 
     def _post(self) -> None:
-        while self._wanted and len(self._posted) < POSTED:
+        while len(self._posted) < POSTED:
             message = torch.empty(self._parcels.size(self._count), dtype=torch.uint8)
             work = started(dist.irecv(message, self._peer, group=self._groups.host, tag=self.tags.message))
-            self._posted.append(_Posted(self._wanted.popleft(), self._count, work, message))
+            self._posted.append(_Posted(self._count, work, message))
             self._count += 1
 
     def _receive(self, infos: tuple[TensorInfo, ...]) -> tuple[Tensor, ...]:

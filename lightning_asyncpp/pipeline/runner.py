@@ -172,7 +172,7 @@ class StageRunner:
     def _receive(self, k: int) -> Arrival | None:
         if self.mesh.is_first or self.transport is None:
             return None
-        arrival = self.transport.receive_activation()
+        arrival = self.transport.receive_activation(k)
         if arrival.header.kind == Header.FAILED:
             raise StageBeforeFailedError(f"stage {self.mesh.stage - 1} failed at micro-batch {k}")
         return arrival

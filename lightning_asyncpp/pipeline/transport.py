@@ -49,20 +49,15 @@ class Transport:
         self._count = 0
         self._inbox = None if mesh.is_first else Inbox(mesh, device, max_message_bytes, self.tags)
 
-    def expect(self, ks: range) -> None:
-        """Receive the activations of micro-batches ``ks`` next, in the background; nothing on the first stage."""
-        if self._inbox is not None:
-            self._inbox.expect(ks)
-
-    def receive_activation(self) -> Arrival:
-        """Return the next expected activation, waiting for it if need be; not on the first stage.
+    def receive_activation(self, k: int) -> Arrival:
+        """Return the activation of micro-batch ``k``, the next to come, waiting for it; not on the first stage.
 
         Raises:
             PeerLostError: the stage before is gone.
             ProtocolError: what came is not what was agreed on.
         """
         assert self._inbox is not None, "nothing comes before the first stage"
-        return self._inbox.get()
+        return self._inbox.get(k)
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or the header alone, to the stage after."""
