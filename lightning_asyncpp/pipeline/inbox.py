@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.mesh import Groups, Mesh, started
-from lightning_asyncpp.pipeline.parcel import POSTED, Parcels
+from lightning_asyncpp.pipeline.parcel import POSTED, Parcels, new_message
 
 _KINDS = 3
 
@@ -91,7 +91,7 @@ class Inbox:
 
     def _post(self) -> None:
         while len(self._posted) < POSTED:
-            message = torch.empty(self._parcels.size(self._count), dtype=torch.uint8)
+            message = new_message(self._parcels.size(self._count))
             work = started(dist.irecv(message, self._peer, group=self._groups.host, tag=self.tags.message))
             self._posted.append(_Posted(self._count, work, message))
             self._count += 1

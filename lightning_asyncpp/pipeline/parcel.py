@@ -40,9 +40,10 @@ class Envelope:
     """
 
     def __init__(self, size: int, rooms: list[_Room]) -> None:
-        self.message = torch.empty(size, dtype=torch.uint8)
+        self.message = new_message(size)
         self._bytes = self.message.numpy().data
-        self._tensors = [room.of(self.message) for room in rooms]
+        with torch.inference_mode(False):
+            self._tensors = [room.of(self.message) for room in rooms]
 
     def fill(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Write the header and, if they have their rooms here, the tensors."""
@@ -109,6 +110,12 @@ class Parcels:
 
     def _is_parcel(self, index: int) -> bool:
         return bool(self._usual) and index >= self._since
+
+
+def new_message(size: int) -> Tensor:
+    """Room for a message of ``size`` bytes; one that is made in an evaluation may serve the training that follows."""
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def _looks(infos: tuple[TensorInfo, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:

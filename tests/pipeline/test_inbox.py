@@ -44,6 +44,29 @@ def _exchange_twice(mesh: Mesh) -> list[list[tuple[int, list[int], float]]]:
     return received
 
 
+def test_training_follows_an_evaluation_without_gradients() -> None:
+    """What was made ready in inference mode serves outside of it, where gradients are asked for."""
+    assert _on_two_ranks(_evaluate_then_train) == [float(k) for k in range(8)]
+
+
+def _evaluate_then_train(mesh: Mesh) -> list[float]:
+    transport = Transport(mesh, torch.device("cpu"), 2**20)
+    received = []
+    for k in range(8):
+        with torch.inference_mode(k < 4):
+            if mesh.is_first:
+                tensors = (torch.full((3,), float(k), requires_grad=k >= 4),)
+                transport.send_activation(Header(k, Header.TENSOR, 1.0, 0, describe(tensors)), tensors)
+                transport.settle()
+            else:
+                tensor = transport.receive_activation(k).tensors[0]
+                if k >= 4:
+                    (tensor.requires_grad_() * 2).sum().backward()
+                    assert tensor.grad is not None
+                received.append(float(tensor[0]))
+    return received
+
+
 def _plain(k: int, tensors: tuple[torch.Tensor, ...]) -> tuple[int, list[int], float]:
     return (k, list(tensors[0].shape), float(tensors[0].flatten()[0])) if tensors else (k, [], float(k))
 
