@@ -180,7 +180,8 @@ class Engine:
                 self.evaluated += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
-            self.runner.transport.settle(activations=self.evaluated - 4 * self.settings.micro_batches)
+            sent = self.runner.transport.activations_sent
+            self.runner.transport.settle(activations=sent - 4 * self.settings.micro_batches)
         return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,7 +239,7 @@ class Engine:
         self.next_backward = action.index + 1
         if self.runner.transport is not None:
             # Its gradient came back, so its activation has arrived; the gradients sent need a moment.
-            self.runner.transport.settle(activations=action.index, gradients=action.index - 2)
+            self.runner.transport.settle(activations=flight.message, gradients=action.index - 2)
         self._launch_complete()
 
     def _run_checked(self, k: int, slot: Any, step: Step) -> Flight:
@@ -262,8 +263,9 @@ class Engine:
         return flight
 
     def _finish_backwards(self) -> None:
-        for action in self.schedule.drain(self.next_backward, self.next_forward):
-            self._backward(action)
+        with preserved_generators(self.runner.device):
+            for action in self.schedule.drain(self.next_backward, self.next_forward):
+                self._backward(action)
 
     def _launch_complete(self) -> None:
         for mini_batch in self._closed:

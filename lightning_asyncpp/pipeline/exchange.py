@@ -47,7 +47,10 @@ class ControlChain:
     def __init__(self, mesh: Mesh, length: int) -> None:
         assert mesh.groups is not None
         self.mesh, self._group = mesh, mesh.groups.control
-        self._part, self._total = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64)
+        self._part, self._total = (
+            _zeros(length),
+            _zeros(length),
+        )
         self._works: list[dist.Work] = []
         if not mesh.is_last:
             after = mesh.rank_of(mesh.stage + 1)
@@ -90,7 +93,7 @@ class ControlExchange:
         self._pairwise = mesh.world_size <= MOST_RANKS
         self._works: list[dist.Work] = []
         # Shape (ranks, length).
-        self._messages = torch.zeros(mesh.world_size if self._pairwise else 1, length, dtype=torch.float64)
+        self._messages = _zeros(mesh.world_size if self._pairwise else 1, length)
         if self._pairwise:
             for rank in self._others():
                 self._works.append(started(dist.irecv(self._messages[rank], rank, group=self._group, tag=_TAG_PART)))
@@ -112,6 +115,11 @@ class ControlExchange:
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.mesh.world_size) if rank != self.mesh.rank]
+
+
+def _zeros(*shape: int) -> Tensor:
+    # On the host whatever torch's default device is.
+    return torch.zeros(shape, dtype=torch.float64, device="cpu")
 
 
 def _finish(works: list[dist.Work], result: Tensor) -> Tensor:

@@ -79,20 +79,21 @@ class Inbox:
             PeerLostError: the stage before is gone.
             ProtocolError: what came is not what was agreed on.
         """
+        self._post()  # of what follows: while this one is awaited, that costs no time
+        posted = self._posted.popleft()
         with lost_peers(self._peer_name):
-            self._post()  # of what follows: while this one is awaited, that costs no time
-            posted = self._posted.popleft()
             posted.work.wait()
         header = Header.read(posted.message.numpy().data, k, self.max_message_bytes)
         self._parcels.learn(posted.number, header.tensors)
         if self._parcels.holds(posted.number, header.tensors):
-            return Arrival(header, self._parcels.unpack(posted.message))
+            return Arrival(header, self._parcels.unpack(posted.number, posted.message))
         return Arrival(header, self._receive(header.tensors))
 
     def _post(self) -> None:
         while len(self._posted) < POSTED:
             message = new_message(self._parcels.size(self._count))
-            work = started(dist.irecv(message, self._peer, group=self._groups.host, tag=self.tags.message))
+            with lost_peers(self._peer_name):
+                work = started(dist.irecv(message, self._peer, group=self._groups.host, tag=self.tags.message))
             self._posted.append(_Posted(self._count, work, message))
             self._count += 1
 

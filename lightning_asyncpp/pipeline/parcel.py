@@ -1,13 +1,15 @@
 """A header and the tensors that it announces in one message, where both ends know beforehand what it will hold.
 
 A receive can be posted before the message is sent only if its size is known. The shapes of activations hardly ever
-change, so the first that pass on a link say what is usual there. From then on every message is a *parcel*: a header
-with room behind it for tensors that look as usual. Others travel after it on their own, and the room stays unused.
-Both ends see the same headers in the same order, so they agree on the size of every message without a word.
+change, so what passed on a link says what is usual there. From then on every message is a *parcel*: a header with room
+behind it for tensors that look as usual. Others travel after it on their own, and the room stays unused. Both ends see
+the same headers in the same order, so they agree on the size of every message without a word.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from lightning_asyncpp.pipeline.header import HEADER_BYTES, Header, TensorInfo
 
 POSTED = 2
 _ALIGNMENT = 64
+_Looks = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class _Room(NamedTuple):
@@ -28,22 +31,55 @@ class _Room(NamedTuple):
     offset: int
 
     def of(self, message: Tensor) -> Tensor:
-        return message.view(self.dtype).as_strided(self.shape, self.strides, self.offset)
+        # .data: for autograd each tensor is one of its own; as views of the message they would share a version counter,
+        # and a layer that changes one in place would spoil what was saved of another.
+        return message.view(self.dtype).as_strided(self.shape, self.strides, self.offset).data
+
+
+@dataclass
+class Format:
+    """How messages look from one of them on.
+
+    Attributes:
+        since: number of the first message.
+        size: in bytes.
+        looks: shape and dtype of the tensors that have room in it.
+        rooms: where they lie.
+        free: envelopes that can be filled again.
+    """
+
+    since: int
+    size: int = HEADER_BYTES
+    looks: _Looks = field(default_factory=list)
+    rooms: list[_Room] = field(default_factory=list)
+    free: list[Envelope] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, infos: tuple[TensorInfo, ...], since: int) -> Format:
+        """Room for a header and tensors like these."""
+        end, rooms = HEADER_BYTES, []
+        for info in infos:
+            start = _aligned(end)
+            end = start + info.num_bytes
+            strides = torch.empty(info.shape, device="meta").stride()
+            rooms.append(_Room(info.dtype, info.shape, strides, start // info.dtype.itemsize))
+        # A whole number of elements of every dtype.
+        return cls(since, _aligned(end), _looks(infos), rooms)
 
 
 class Envelope:
     """A message to send, a uint8 vector that can be filled again and again.
 
     Args:
-        size: in bytes.
-        rooms: where tensors go in it.
+        format: of the message.
     """
 
-    def __init__(self, size: int, rooms: list[_Room]) -> None:
-        self.message = new_message(size)
+    def __init__(self, format: Format) -> None:
+        self.format = format
+        self.message = new_message(format.size)
         self._bytes = self.message.numpy().data
         with torch.inference_mode(False):
-            self._tensors = [room.of(self.message) for room in rooms]
+            self._tensors = [room.of(self.message) for room in format.rooms]
 
     def fill(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Write the header and, if they have their rooms here, the tensors."""
@@ -53,7 +89,7 @@ class Envelope:
 
 
 class Parcels:
-    """What one end of a link knows about the size of its messages, which are counted from 0.
+    """What one end of a link knows about its messages, which are numbered from 0.
 
     Args:
         device: where the tensors live. Headers are host data, so only those on a CPU share a message with one.
@@ -61,64 +97,57 @@ class Parcels:
 
     def __init__(self, device: torch.device) -> None:
         self._learns = device.type == "cpu"
-        self._usual: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self._rooms: list[_Room] = []
-        self._size = HEADER_BYTES
-        self._since = 0
-        self._free: list[Envelope] = []
+        # Of the messages that may still be asked for: a format is learned POSTED messages before it counts.
+        self._formats: deque[Format] = deque([Format(0)], maxlen=POSTED + 1)
+        self._last_looks: _Looks = []
 
-    def learn(self, index: int, infos: tuple[TensorInfo, ...]) -> None:
-        """Note what message ``index`` announced; the first with tensors counts."""
-        if self._usual or not infos or not self._learns:
+    def learn(self, number: int, infos: tuple[TensorInfo, ...]) -> None:
+        """Note what message ``number`` announced.
+
+        What comes twice in a row becomes usual, and the very first at once: it may be a validation of another size.
+        """
+        if not infos or not self._learns:
             return
-        self._usual = _looks(infos)
-        end = HEADER_BYTES
-        for info in infos:
-            start = _aligned(end)
-            end = start + info.num_bytes
-            strides = torch.empty(info.shape, device="meta").stride()
-            self._rooms.append(_Room(info.dtype, info.shape, strides, start // info.dtype.itemsize))
-        self._size = _aligned(end)  # a whole number of elements of every dtype
-        # The receives of so many messages were posted, with room for a header alone, before this one was read.
-        self._since = index + POSTED
+        looks, usual = _looks(infos), self._formats[-1].looks
+        if looks != usual and (not usual or looks == self._last_looks):
+            # The receives of POSTED messages were posted before this one was read.
+            self._formats.append(Format.of(infos, number + POSTED))
+        self._last_looks = looks
 
-    def size(self, index: int) -> int:
-        """Length of message ``index`` in bytes."""
-        return self._size if self._is_parcel(index) else HEADER_BYTES
+    def size(self, number: int) -> int:
+        """Length of message ``number`` in bytes."""
+        return self._format(number).size
 
-    def holds(self, index: int, infos: tuple[TensorInfo, ...]) -> bool:
-        """Whether message ``index`` has room for tensors that look like this."""
-        return self._is_parcel(index) and _looks(infos) == self._usual
+    def holds(self, number: int, infos: tuple[TensorInfo, ...]) -> bool:
+        """Whether message ``number`` has room for tensors that look like this."""
+        return bool(infos) and self._format(number).looks == _looks(infos)
 
-    def pack(self, index: int, header: Header, tensors: tuple[Tensor, ...]) -> Envelope:
-        """Return message ``index``, with the tensors inside if it holds them."""
-        if not self._is_parcel(index):
-            envelope = Envelope(HEADER_BYTES, [])
-        else:
-            envelope = self._free.pop() if self._free else Envelope(self._size, self._rooms)
-        envelope.fill(header, tensors if self.holds(index, header.tensors) else ())
+    def pack(self, number: int, header: Header, tensors: tuple[Tensor, ...]) -> Envelope:
+        """Return message ``number``, with the tensors inside if it holds them."""
+        format = self._format(number)
+        envelope = format.free.pop() if format.free else Envelope(format)
+        envelope.fill(header, tensors if self.holds(number, header.tensors) else ())
         return envelope
 
     def reuse(self, envelope: Envelope) -> None:
         """Take back an envelope whose message has been sent."""
-        if self._usual and len(envelope.message) == self._size:
-            self._free.append(envelope)
+        envelope.format.free.append(envelope)
 
-    def unpack(self, message: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors inside a message that holds them; they share its memory."""
-        return tuple(room.of(message) for room in self._rooms)
+    def unpack(self, number: int, message: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors inside message ``number``, which holds them; they share its memory."""
+        return tuple(room.of(message) for room in self._format(number).rooms)
 
-    def _is_parcel(self, index: int) -> bool:
-        return bool(self._usual) and index >= self._since
+    def _format(self, number: int) -> Format:
+        return next(format for format in reversed(self._formats) if format.since <= number)
 
 
 def new_message(size: int) -> Tensor:
     """Room for a message of ``size`` bytes; one that is made in an evaluation may serve the training that follows."""
     with torch.inference_mode(False):
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
-def _looks(infos: tuple[TensorInfo, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _looks(infos: tuple[TensorInfo, ...]) -> _Looks:
     return [(info.shape, info.dtype) for info in infos]
 
 

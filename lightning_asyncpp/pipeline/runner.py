@@ -62,6 +62,7 @@ class Flight:
         inputs: activations received that need a gradient.
         outputs: tensors from which the backward starts; on the last stage the loss, already multiplied with its weight.
         result: what the user's step returned, on the last stage.
+        message: number of the message with which it left this stage; -1 if it did not.
     """
 
     k: int
@@ -70,6 +71,7 @@ class Flight:
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     result: Any = None
+    message: int = -1
 
 
 class Task(NamedTuple):
@@ -149,6 +151,10 @@ class StageRunner:
             assert self.transport is not None
             gradients = self.transport.receive_gradients(flight.k)
         if flight.outputs:
+            # What a backward draws must not depend on what ran before it: a drain would change it.
+            seed_generators(
+                derive(self.seed, "backward", self.stage.first_unit, self.mesh.replica, flight.k), self.device
+            )
             with self.span(Kind.BACKWARD, flight.k):
                 self.stage.under(weights, lambda: torch.autograd.backward(flight.outputs, gradients))
         self.send_input_gradients(flight)
@@ -180,9 +186,10 @@ class StageRunner:
     def _pass_empty(self, task: Task) -> Flight:
         if self.mesh.is_last and task.slot is not None:
             raise BatchMismatchError(_mismatch(task.k, "an empty slot on the first stage, samples on the last"))
+        flight = Flight(task.k, task.version)
         if self.transport is not None and not self.mesh.is_last:
-            self.transport.send_activation(Header(task.k, Header.EMPTY), ())
-        return Flight(task.k, task.version)
+            flight.message = self.transport.send_activation(Header(task.k, Header.EMPTY), ())
+        return flight
 
     def _enter(self, task: Task) -> Flight:
         weight = self._weight(task.slot)
@@ -200,8 +207,9 @@ class StageRunner:
         kind = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE
         outgoing = Header(task.k, kind, header.weight, header.fingerprint, describe(tensors))
         assert self.transport is not None
-        self.transport.send_activation(outgoing, tensors)
-        return Flight(task.k, task.version, header.weight, inputs, tuple(t for t in tensors if t.requires_grad))
+        message = self.transport.send_activation(outgoing, tensors)
+        outputs = tuple(t for t in tensors if t.requires_grad)
+        return Flight(task.k, task.version, header.weight, inputs, outputs, message=message)
 
     def _leave(self, task: Task, arrival: Arrival | None) -> Flight:
         if task.slot is None:

@@ -225,8 +225,11 @@ class PipelineSession:
             return
         source = mesh.rank_of(mesh.stage, replica=0)
         for tensor in stage.state_dict().values():
+            data = tensor.detach().contiguous().view(-1).view(torch.uint8)  # backends know few dtypes
             with lost_peers():
-                dist.broadcast(tensor, source, group=group)
+                dist.broadcast(data, source, group=group)
+            with torch.no_grad():
+                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"

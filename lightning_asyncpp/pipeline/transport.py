@@ -41,12 +41,12 @@ class Transport:
     def __init__(self, mesh: Mesh, device: torch.device, max_message_bytes: int) -> None:
         self.mesh = mesh
         self.tags = Tags.of(self._groups.next_channel())
-        # (micro-batch, work, what is sent): it must live until its send is done
+        # (number of the message, or micro-batch of the gradient; work; what is sent, which must live until it is done)
         self._activations: deque[tuple[int, dist.Work, Tensor | Envelope]] = deque()
         self._gradients: deque[tuple[int, dist.Work, Tensor | Envelope]] = deque()
+        self.activations_sent = 0
         self._posted: dict[int, _Posted] = {}
         self._parcels = Parcels(device)
-        self._count = 0
         self._inbox = None if mesh.is_first else Inbox(mesh, device, max_message_bytes, self.tags)
 
     def receive_activation(self, k: int) -> Arrival:
@@ -59,20 +59,22 @@ class Transport:
         assert self._inbox is not None, "nothing comes before the first stage"
         return self._inbox.get(k)
 
-    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
-        """Send an activation, or the header alone, to the stage after."""
+    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> int:
+        """Send an activation, or the header alone, to the stage after; return the number of the message, from 0."""
         groups, peer = self._groups, self.mesh.rank_of(self.mesh.stage + 1)
         tensors = tuple(tensor.detach() for tensor in tensors)
-        index, self._count = self._count, self._count + 1
-        envelope = self._parcels.pack(index, header, tensors)
+        number = self.activations_sent
+        self.activations_sent += 1
+        envelope = self._parcels.pack(number, header, tensors)
         work = self._send(envelope.message, peer, groups.host, self.tags.message)
-        self._activations.append((header.k, work, envelope))
-        self._parcels.learn(index, header.tensors)
-        if not self._parcels.holds(index, header.tensors):
+        self._activations.append((number, work, envelope))
+        self._parcels.learn(number, header.tensors)
+        if not self._parcels.holds(number, header.tensors):
             for tensor in tensors:
                 tensor = tensor.contiguous()
                 work = self._send(tensor, peer, groups.to_next, self.tags.tensor)
-                self._activations.append((header.k, work, tensor))
+                self._activations.append((number, work, tensor))
+        return number
 
     def post_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
         """Post the receives of the gradients of ``outputs`` (those that need one) from the stage after."""
@@ -105,8 +107,8 @@ class Transport:
         """Wait for sends and let go of their tensors.
 
         Args:
-            activations: of micro-batches up to this one.
-            gradients: likewise.
+            activations: with message numbers up to this one.
+            gradients: of micro-batches up to this one.
         """
         for sends, last in ((self._activations, activations), (self._gradients, gradients)):
             while sends and sends[0][0] <= last:

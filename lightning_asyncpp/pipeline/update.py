@@ -141,7 +141,7 @@ class PendingUpdate:
     def _compose(self) -> Tensor:
         squares = squared_norm(self.gradients)
         finite = math.isfinite(squares)
-        message = torch.zeros(message_length(self.mesh, self.payload), dtype=torch.float64)
+        message = torch.zeros(message_length(self.mesh, self.payload), dtype=torch.float64, device="cpu")
         if self.mesh.replica == 0 and finite:  # every replica holds the same reduced gradient
             message[1] = squares
         message[2] = float(not finite)

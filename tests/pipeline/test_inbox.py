@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_asyncpp.pipeline import exchange
 from lightning_asyncpp.pipeline.header import Header, describe
 from lightning_asyncpp.pipeline.inbox import Tags
 from lightning_asyncpp.pipeline.mesh import Mesh
@@ -18,7 +19,9 @@ SHAPES: list[tuple[int, ...] | None] = [(2, 3), (2, 3), None, (1, 3), (2, 3), No
 
 
 def test_tags_of_transports_differ() -> None:
-    assert len({tag for channel in range(4) for tag in Tags.of(channel)}) == 12
+    tags = {tag for channel in range(4) for tag in Tags.of(channel)}
+    assert len(tags) == 12
+    assert not tags & {exchange._TAG_PART, exchange._TAG_TOTAL}, "control messages travel in the same group"
 
 
 def test_activations_of_changing_shapes_arrive_in_order() -> None:

@@ -44,7 +44,7 @@ def test_both_ends_agree(kinds: list, messages: list[tuple[int, int]]) -> None:
         receiver.learn(index, header.tensors)
         assert receiver.holds(index, header.tensors) == sender.holds(index, header.tensors)
         if receiver.holds(index, header.tensors):
-            unpacked = receiver.unpack(message)
+            unpacked = receiver.unpack(index, message)
             assert [t.dtype for t in unpacked] == [t.dtype for t in tensors]
             assert all(torch.equal(a, b) for a, b in zip(unpacked, tensors, strict=True))
 
@@ -55,7 +55,7 @@ def test_tensors_that_look_as_usual_are_inside() -> None:
     infos = describe(usual)
     parcels.learn(3, ())
     parcels.learn(4, infos)
-    assert [parcels.holds(index, infos) for index in range(4, 8)] == [False] * POSTED + [True, True]
+    assert [parcels.holds(number, infos) for number in range(4, 8)] == [False] * POSTED + [True, True]
     assert not parcels.holds(9, describe(other))
     parcels.learn(9, describe(other))
     assert parcels.holds(9, describe((torch.ones(2, 3), torch.arange(5)))), "whether a gradient comes back is no look"
@@ -63,12 +63,53 @@ def test_tensors_that_look_as_usual_are_inside() -> None:
     assert len(parcels.pack(9, header_of(9, other), other).message) == parcels.size(9)
 
 
+def test_what_comes_twice_in_a_row_becomes_usual() -> None:
+    """A validation of another size may come first; one batch of another size changes nothing."""
+    parcels = Parcels(CPU)
+    first, second = (describe((torch.ones(size),)) for size in (32, 4))
+    for number, infos in enumerate([first, first, second, (), first, second, (), second, second]):
+        parcels.learn(number, infos)
+    assert parcels.holds(7 + POSTED - 1, first)
+    assert not parcels.holds(7 + POSTED - 1, second)
+    assert parcels.holds(7 + POSTED, second)
+    assert not parcels.holds(7 + POSTED, first)
+
+
+def test_an_envelope_of_another_format_is_not_used() -> None:
+    parcels = Parcels(CPU)
+    large, small = (torch.ones(32),), (torch.ones(4),)
+    parcels.learn(0, describe(large))
+    before = parcels.pack(2, header_of(2, large), large)
+    for number in (2, 3):
+        parcels.learn(number, describe(small))
+    parcels.reuse(before)
+    assert parcels.pack(4, header_of(4, small), small) is before, "as long as the old format counts"
+    parcels.reuse(before)
+    after = parcels.pack(5, header_of(5, small), small)
+    assert after is not before
+    assert torch.equal(parcels.unpack(5, after.message)[0], small[0])
+
+
+def test_for_autograd_the_tensors_of_a_parcel_are_apart() -> None:
+    """Changing one in place spoils nothing that was saved of another, or in another mode."""
+    parcels, tensors = Parcels(CPU), (torch.ones(3), torch.zeros(3))
+    parcels.learn(0, describe(tensors))
+    envelope = parcels.pack(POSTED, header_of(POSTED, tensors), tensors)
+    with torch.no_grad():
+        x, auxiliary = parcels.unpack(POSTED, envelope.message)
+    loss = (x.requires_grad_() ** 2).sum()
+    auxiliary += loss.detach()
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_tensors_that_are_not_contiguous_are_packed_in_their_order() -> None:
     parcels = Parcels(CPU)
     turned = (torch.arange(6.0).view(2, 3).t(),)
     parcels.learn(0, describe(turned))
     envelope = parcels.pack(POSTED, header_of(POSTED, turned), turned)
-    assert torch.equal(parcels.unpack(envelope.message)[0], turned[0])
+    assert torch.equal(parcels.unpack(POSTED, envelope.message)[0], turned[0])
 
 
 def test_an_envelope_is_used_again_only_once_it_is_given_back() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.randomness import derive
 from tests.pipeline.failures import Run
 
 
@@ -65,6 +66,26 @@ def test_what_a_step_draws_after_the_model_does_not_depend_on_the_model() -> Non
     half = len(drawn) // 2
     assert half == run.micro_batches
     assert all(torch.equal(a, b) for a, b in zip(drawn[:half], drawn[half:], strict=True))
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_what_a_backward_draws_does_not_depend_on_drains(drained: bool) -> None:
+    run, drawn = run_of_one_stage(), []
+
+    def draw_in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: drawn.append(float(torch.rand(1))))
+
+    run.model[0].register_forward_hook(draw_in_backward)
+    before = torch.get_rng_state()
+    for index in range(2):
+        run.train(index)
+        torch.rand(index + 1)
+        if drained:
+            run.engine.drain(lambda _: run.optimizer.step())
+    seeds = [derive(0, "backward", 0, 0, k) for k in range(2 * run.micro_batches)]
+    expected = [float(torch.rand(1, generator=torch.Generator().manual_seed(seed))) for seed in seeds]
+    assert drawn == expected
+    torch.set_rng_state(before)
 
 
 def _draw_more(model: nn.Module, count: int) -> None:
