@@ -170,7 +170,8 @@ def cut(
     units = pipeline_units(model)
     if any(isinstance(unit.module, OtherStage) for unit in units):
         raise ConfigurationError(
-            "self.model was already cut by another strategy or for another number of stages: build the module anew"
+            "self.model was already cut by another strategy object (each Trainer has its own) or for another number of"
+            " stages: build the module anew; a checkpoint, which holds all stages, brings its weights back"
         )
     counts = spread(units, num_stages)
     problems = ownership_problems(root if root is not None else model, units) + sharing_problems(units, counts)
