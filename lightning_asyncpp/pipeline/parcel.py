@@ -82,7 +82,7 @@ class Envelope:
             self._tensors = [room.of(self.message) for room in format.rooms]
 
     def fill(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
-        """Write the header and, if they have their rooms here, the tensors."""
+        """Write the header and the tensors that have their rooms here, if any."""
         header.write(self._bytes)
         for room, tensor in zip(self._tensors, tensors):
             room.copy_(tensor)
@@ -122,11 +122,11 @@ class Parcels:
         """Whether message ``number`` has room for tensors that look like this."""
         return bool(infos) and self._format(number).looks == _looks(infos)
 
-    def pack(self, number: int, header: Header, tensors: tuple[Tensor, ...]) -> Envelope:
-        """Return message ``number``, with the tensors inside if it holds them."""
+    def pack(self, number: int, header: Header, inside: tuple[Tensor, ...]) -> Envelope:
+        """Return message ``number``, which holds the tensors ``inside``, or none."""
         format = self._format(number)
         envelope = format.free.pop() if format.free else Envelope(format)
-        envelope.fill(header, tensors if self.holds(number, header.tensors) else ())
+        envelope.fill(header, inside)
         return envelope
 
     def reuse(self, envelope: Envelope) -> None:

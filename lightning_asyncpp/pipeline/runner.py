@@ -152,9 +152,7 @@ class StageRunner:
             gradients = self.transport.receive_gradients(flight.k)
         if flight.outputs:
             # What a backward draws must not depend on what ran before it: a drain would change it.
-            seed_generators(
-                derive(self.seed, "backward", self.stage.first_unit, self.mesh.replica, flight.k), self.device
-            )
+            self._seed("backward", self.stage.first_unit, self.mesh.replica, flight.k)
             with self.span(Kind.BACKWARD, flight.k):
                 self.stage.under(weights, lambda: torch.autograd.backward(flight.outputs, gradients))
         self.send_input_gradients(flight)
@@ -193,7 +191,7 @@ class StageRunner:
 
     def _enter(self, task: Task) -> Flight:
         weight = self._weight(task.slot)
-        self._seed(task)
+        self._seed(task.purpose, self.mesh.replica, task.k)
         with self._step_context():
             args, kwargs = self.call.capture(lambda: task.step(task.slot, weight))
         header = Header(task.k, weight=weight, fingerprint=fingerprint(task.slot))
@@ -228,14 +226,14 @@ class StageRunner:
             with preserved_generators(self.device):  # what the step draws after the model does not depend on it
                 return self._compute(task, args, kwargs, in_context=self.hooks.context_around_step)
 
-        self._seed(task)
+        self._seed(task.purpose, self.mesh.replica, task.k)
         with self._step_context():
             result = self.call.redirect(lambda: task.step(task.slot, weight), compute)
         outputs = self._loss_to_differentiate(result, weight) if task.purpose == "train" else ()
         return Flight(task.k, task.version, weight, inputs, outputs, result)
 
-    def _seed(self, task: Task) -> None:
-        seed_generators(derive(self.seed, task.purpose, self.mesh.replica, task.k), self.device)
+    def _seed(self, *parts: int | str) -> None:
+        seed_generators(derive(self.seed, *parts), self.device)
 
     def _weight(self, slot: Any) -> float:
         weight = float(self.hooks.micro_batch_weight(slot))

@@ -65,11 +65,12 @@ class Transport:
         tensors = tuple(tensor.detach() for tensor in tensors)
         number = self.activations_sent
         self.activations_sent += 1
-        envelope = self._parcels.pack(number, header, tensors)
+        inside = self._parcels.holds(number, header.tensors)
+        envelope = self._parcels.pack(number, header, tensors if inside else ())
         work = self._send(envelope.message, peer, groups.host, self.tags.message)
         self._activations.append((number, work, envelope))
         self._parcels.learn(number, header.tensors)
-        if not self._parcels.holds(number, header.tensors):
+        if not inside:
             for tensor in tensors:
                 tensor = tensor.contiguous()
                 work = self._send(tensor, peer, groups.to_next, self.tags.tensor)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.header import HEADER_BYTES, Header, describe
-from lightning_asyncpp.pipeline.parcel import POSTED, Parcels
+from lightning_asyncpp.pipeline.parcel import POSTED, Envelope, Parcels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
@@ -25,6 +25,12 @@ def header_of(k: int, tensors: tuple[Tensor, ...]) -> Header:
     return Header(k, Header.TUPLE if tensors else Header.EMPTY, tensors=describe(tensors))
 
 
+def packed(parcels: Parcels, number: int, tensors: tuple[Tensor, ...]) -> Envelope:
+    """As the transport packs: inside if there is room, else the header alone."""
+    header = header_of(number, tensors)
+    return parcels.pack(number, header, tensors if parcels.holds(number, header.tensors) else ())
+
+
 @given(kinds_of_tensors, st.lists(st.tuples(st.integers(0, 2), st.integers(0, POSTED - 1)), max_size=12))
 def test_both_ends_agree(kinds: list, messages: list[tuple[int, int]]) -> None:
     """The receiver posts each receive before it has read the message before it, or a few more."""
@@ -35,7 +41,7 @@ def test_both_ends_agree(kinds: list, messages: list[tuple[int, int]]) -> None:
             sizes.append(receiver.size(len(sizes)))
         tensors = filled(kinds[kind % len(kinds)], index)
         header = header_of(index, tensors)
-        envelope = sender.pack(index, header, tensors)
+        envelope = packed(sender, index, tensors)
         message = envelope.message.clone()  # as it arrives
         sender.reuse(envelope)
         sender.learn(index, header.tensors)
@@ -60,7 +66,7 @@ def test_tensors_that_look_as_usual_are_inside() -> None:
     parcels.learn(9, describe(other))
     assert parcels.holds(9, describe((torch.ones(2, 3), torch.arange(5)))), "whether a gradient comes back is no look"
     assert parcels.size(9) > HEADER_BYTES + 24 + 40
-    assert len(parcels.pack(9, header_of(9, other), other).message) == parcels.size(9)
+    assert len(packed(parcels, 9, other).message) == parcels.size(9)
 
 
 def test_what_comes_twice_in_a_row_becomes_usual() -> None:
@@ -79,13 +85,13 @@ def test_an_envelope_of_another_format_is_not_used() -> None:
     parcels = Parcels(CPU)
     large, small = (torch.ones(32),), (torch.ones(4),)
     parcels.learn(0, describe(large))
-    before = parcels.pack(2, header_of(2, large), large)
+    before = packed(parcels, 2, large)
     for number in (2, 3):
         parcels.learn(number, describe(small))
     parcels.reuse(before)
-    assert parcels.pack(4, header_of(4, small), small) is before, "as long as the old format counts"
+    assert packed(parcels, 4, small) is before, "as long as the old format counts"
     parcels.reuse(before)
-    after = parcels.pack(5, header_of(5, small), small)
+    after = packed(parcels, 5, small)
     assert after is not before
     assert torch.equal(parcels.unpack(5, after.message)[0], small[0])
 
@@ -94,7 +100,7 @@ def test_for_autograd_the_tensors_of_a_parcel_are_apart() -> None:
     """Changing one in place spoils nothing that was saved of another, or in another mode."""
     parcels, tensors = Parcels(CPU), (torch.ones(3), torch.zeros(3))
     parcels.learn(0, describe(tensors))
-    envelope = parcels.pack(POSTED, header_of(POSTED, tensors), tensors)
+    envelope = packed(parcels, POSTED, tensors)
     with torch.no_grad():
         x, auxiliary = parcels.unpack(POSTED, envelope.message)
     loss = (x.requires_grad_() ** 2).sum()
@@ -108,17 +114,17 @@ def test_tensors_that_are_not_contiguous_are_packed_in_their_order() -> None:
     parcels = Parcels(CPU)
     turned = (torch.arange(6.0).view(2, 3).t(),)
     parcels.learn(0, describe(turned))
-    envelope = parcels.pack(POSTED, header_of(POSTED, turned), turned)
+    envelope = packed(parcels, POSTED, turned)
     assert torch.equal(parcels.unpack(POSTED, envelope.message)[0], turned[0])
 
 
 def test_an_envelope_is_used_again_only_once_it_is_given_back() -> None:
     parcels, tensors = Parcels(CPU), (torch.ones(2),)
     parcels.learn(0, describe(tensors))
-    first, second = (parcels.pack(index, header_of(index, tensors), tensors) for index in (4, 5))
+    first, second = (packed(parcels, index, tensors) for index in (4, 5))
     assert first is not second
     parcels.reuse(first)
-    assert parcels.pack(6, header_of(6, tensors), tensors) is first
+    assert packed(parcels, 6, tensors) is first
 
 
 def test_tensors_elsewhere_than_on_a_cpu_travel_on_their_own() -> None:
