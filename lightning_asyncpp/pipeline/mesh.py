@@ -73,7 +73,7 @@ class Mesh:
             return
         # Headers, control messages and checks are host data whatever the device is.
         host = _new_group(timeout, backend="gloo")
-        # Each group on gloo keeps a thread that wakes a hundred times a second. Only many replicas need the second
+        # Each group on gloo keeps a thread that wakes a hundred times a second. Only replicas may need the second
         # one: an all-reduce of control messages may still run when another collective starts.
         groups = Groups(control=host if self.num_replicas == 1 else _new_group(timeout, backend="gloo"), host=host)
         if dist.get_backend() == "gloo":
