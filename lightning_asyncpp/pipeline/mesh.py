@@ -137,6 +137,12 @@ class Groups:
         """Number of the next transport over these groups: every rank makes them in the same order."""
         return next(self._channels)
 
+    def on_host(self) -> list[dist.ProcessGroup]:
+        """The groups on gloo that this rank is in, each once."""
+        groups = [self.host, self.control, self.data_parallel, self.last_stages]
+        distinct = {id(group): group for group in groups if group is not None}
+        return [group for group in distinct.values() if dist.get_backend(group) == "gloo"]
+
     @property
     def to_next(self) -> dist.ProcessGroup | None:
         """Group that carries activations to the stage after."""

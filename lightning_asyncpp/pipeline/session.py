@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.errors import ConfigurationError, lost_peers
+from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, lost_peers
+from lightning_asyncpp.pipeline.hang_up import hang_up_soon
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.runner import UserHooks
@@ -186,20 +187,28 @@ class PipelineSession:
         return self.engine
 
     def fail(self, error: BaseException) -> None:
-        """Remember the first failure: from now on every collective of this session raises."""
+        """Remember the first failure: from now on every collective of this session raises, soon on the others too."""
         if self.failure is None:
             self.failure = error
+            if self.mesh is not None:
+                hang_up_soon(self.mesh, error)
 
     def finish(self) -> None:
         """End the run, after every message has arrived; a collective unless the session failed.
 
         The engine stays until the next :meth:`start`, so that weights and state can be gathered afterwards.
         """
-        if self.engine is not None and self.failure is None and self.engine.runner.transport is not None:
-            self.engine.runner.transport.settle()
-            with lost_peers():
-                dist.barrier(group=self._groups().host)
-        if self.engine is not None:
+        if self.engine is None:
+            return
+        try:
+            if self.failure is None and self.engine.runner.transport is not None:
+                self.engine.runner.transport.settle()
+                with lost_peers():
+                    dist.barrier(group=self._groups().host)
+        except PeerLostError as error:
+            self.fail(error)
+            raise
+        finally:
             self.engine.release()
 
     def _apply(self, update: Update, step: ApplyStep) -> None:

@@ -20,9 +20,9 @@ T = TypeVar("T")
 class OtherStage(nn.Module):
     """Stands where a unit of another stage was: it holds nothing and cannot run."""
 
-    def __init__(self, name: str, stage: int) -> None:
+    def __init__(self, name: str, stage: int, num_stages: int) -> None:
         super().__init__()
-        self.name, self.stage = name, stage
+        self.name, self.stage, self.num_stages = name, stage, num_stages
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse to run."""
@@ -156,6 +156,8 @@ def cut(
 ) -> Stage:
     """Keep the units of stage ``index`` of a model, materialise their meta tensors and drop the other units.
 
+    A model that was cut the same way before, for another Trainer of this process, is taken as it is.
+
     Args:
         model: an ``nn.Sequential`` or a module with ``pipeline_layers()``; it is changed in place.
         index: the stage, 0 first.
@@ -169,10 +171,7 @@ def cut(
     """
     units = pipeline_units(model)
     if any(isinstance(unit.module, OtherStage) for unit in units):
-        raise ConfigurationError(
-            "self.model was already cut by another strategy object (each Trainer has its own) or for another number of"
-            " stages: build the module anew; a checkpoint, which holds all stages, brings its weights back"
-        )
+        return _cut_before(model, index, num_stages, units, root)
     counts = spread(units, num_stages)
     problems = ownership_problems(root if root is not None else model, units) + sharing_problems(units, counts)
     if problems:
@@ -183,8 +182,21 @@ def cut(
     stage_of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
     for position, unit in enumerate(units):
         if position not in own:
-            _replace(model, unit.name, OtherStage(unit.name, stage_of_unit[position]))
+            _replace(model, unit.name, OtherStage(unit.name, stage_of_unit[position], num_stages))
     return Stage(model, index, num_stages, [units[position] for position in own], first)
+
+
+def _cut_before(model: nn.Module, index: int, num_stages: int, units: list[Unit], root: nn.Module | None) -> Stage:
+    others = [unit.module for unit in units if isinstance(unit.module, OtherStage)]
+    own = [position for position, unit in enumerate(units) if not isinstance(unit.module, OtherStage)]
+    if any(other.num_stages != num_stages or other.stage == index for other in others):
+        raise ConfigurationError(
+            f"self.model was already cut for {others[0].num_stages} stages and cannot be cut for {num_stages}, or not"
+            " at the same place: build the module anew; a checkpoint, which holds all stages, brings its weights back"
+        )
+    if problems := ownership_problems(root if root is not None else model, units):
+        raise ConfigurationError.from_problems(problems)
+    return Stage(model, index, num_stages, [units[position] for position in own], own[0])
 
 
 def _replace(model: nn.Module, name: str, substitute: nn.Module) -> None:

@@ -7,9 +7,11 @@ import secrets
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error
+from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 
@@ -35,15 +37,24 @@ class PipelineStrategyMixin:
         self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks, in a group that a failed rank leaves: see :mod:`lightning_asyncpp.pipeline.hang_up`."""
         self._check_collective("barrier")
-        super().barrier(*args, **kwargs)  # type: ignore[misc]
+        if (group := self._host_group()) is None:
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+            return
+        with lost_peers():
+            dist.barrier(group=group)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of rank ``src`` on all ranks."""
+        """Return the object of rank ``src`` on all ranks; like :meth:`barrier` it does not wait for a failed one."""
         self._check_collective("broadcast")
-        result: T = super().broadcast(obj, src)  # type: ignore[misc]
-        return result
+        if (group := self._host_group()) is None:
+            result: T = super().broadcast(obj, src)  # type: ignore[misc]
+            return result
+        objects = [obj]
+        with lost_peers():
+            dist.broadcast_object_list(objects, src, group=group)
+        return objects[0]
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, stacked along a new first dimension."""
@@ -55,6 +66,10 @@ class PipelineStrategyMixin:
     def _mesh(self) -> Mesh:
         assert self.session.mesh is not None, "the processes are not launched yet"
         return self.session.mesh
+
+    def _host_group(self) -> dist.ProcessGroup | None:
+        mesh = self.session.mesh
+        return mesh.groups.host if mesh is not None and mesh.groups is not None else None
 
     def _check_collective(self, name: str) -> None:
         self.session.check_collective(name, self.step_name, self.outside_step)

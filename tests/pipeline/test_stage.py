@@ -149,11 +149,31 @@ def test_dropout_depends_on_unit_replica_and_micro_batch_alone(num_stages: int) 
         assert not torch.equal(run(*other), whole)
 
 
-def test_a_model_is_cut_once() -> None:
+def test_a_model_that_was_cut_the_same_way_is_taken_as_it_is() -> None:
+    model = make_model()
+    before = cut(model, 1, 2, 0, CPU)
+    again = cut(model, 1, 2, 0, CPU)
+    assert (again.units, again.first_unit) == (before.units, before.first_unit)
+    assert again.parameters.keys() == before.parameters.keys()
+    assert all(again.parameters[name] is before.parameters[name] for name in again.parameters)
+
+
+@pytest.mark.parametrize(("index", "num_stages"), [(0, 3), (1, 2), (0, 1)])
+def test_a_model_is_not_cut_in_another_way(index: int, num_stages: int) -> None:
     model = make_model()
     cut(model, 0, 2, 0, CPU)
-    with pytest.raises(ConfigurationError, match=r"self\.model was already cut .*: build the module anew"):
-        cut(model, 0, 3, 0, CPU)
+    message = rf"self\.model was already cut for 2 stages and cannot be cut for {num_stages}.*: build the module anew"
+    with pytest.raises(ConfigurationError, match=message):
+        cut(model, index, num_stages, 0, CPU)
+
+
+def test_parameters_that_came_beside_a_cut_model_are_refused() -> None:
+    root = nn.Module()
+    root.model = make_model()
+    cut(root.model, 0, 2, 0, CPU, root=root)
+    root.log_scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigurationError, match=r"parameters outside the layers of self\.model: log_scale"):
+        cut(root.model, 0, 2, 0, CPU, root=root)
 
 
 def test_all_reasons_are_named_and_the_model_is_left_whole() -> None:
