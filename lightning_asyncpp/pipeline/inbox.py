@@ -42,11 +42,12 @@ class Arrival(NamedTuple):
 
 
 class _Posted(NamedTuple):
-    """A receive that was posted; which micro-batch it brings will be seen."""
+    """A receive that was posted; which micro-batch it brings, and whether tensors come inside, will be seen."""
 
     number: int
     work: dist.Work
     message: Tensor
+    tensors: tuple[Tensor, ...]
 
 
 class Inbox:
@@ -86,7 +87,7 @@ class Inbox:
         header = Header.read(posted.message.numpy().data, k, self.max_message_bytes)
         self._parcels.learn(posted.number, header.tensors)
         if self._parcels.holds(posted.number, header.tensors):
-            return Arrival(header, self._parcels.unpack(posted.number, posted.message))
+            return Arrival(header, posted.tensors)
         return Arrival(header, self._receive(header.tensors))
 
     def _post(self) -> None:
@@ -94,7 +95,8 @@ class Inbox:
             message = new_message(self._parcels.size(self._count))
             with lost_peers(self._peer_name):
                 work = started(dist.irecv(message, self._peer, group=self._groups.host, tag=self.tags.message))
-            self._posted.append(_Posted(self._count, work, message))
+            # The rooms in it are found now, while there is time, not when the message is there.
+            self._posted.append(_Posted(self._count, work, message, self._parcels.unpack(self._count, message)))
             self._count += 1
 
     def _receive(self, infos: tuple[TensorInfo, ...]) -> tuple[Tensor, ...]:

@@ -134,8 +134,9 @@ class Parcels:
         envelope.format.free.append(envelope)
 
     def unpack(self, number: int, message: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors inside message ``number``, which holds them; they share its memory."""
-        return tuple(room.of(message) for room in self._format(number).rooms)
+        """Return the usual tensors of message ``number``, should it hold them; they share its memory."""
+        with torch.inference_mode(False):
+            return tuple(room.of(message) for room in self._format(number).rooms)
 
     def _format(self, number: int) -> Format:
         return next(format for format in reversed(self._formats) if format.since <= number)

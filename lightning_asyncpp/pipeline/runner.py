@@ -18,6 +18,7 @@ from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import fingerprint, number_of_samples, split_batch
 from lightning_asyncpp.pipeline.model_call import ModelCall
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
+from lightning_asyncpp.pipeline.received import InputGradient, begin
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.trace import Trace
@@ -59,7 +60,7 @@ class Flight:
         k: the micro-batch, counted over the run.
         version: the weights that it runs on.
         weight: w_k; a micro-batch of weight 0, or an empty slot, has no backward.
-        inputs: activations received that need a gradient.
+        inputs: where the gradients arrive of the activations received that need one.
         outputs: tensors from which the backward starts; on the last stage the loss, already multiplied with its weight.
         result: what the user's step returned, on the last stage.
         message: number of the message with which it left this stage; -1 if it did not.
@@ -68,7 +69,7 @@ class Flight:
     k: int
     version: int
     weight: float = 0.0
-    inputs: tuple[Tensor, ...] = ()
+    inputs: tuple[InputGradient, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     result: Any = None
     message: int = -1
@@ -160,9 +161,7 @@ class StageRunner:
     def send_input_gradients(self, flight: Flight) -> None:
         """Send the gradients of what was received; zeros for what the loss does not depend on."""
         if self.transport is not None and not self.mesh.is_first:
-            self.transport.send_gradients(
-                flight.k, [torch.zeros_like(t) if t.grad is None else t.grad for t in flight.inputs]
-            )
+            self.transport.send_gradients(flight.k, [gradient.get() for gradient in flight.inputs])
 
     def announce_failure(self, k: int) -> None:
         """Tell the stage after that nothing comes, so that it does not wait."""
@@ -198,7 +197,7 @@ class StageRunner:
         return self._pass_on(task, args, kwargs, header, ())
 
     def _pass_on(
-        self, task: Task, args: tuple, kwargs: dict[str, Any], header: Header, inputs: tuple[Tensor, ...]
+        self, task: Task, args: tuple, kwargs: dict[str, Any], header: Header, inputs: tuple[InputGradient, ...]
     ) -> Flight:
         output = self._compute(task, args, kwargs)
         tensors = _tensors_of_output(output)
@@ -213,7 +212,7 @@ class StageRunner:
         if task.slot is None:
             raise BatchMismatchError(_mismatch(task.k, "samples on the first stage, an empty slot on the last"))
         weight = self._weight(task.slot)
-        inputs: tuple[Tensor, ...] = ()
+        inputs: tuple[InputGradient, ...] = ()
         if arrival is not None:
             if arrival.header.fingerprint != fingerprint(task.slot):
                 raise BatchMismatchError(_mismatch(task.k, "their contents differ"))
@@ -251,13 +250,13 @@ class StageRunner:
         with nullcontext() if in_context else self.hooks.forward_context():
             return self.stage.under(task.weights, forward)
 
-    def _open(self, arrival: Arrival) -> tuple[tuple[Tensor, ...], Any]:
-        inputs = []
-        for tensor, info in zip(arrival.tensors, arrival.header.tensors):
+    def _open(self, arrival: Arrival) -> tuple[tuple[InputGradient, ...], Any]:
+        tensors, inputs = list(arrival.tensors), []
+        for position, info in enumerate(arrival.header.tensors):
             if info.needs_gradient and torch.is_grad_enabled():
-                inputs.append(tensor.requires_grad_())
-        tensors = arrival.tensors
-        return tuple(inputs), tensors[0] if arrival.header.kind == Header.TENSOR else tensors
+                tensors[position], gradient = begin(tensors[position])
+                inputs.append(gradient)
+        return tuple(inputs), tensors[0] if arrival.header.kind == Header.TENSOR else tuple(tensors)
 
     def _loss_to_differentiate(self, result: Any, weight: float) -> tuple[Tensor, ...]:
         loss = loss_of(result)

@@ -27,6 +27,28 @@ class Scaled(nn.Module):
         return scale * x @ self.weight + shift
 
 
+class InPlace(nn.Module):
+    """Changes its input in place before it uses it, as memory-saving layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((DIM,), 0.1))
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.shift
+        return self.linear(nn.functional.relu(x, inplace=True))
+
+
+class InPlaceNet(Net):
+    """Every cut lies before a layer that changes what it is given."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(DIM, DIM), InPlace(), InPlace(), InPlace(), nn.Linear(DIM, 1))
+
+
 class Chain(nn.Module):
     """A model with ``pipeline_layers()``, called with keyword arguments."""
 

@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.trainer.modules import KeywordNet, NoisyNet, SummingNet, WeighingNet, small_gpt
+from tests.trainer.modules import InPlaceNet, KeywordNet, NoisyNet, SummingNet, WeighingNet, small_gpt
 from tests.trainer.pool import Pools
 from tests.trainer.reference import (
     assert_equal_weights,
@@ -48,6 +48,12 @@ def check(
 def test_adamw(pools: Pools, stages: int, strategy: str) -> None:
     run = Run(Net, strategy, {"micro_batches": 4}, scheduler="decay-step", trainer={"max_epochs": 2})
     check(pools, run, stages, list(mini_batches_of(run, 2)))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_layers_that_change_their_input_in_place(pools: Pools, stages: int) -> None:
+    run = Run(InPlaceNet, options={"micro_batches": 3})
+    check(pools, run, stages, list(mini_batches_of(run)))
 
 
 @pytest.mark.parametrize("stages", [2, 3, FOUR])
