@@ -56,9 +56,17 @@ def find_text_files(
         source: a folder, or ``"stdlib"`` for the running Python's standard library without its tests.
         patterns: globs of the files to take, relative to the folder. Hidden files and folders are left out.
         max_bytes: take documents, in their order, as long as they fit into so many bytes.
+
+    Raises:
+        DataError: ``source`` is no folder, or holds no file to take.
     """
     library = source == STANDARD_LIBRARY
     folder = Path(sysconfig.get_path("stdlib")) if library else Path(source).expanduser()
+    if folder.is_file():
+        raise DataError(
+            f"source={str(source)!r} is a file, and a folder of text files is wanted; "
+            f"give source={str(folder.parent)!r} with patterns={[folder.name]} to take this file alone"
+        )
     if not folder.is_dir():
         raise DataError(f"source={str(source)!r}: there is no such folder; give a folder of text files, or 'stdlib'")
     files = _matching_files(folder, ("**/*.py",) if library else patterns, _NOT_LIBRARY if library else set())

@@ -11,7 +11,6 @@ from typing import Any
 import lightning as L
 import torch
 from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
-from torch import Tensor
 
 from lightning_asyncpp.data.corpus import TEXT_PATTERNS
 from lightning_asyncpp.data.errors import DataError
@@ -25,8 +24,9 @@ from lightning_asyncpp.data.source import (
     is_uri,
     load_tokenizer,
 )
-from lightning_asyncpp.data.token_dataset import count_sequences
+from lightning_asyncpp.data.token_dataset import count_sequences, verify_checksums
 from lightning_asyncpp.data.tokenizer import Tokenizer
+from lightning_asyncpp.data.vocabulary import CheckedTokens
 
 
 class TextDataModule(L.LightningDataModule):
@@ -126,15 +126,22 @@ class TextDataModule(L.LightningDataModule):
             self._text().prepare()
 
     def setup(self, stage: str | None = None) -> None:
-        """Find the token dataset and check it."""
+        """Find the token dataset and check it; what was prepared from text is read whole and compared with checksums.
+
+        Raises:
+            DataError: the dataset is missing or damaged, or does not fit the arguments or the trainer's model.
+        """
         if is_token_source(self.source):
             self.tokens = existing_tokens(self.source, self.val_source)
         else:
             self.tokens = self._text().prepared()
         self._check_vocabulary()
+        self._check_context()
         for split in (self.tokens.train, self.tokens.validation):
             if split is not None and not is_uri(split):
                 self._check_sequences(split, batches=False)
+        if self.tokens.folder is not None and self.tokens.metadata is not None:
+            verify_checksums(self.tokens.folder, self.tokens.metadata)
 
     def train_dataloader(self) -> StreamingDataLoader:
         """Return the training batches of this process's replica."""
@@ -172,7 +179,7 @@ class TextDataModule(L.LightningDataModule):
                 shuffle=self.shuffle and training,
                 drop_last=drop_last,
                 seed=self.seed,
-                transform=_to_int64,
+                transform=self._checked_tokens(split),
                 **_full_shuffle(),
             )
             loader = StreamingDataLoader(
@@ -183,6 +190,22 @@ class TextDataModule(L.LightningDataModule):
             )
         use_replica(loader, num_replicas, rank)
         return loader
+
+    def _checked_tokens(self, split: str) -> CheckedTokens:
+        tokens = self._prepared()
+        prepared = tokens.folder if tokens.folder is not None and Path(split).parent == tokens.folder else None
+        known = self._known_vocab_size()
+        return CheckedTokens(split, self._size_of_model("vocab_size") if known is None else known, prepared)
+
+    def _known_vocab_size(self) -> int | None:
+        metadata = self._prepared().metadata
+        return self.expected_vocab_size if metadata is None else metadata.vocab_size
+
+    def _size_of_model(self, name: str) -> int | None:
+        """Read a size from the ``config`` of the attached trainer's model; ``None`` if it has no such size."""
+        model = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
+        size = getattr(getattr(model, "config", None), name, None)
+        return size if isinstance(size, int) else None
 
     def _replica(self) -> tuple[int, int]:
         sampler = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
@@ -232,13 +255,19 @@ class TextDataModule(L.LightningDataModule):
                     f"{self.source} has a vocabulary of {metadata.vocab_size} token ids instead of vocab_size="
                     f"{expected}; correct vocab_size, or name another dataset"
                 )
-        model = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
-        known = getattr(getattr(model, "config", None), "vocab_size", None)
-        needed = self.expected_vocab_size if metadata is None else metadata.vocab_size
+        known, needed = self._size_of_model("vocab_size"), self._known_vocab_size()
         if known is not None and needed is not None and needed > known:
             raise DataError(
                 f"{self.source} has a vocabulary of {needed} token ids, and the model only {known}; "
                 f"build the model with vocab_size={needed}"
+            )
+
+    def _check_context(self) -> None:
+        known = self._size_of_model("context_length")
+        if known is not None and self.context_length > known:
+            raise DataError(
+                f"context_length={self.context_length} of the data is longer than config.context_length={known} of the "
+                f"model; lower the data's, or build the model with context_length={self.context_length}"
             )
 
     def _check_tokenizer(self, fingerprint: str, vocab_size: int) -> None:
@@ -267,7 +296,15 @@ class TextDataModule(L.LightningDataModule):
             problems.append(f"val_fraction={self.val_fraction!r}: must be at least 0 and below 1")
         if not self.patterns:
             problems.append("patterns=[]: give at least one glob, for instance '**/*.txt'")
-        return problems + self._wrong_combinations()
+        return problems + self._wrong_cache_dir() + self._wrong_combinations()
+
+    def _wrong_cache_dir(self) -> list[str]:
+        if is_token_source(self.source) and not is_uri(self.source):
+            return []  # nothing is kept
+        existing = next(path for path in (self.cache_dir, *self.cache_dir.absolute().parents) if path.exists())
+        if existing.is_dir():
+            return []
+        return [f"cache_dir={str(self.cache_dir)!r}: {existing} is no folder; remove it, or name another cache_dir"]
 
     def _wrong_combinations(self) -> list[str]:
         problems = []
@@ -291,7 +328,3 @@ def _full_shuffle() -> dict[str, Any]:
     # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
     known = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
     return {"item_shuffle_window": 0} if known else {}
-
-
-def _to_int64(tokens: Tensor) -> Tensor:
-    return tokens.long()

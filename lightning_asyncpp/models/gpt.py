@@ -13,11 +13,12 @@ from lightning_asyncpp.models.rotary import RotaryEmbedding
 
 
 class TokenEmbedding(nn.Module):
-    """First unit: token ids to vectors."""
+    """First unit: token ids to vectors. It refuses sequences that are too long for the units behind it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.init_std = config.init_std
+        self.context_length = config.context_length
         self.token = nn.Embedding(config.vocab_size, config.dim)
         self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
@@ -27,7 +28,17 @@ class TokenEmbedding(nn.Module):
         nn.init.normal_(self.token.weight, std=self.init_std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up ``tokens`` (batch, time) int64; returns (batch, time, dim)."""
+        """Look up ``tokens`` (batch, time) int64; returns (batch, time, dim).
+
+        Raises:
+            ValueError: ``time`` is above the model's ``context_length``.
+        """
+        # Here and not in the model: a pipeline calls the units, and the model's own forward never.
+        if tokens.shape[-1] > self.context_length:
+            raise ValueError(
+                f"sequences of {tokens.shape[-1]} tokens do not fit context_length={self.context_length}; "
+                "shorten them or build the model with a longer context"
+            )
         embedded: Tensor = self.dropout(self.token(tokens))
         return embedded
 
@@ -179,12 +190,10 @@ class GPT(nn.Module):
 
         Returns:
             Logits, (batch, time, vocab_size), in the weights' dtype or autocast's.
+
+        Raises:
+            ValueError: ``time`` is above ``config.context_length``.
         """
-        if tokens.shape[-1] > self.config.context_length:
-            raise ValueError(
-                f"sequences of {tokens.shape[-1]} tokens do not fit context_length={self.config.context_length}; "
-                "shorten them or build the model with a longer context"
-            )
         x = tokens
         for unit in self.pipeline_layers():
             x = unit(x)

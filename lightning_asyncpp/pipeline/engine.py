@@ -182,7 +182,9 @@ class Engine:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
             sent = self.runner.transport.activations_sent
             self.runner.transport.settle(activations=sent - 4 * self.settings.micro_batches)
-        return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
+        # What has samples but no weight (padding alone) has a result nevertheless, which a prediction must not lack.
+        had = [flight for flight, slot in zip(flights, slots) if slot is not None]
+        return BatchOutput([flight.result for flight in had], [flight.weight for flight in had])
 
     def state_dict(self) -> dict[str, Any]:
         """Counters of a drained engine; the weights are the module's, the older ones :meth:`WeightVersions.older`'s."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.tree import map_tensors, tensors_of
+from lightning_asyncpp.pipeline.tree import children_of, is_named_tuple, map_leaves, tensors_of
 
 # The fingerprint looks at this many elements of a tensor at most, evenly spread.
 _FINGERPRINT_ELEMENTS = 1024
@@ -31,13 +33,25 @@ def number_of_samples(batch: Any) -> int:
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Cut every tensor of a batch along its first dimension into ``parts`` slots.
+    """Cut a batch into ``parts`` slots: everything in it that has one entry per sample.
 
-    Sizes differ by one sample at most, as ``torch.tensor_split`` cuts; a slot without samples is ``None``. Tensors
-    without dimensions and other leaves are handed to every micro-batch as they are.
+    Sizes differ by one sample at most, as ``torch.tensor_split`` cuts; a slot without samples is ``None``. These are
+    cut along their first dimension, and keep their type:
+
+    * every tensor that has dimensions; the first one says how many samples there are;
+    * numpy arrays with as many rows as there are samples;
+    * lists and tuples with as many entries as there are samples, if no tensor lies anywhere inside: the strings that
+      ``default_collate`` leaves as they are, or one list, dictionary or object per sample. Of nested ones the outermost
+      is cut.
+
+    Other lists and tuples, named tuples, mappings and dataclasses are structure: what lies inside is cut by the same
+    rule. Everything else (tensors without dimensions, strings, numbers, objects, arrays of another length) is handed to
+    every micro-batch as it is. A list that belongs to the whole batch and may have as many entries as there are samples
+    is cut too: if it must not be, define ``split_batch`` on the module.
 
     Raises:
-        ConfigurationError: the tensors of the batch have different first dimensions.
+        ConfigurationError: the tensors of the batch have different first dimensions; or a list without tensors has as
+            many entries as there are samples, and so have all its entries, so that either may be the samples.
     """
     samples = number_of_samples(batch)
     sizes = {tensor.size(0) for tensor in tensors_of(batch) if tensor.ndim > 0}
@@ -46,11 +60,13 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
             f"the tensors of a batch have different first dimensions {sorted(sizes)}: the pipeline cannot tell which of"
             " them are batched; define split_batch(batch, parts) on the module"
         )
-    slots: list[Any] = []
-    for part in range(parts):
-        start, end = _bounds(samples, parts, part)
-        slots.append(map_tensors(lambda x: _slice(x, start, end), batch) if end > start else None)  # noqa: B023
-    return slots
+    bounds = [_bounds(samples, parts, part) for part in range(parts)]
+    several_slots = min(parts, samples) > 1  # a single one holds everything, whichever way a list is cut
+
+    def is_leaf(node: Any) -> bool:
+        return _has_an_entry_per_sample(node, samples, refuse_ambiguous=several_slots)
+
+    return [map_leaves(_cut(samples, *piece), batch, is_leaf) if piece[1] > piece[0] else None for piece in bounds]
 
 
 def _bounds(samples: int, parts: int, part: int) -> tuple[int, int]:
@@ -60,8 +76,44 @@ def _bounds(samples: int, parts: int, part: int) -> tuple[int, int]:
     return start, start + size + (1 if part < longer else 0)
 
 
-def _slice(tensor: Tensor, start: int, end: int) -> Tensor:
-    return tensor[start:end] if tensor.ndim > 0 else tensor
+def _has_an_entry_per_sample(node: Any, samples: int, refuse_ambiguous: bool) -> bool:
+    if not _is_list_of(node, samples) or any(True for _ in tensors_of(node)):
+        return False
+    if refuse_ambiguous and all(_has_batch_dimension(entry, samples) for entry in node):
+        # default_collate turns two strings per sample into two lists of samples; others make a list of two per sample.
+        # A batch of two samples could be either.
+        raise ConfigurationError(
+            f"a batch of {samples} samples holds a {type(node).__name__} with {samples} entries of {samples} entries"
+            " each: the pipeline cannot tell which of them are the samples; define split_batch(batch, parts) on the"
+            " module"
+        )
+    return True
+
+
+def _has_batch_dimension(tree: Any, samples: int) -> bool:
+    if _is_list_of(tree, samples) or _is_array_of(tree, samples):
+        return True
+    children = children_of(tree)
+    return bool(children) and all(_has_batch_dimension(child, samples) for child in children)
+
+
+def _is_list_of(tree: Any, samples: int) -> bool:
+    return isinstance(tree, (list, tuple)) and not is_named_tuple(tree) and len(tree) == samples
+
+
+def _is_array_of(leaf: Any, samples: int) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.ndim > 0 and len(leaf) == samples
+
+
+def _cut(samples: int, start: int, end: int) -> Callable[[Any], Any]:
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, (list, tuple)):
+            return type(leaf)(leaf[start:end])
+        if _is_array_of(leaf, samples) or (isinstance(leaf, Tensor) and leaf.ndim > 0):
+            return leaf[start:end]
+        return leaf
+
+    return cut
 
 
 def fingerprint(batch: Any) -> int:

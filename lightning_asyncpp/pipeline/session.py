@@ -98,7 +98,16 @@ class PipelineSession:
         return self.engine
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know."""
+        """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know.
+
+        Raises:
+            ConfigurationError: one gradient per step is not enough for it.
+        """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS evaluates the loss several times per step, but a pipeline brings one gradient per step; use an"
+                " optimizer whose step() needs no closure"
+            )
         self.optimizer = optimizer
         self._office = TicketOffice(optimizer)
         if callable(set_delay := getattr(optimizer, "set_delay", None)):

@@ -14,26 +14,44 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
     else:
-        for child in _children(tree):
+        for child in children_of(tree):
             yield from tensors_of(child)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return the same nesting with ``function`` applied to every tensor; other leaves are kept."""
-    if isinstance(tree, Tensor):
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = lambda node: False) -> Any:
+    """Return the same nesting with ``function`` applied to every leaf.
+
+    Args:
+        function: leaf -> what stands in its place.
+        tree: nested tuples, lists, mappings and dataclasses.
+        is_leaf: node -> whether a container is taken as a leaf; asked from the outside in.
+    """
+    if isinstance(tree, Tensor) or is_leaf(tree):
         return function(tree)
     if isinstance(tree, Mapping):
-        return _like_mapping(tree, {key: map_tensors(function, value) for key, value in tree.items()})
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
+        return _like_mapping(tree, {key: map_leaves(function, value, is_leaf) for key, value in tree.items()})
+    if is_named_tuple(tree):
+        return type(tree)(*(map_leaves(function, value, is_leaf) for value in tree))
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value) for value in tree)
+        return type(tree)(map_leaves(function, value, is_leaf) for value in tree)
     if is_dataclass(tree) and not isinstance(tree, type):
-        return replace(tree, **{f.name: map_tensors(function, getattr(tree, f.name)) for f in fields(tree) if f.init})
-    return tree
+        values = {f.name: map_leaves(function, getattr(tree, f.name), is_leaf) for f in fields(tree) if f.init}
+        return replace(tree, **values)
+    return function(tree)
 
 
-def _children(tree: Any) -> list[Any]:
+def is_named_tuple(tree: Any) -> bool:
+    """Whether it is a tuple whose entries have names, which is made from its entries one by one."""
+    return isinstance(tree, tuple) and hasattr(tree, "_fields")
+
+
+def children_of(tree: Any) -> list[Any]:
+    """Return the entries of a tuple, list, mapping or dataclass, in their order; of a leaf none."""
     if isinstance(tree, Mapping):
         return list(tree.values())
     if isinstance(tree, (tuple, list)):

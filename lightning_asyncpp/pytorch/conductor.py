@@ -62,7 +62,9 @@ class Conductor(Callback):
             self.strategy.session.running().requested.finished = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Log torchmetrics objects of the epoch."""
+        """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); log what is left of the epoch."""
+        self.strategy.drain()
+        self.strategy.step_metrics.log_rest_of_epoch()
         self.strategy.step_metrics.log_metric_objects(training=True)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
@@ -73,43 +75,12 @@ class Conductor(Callback):
         """Log torchmetrics objects of loaders without a length."""
         self.strategy.step_metrics.log_metric_objects(training=False)
 
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Log what a loader brought, after its last batch."""
-        limits = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._log_evaluation(limits, batch_idx, dataloader_idx)
-
-    def on_test_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Log what a loader brought, after its last batch."""
-        self._log_evaluation(trainer.num_test_batches, batch_idx, dataloader_idx)
-
     def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let callbacks that save on an exception fail instead of waiting for ranks that do not answer."""
         engine = self.strategy.session.engine
         agreed_and_drained = engine is not None and engine.agreed.interrupted and engine.idle
         if not agreed_and_drained:
             self.strategy.session.fail(exception)
-
-    def _log_evaluation(self, limits: list[int | float], batch_idx: int, dataloader_idx: int) -> None:
-        limit = limits[dataloader_idx] if dataloader_idx < len(limits) else float("inf")
-        # Without a length only the loop knows which batch is the last: exchange after every one.
-        if limit == float("inf") or batch_idx + 1 >= limit:
-            self.strategy.step_metrics.log_evaluation(whole_loader=limit != float("inf"))
 
     def _must_drain(self, trainer: L.Trainer, batch_idx: int) -> bool:
         engine = self.strategy.session.running()

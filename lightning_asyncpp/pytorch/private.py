@@ -81,6 +81,17 @@ def log_step_metrics(trainer: Trainer, batches_ago: int) -> None:
             connector.log_metrics(metrics, step=step)
 
 
+def log_at_step(trainer: Trainer, metrics: dict[str, float], batches_ago: int) -> None:
+    """Send values to the loggers as those of a batch, at the end of an epoch, where Lightning logs those of epochs."""
+    purpose = "log metrics with the step that they belong to"
+    step = required(trainer.fit_loop.epoch_loop, "_batches_that_stepped", purpose) - 1 - batches_ago
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if metrics and every > 0 and (step + 1) % every == 0:
+        rounded = {name: torch.tensor(value, dtype=torch.float32).item() for name, value in metrics.items()}
+        connector = required(trainer, "_logger_connector", purpose)
+        connector.log_metrics({**rounded, "epoch": trainer.current_epoch}, step=step)
+
+
 def current_hook(module: LightningModule) -> str | None:
     """Name of the hook that Lightning is running."""
     hook: str | None = required(module, "_current_fx_name", "know where a metric is logged")

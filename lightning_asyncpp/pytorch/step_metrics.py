@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.agreement import exchange
-from lightning_asyncpp.pipeline.errors import ConfigurationError, lost_peers
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
 from lightning_asyncpp.pytorch import private
@@ -31,11 +30,17 @@ from lightning_asyncpp.pytorch.log_recorder import (
     mean_loss,
     payload_length,
 )
+from lightning_asyncpp.pytorch.module_hooks import EPOCH_ENDS, ModuleHooks
 
 if TYPE_CHECKING:
     from lightning_asyncpp.pytorch.strategy import PipelineStrategy
 
-_EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
+_EVALUATIONS = ("on_validation", "on_test")
+_ONCE = frozenset(f"{loop}_{start}" for loop in ("on_train", *_EVALUATIONS) for start in ("start", "epoch_start"))
+_PER_BATCH = frozenset(
+    ["on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"]
+    + [f"{loop}_{moment}" for loop in ("on_train", *_EVALUATIONS) for moment in ("batch_start", "batch_end")]
+)
 
 
 class StepMetrics:
@@ -58,11 +63,14 @@ class StepMetrics:
         self._module: LightningModule | None = None
         self._trainer: L.Trainer | None = None
         self._log: Callable[..., None] | None = None
+        self._hooks: ModuleHooks | None = None
+        self._batch_weight = 1.0
 
     def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
         """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone."""
         self.disconnect()
         self._trainer, self._module, self._log = trainer, module, module.log
+        self._hooks = ModuleHooks(module, self.strategy._mesh, module.log, self._end_evaluation_batch)
         module.log = self._dispatch  # type: ignore[method-assign]
         # What is logged here is the same on all ranks already.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
@@ -76,10 +84,12 @@ class StepMetrics:
             metric.dist_sync_on_step = False
 
     def disconnect(self) -> None:
-        """Give ``module.log`` back."""
+        """Give ``module.log`` and the module's hooks back."""
         if self._module is not None:
             self._module.__dict__.pop("log", None)
-        self._module = self._trainer = self._log = None
+        if self._hooks is not None:
+            self._hooks.release()
+        self._module = self._trainer = self._log = self._hooks = None
         self._updates.clear()
         self._losses.clear()
         self._logged.clear()
@@ -99,6 +109,7 @@ class StepMetrics:
 
     def add_batch(self, loss: Tensor | None, weight: float) -> None:
         """Take in the mean loss of a training batch on the last stage; None if the batch had no samples."""
+        self._batch_weight = weight
         if loss is not None:
             self._losses.append((loss, weight))
 
@@ -133,6 +144,35 @@ class StepMetrics:
                 self._log_training(entry, value, weight)
             private.log_step_metrics(self._trainer, batches_ago=engine.mini_batch - 1 - update.mini_batch)
 
+    def log_rest_of_epoch(self) -> None:
+        """Log, at an epoch's end, what no batch logged: hooks after the last update, and updates after a skipped batch.
+
+        A blocking collective, once per epoch.
+        """
+        while self._updates:
+            update, entries = self._updates.popleft()
+            self._log_late(combine(update.message.payload, entries), update.mini_batch)
+        rest = self._exchange(self._train, metric_objects=False)
+        self._train.clear()
+        self._log_late(rest, self.strategy.session.running().mini_batch - 1)
+
+    def _log_late(self, rows: list[tuple[Entry, float, float]], mini_batch: int) -> None:
+        assert self._trainer is not None
+        assert self._log is not None
+        for entry, value, weight in rows:
+            if private.update_logged(self._trainer, "on_train_batch_end", entry.name, value, weight):
+                continue
+            if entry.on_epoch:
+                name = f"{entry.name}_epoch" if entry.on_step else entry.name
+                self._log(name, value, prog_bar=entry.prog_bar, logger=entry.logger, batch_size=weight)
+        steps = {
+            f"{entry.name}_step" if entry.on_epoch else entry.name: value
+            for entry, value, _ in rows
+            if entry.on_step and entry.logger is not False
+        }
+        behind = self.strategy.session.running().mini_batch - 1 - mini_batch
+        private.log_at_step(self._trainer, steps, batches_ago=behind)
+
     def _log_training(self, entry: Entry, value: float, weight: float) -> None:
         assert self._trainer is not None
         assert self._module is not None
@@ -164,8 +204,18 @@ class StepMetrics:
 
     def merged(self, output: BatchOutput) -> Any:
         """What the step would have returned for the whole batch."""
+        self._batch_weight = sum(output.weights)
         self._evaluation.settle()
         return merge_outputs(output.results, output.weights)
+
+    def _end_evaluation_batch(self, batch_idx: int, dataloader_idx: int) -> None:
+        """Log what a loader brought, after its last batch; without a length, only the loop knows which that is."""
+        trainer = self._trainer
+        assert trainer is not None
+        limits = trainer.num_sanity_val_batches if trainer.sanity_checking else _evaluated_batches(trainer)
+        limit = limits[dataloader_idx] if dataloader_idx < len(limits) else float("inf")
+        if limit == float("inf") or batch_idx + 1 >= limit:
+            self.log_evaluation(whole_loader=limit != float("inf"))
 
     def log_evaluation(self, whole_loader: bool) -> None:
         """Log what was recorded since the last call, alike on all ranks; a blocking collective, once per loader.
@@ -227,24 +277,31 @@ class StepMetrics:
         """What ``module.log`` does while the strategy runs."""
         assert self._log is not None
         assert self._module is not None
+        assert self._hooks is not None
+        hook = private.current_hook(self._module) or ""
         if self._active is not None:
             self._active.log(name, value, *args, **kwargs)
-            return
-        if private.current_hook(self._module) in _EPOCH_ENDS and not kwargs.get("rank_zero_only"):
-            value = self._value_of_rank_zero(value)
-        self._log(name, value, *args, **kwargs)
+        elif hook in EPOCH_ENDS and not kwargs.get("rank_zero_only"):
+            self._hooks.record(name, value, *args, **kwargs)
+        elif hook in _PER_BATCH | _ONCE and not kwargs.get("rank_zero_only"):
+            self._record_in_hook(hook, name, value, *args, **kwargs)
+        else:
+            self._log(name, value, *args, **kwargs)
 
-    def _value_of_rank_zero(self, value: Any) -> Any:
-        # Off the last stage a value computed at an epoch's end saw no data: all ranks take rank 0's, or decide apart.
-        mesh = self.strategy._mesh
-        if isinstance(value, Metric):
-            value = _computed(value) if mesh.is_last else 0.0
-        if mesh.groups is None or not isinstance(value, (Tensor, int, float)):
-            return value
-        agreed = torch.tensor(float(value), dtype=torch.float64)
-        with lost_peers():
-            dist.broadcast(agreed, 0, group=mesh.groups.host)
-        return agreed.float()
+    def _record_in_hook(self, hook: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Record a value that a hook logged; that of the last stage counts, whatever the others log."""
+        if not self.strategy._mesh.is_last:
+            return
+        recorder = self._evaluation if hook.startswith(_EVALUATIONS) else self._train
+        recorder.weight = self._batch_weight
+        if hook in _ONCE:
+            recorder.weight = 1.0
+            kwargs = {"on_step": False, "on_epoch": True, "add_dataloader_idx": False} | kwargs
+        recorder.log(name, value, *args, **kwargs)
+
+
+def _evaluated_batches(trainer: L.Trainer) -> list[int | float]:
+    return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
 
 
 def _not_distributed() -> bool:

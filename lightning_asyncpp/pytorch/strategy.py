@@ -15,20 +15,23 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.data.stage_loader import stage_loader
-from lightning_asyncpp.pipeline.agreement import agree_on_problems
+from lightning_asyncpp.data.stage_loader import PlaceholderBatch, stage_loader
+from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.pipeline.mini_batch import Update
+from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
 from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.pipeline.stage import OtherStage
 from lightning_asyncpp.pipeline.state import (
     gather_stages,
     load_pipeline_state,
@@ -39,6 +42,7 @@ from lightning_asyncpp.pipeline.state import (
 )
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pytorch.conductor import Conductor
+from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.refusals import ONE_OPTIMIZER, module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
@@ -98,6 +102,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
             timeout,
         )
         self.step_metrics = StepMetrics(self)
+        self._placeholder_hooks = PlaceholderHooks([])
         self._loss: Tensor = torch.zeros(())
         self._loaded_state: Mapping[str, Any] | None = None
 
@@ -116,6 +121,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         self.session.start(self._hooks(module), self.root_device, training)
         Conductor.install(trainer, self)
         self.step_metrics.connect(trainer, module)
+        self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if training:
             self.setup_optimizers(trainer)
             agree_on_problems(self._mesh, optimizer_problems(self.optimizers, module))
@@ -124,13 +130,16 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Make the optimizer; Lightning's advice on several, manual optimization, would be refused next."""
+        """Make the optimizer; what one rank cannot make, all of them report.
+
+        Lightning's advice on several optimizers, manual optimization, would be refused next.
+        """
+        error: Exception | None = None
         try:
             super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            if "multiple optimizers" not in str(error):
-                raise
-            raise ConfigurationError(ONE_OPTIMIZER) from None
+        except Exception as caught:
+            error = ConfigurationError(ONE_OPTIMIZER) if "multiple optimizers" in str(caught) else caught
+        agree_on_error(self._mesh, error)
 
     def _attach_optimizer(self, trainer: L.Trainer) -> None:
         optimizer = self.optimizers[0]
@@ -179,16 +188,22 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         mesh = self._mesh
         return stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
 
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; the module's own hooks see no placeholder."""
+        return batch if isinstance(batch, PlaceholderBatch) else super().batch_to_device(batch, device, dataloader_idx)
+
     # -- training -------------------------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self.session.running().run(args[0], self._user_step("training_step", args, kwargs))
-        if self._mesh.is_last:
-            loss = output.mean_loss(getattr(self._module, "loss_reduction", "mean"))
-            self.step_metrics.add_batch(loss, sum(output.weights))
-            self._loss = torch.full((), float("nan"), device=self.root_device) if loss is None else loss
-        return self._loss.clone()
+        if not self._mesh.is_last:
+            return self._loss.clone()
+        loss = output.mean_loss(getattr(self._module, "loss_reduction", "mean"))
+        self.step_metrics.add_batch(loss, sum(output.weights))
+        self._loss = torch.full((), float("nan"), device=self.root_device) if loss is None else loss
+        return {**_beside_loss(output), "loss": self._loss.clone()}
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -301,9 +316,14 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        own = self._module.state_dict().keys()
-        state = {name: value for name, value in checkpoint["state_dict"].items() if name in own}
-        self._module.load_state_dict(state, strict=strict)
+        elsewhere = tuple(f"model.{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
+        state = {name: value for name, value in checkpoint["state_dict"].items() if not name.startswith(elsewhere)}
+        error: Exception | None = None
+        try:
+            self._module.load_state_dict(state, strict=strict)
+        except RuntimeError as caught:
+            error = caught
+        agree_on_error(self._mesh, error)
         engine = self.session.running()
         if self.session.optimizer is None:
             engine.weights.restore(0, None)
@@ -331,6 +351,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
     @override
     def teardown(self) -> None:
         self.step_metrics.disconnect()
+        self._placeholder_hooks.release()
         self.session.finish()
         with _without_meta_tensors(self.lightning_module):
             super().teardown()
@@ -339,6 +360,12 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """The names are registered by importing the package."""
+
+
+def _beside_loss(output: BatchOutput) -> dict[str, Any]:
+    """What a training step returned beside its loss, for the whole batch."""
+    beside = [{k: v for k, v in r.items() if k != "loss"} for r in output.results if isinstance(r, Mapping)]
+    return merge_outputs(apply_to_collection(beside, Tensor, Tensor.detach), output.weights) if any(beside) else {}
 
 
 @contextmanager

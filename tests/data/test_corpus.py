@@ -89,6 +89,8 @@ def test_folders_without_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such folder"):
         find_text_files(tmp_path / "absent")
     (tmp_path / "only.txt").write_text("text")
+    with pytest.raises(DataError, match=r"only\.txt' is a file, and a folder .* wanted.*patterns=\['only\.txt'\]"):
+        find_text_files(tmp_path / "only.txt")
     with pytest.raises(DataError, match=r"only\.txt is the only file.*val_fraction=0"):
         split_files(find_text_files(tmp_path), 0.1)
     with pytest.raises(DataError, match=r"max_bytes=2.*only\.txt"):

@@ -193,6 +193,16 @@ def test_vocabulary_that_does_not_fit(text_folder: Path) -> None:
     data.setup()
 
 
+def test_sequences_longer_than_the_context_of_the_model(text_folder: Path) -> None:
+    data = ready(text_folder)
+    model = SimpleNamespace(config=SimpleNamespace(context_length=31))
+    data.trainer = SimpleNamespace(lightning_module=model, distributed_sampler_kwargs=None)  # type: ignore[assignment]
+    with pytest.raises(DataError, match=r"context_length=32 of the data .* config\.context_length=31 of the model"):
+        data.setup()
+    model.config.context_length = 32
+    data.setup()
+
+
 def test_dataset_that_holds_no_tokens(tmp_path: Path) -> None:
     cache = Cache(str(tmp_path / "images"), chunk_bytes=1000)
     cache[0] = {"label": 1}
@@ -214,6 +224,16 @@ def test_paths_that_do_not_exist(text_folder: Path) -> None:
     ready(text_folder)
     with pytest.raises(DataError, match="val_source='absent' is no litdata dataset"):
         ready(prepared_folder(text_folder), val_source="absent")
+
+
+@pytest.mark.parametrize("below", ["", "more/folders"])
+def test_cache_dir_that_is_a_file(text_folder: Path, below: str) -> None:
+    given = text_folder / "0.txt" / below
+    with pytest.raises(DataError) as caught:
+        module(text_folder, cache_dir=str(given))
+    assert f"cache_dir={str(given)!r}: {text_folder / '0.txt'} is no folder; remove it" in str(caught.value)
+    ready(text_folder)
+    assert ready(prepared_folder(text_folder), cache_dir=str(given)).vocab_size == 256  # nothing is kept there
 
 
 def test_all_wrong_arguments_at_once() -> None:

@@ -191,5 +191,8 @@ def test_bf16_weights_and_autocast_are_near_fp32() -> None:
 
 
 def test_sequence_longer_than_the_context() -> None:
-    with pytest.raises(ValueError, match="context_length=16"):
-        GPT(TINY)(torch.zeros(1, 17, dtype=torch.int64))
+    model, tokens = GPT(TINY), torch.zeros(1, 17, dtype=torch.int64)
+    for called in (model, nn.Sequential(*model.pipeline_layers()), model.pipeline_layers()[0]):
+        with pytest.raises(ValueError, match="sequences of 17 tokens do not fit context_length=16"):
+            called(tokens)
+        assert len(called(tokens[:, :16])[0]) == 16

@@ -6,11 +6,13 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.micro_batch import fingerprint, number_of_samples, split_batch
@@ -76,6 +78,108 @@ def test_batches_that_cannot_be_cut(batch: Any, message: str) -> None:
 
 def test_number_of_samples_is_that_of_the_first_tensor_with_dimensions() -> None:
     assert number_of_samples({"scale": torch.tensor(1.0), "x": torch.zeros(5, 2)}) == 5
+
+
+# -- leaves that are no tensors -----------------------------------------------------------------------------------
+
+
+def cut(field: Any, samples: int = 5, parts: int = 2) -> list[Any]:
+    """What the slots hold of a field that lies beside a tensor."""
+    return [slot["field"] for slot in split_batch({"x": torch.zeros(samples, 2), "field": field}, parts) if slot]
+
+
+SOME_OBJECTS = [object() for _ in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        (["a", "b", "c", "d", "e"], [["a", "b", "c"], ["d", "e"]]),
+        (("a", b"b", 3, None, 0.5), [("a", b"b", 3), (None, 0.5)]),
+        (SOME_OBJECTS, [SOME_OBJECTS[:3], SOME_OBJECTS[3:]]),
+        ([["a"], [], ["b", "c"], ["d"] * 5, []], [[["a"], [], ["b", "c"]], [["d"] * 5, []]]),
+        ([{"id": i} for i in range(5)], [[{"id": 0}, {"id": 1}, {"id": 2}], [{"id": 3}, {"id": 4}]]),
+        ([Pair(i, "n") for i in range(5)], [[Pair(0, "n"), Pair(1, "n"), Pair(2, "n")], [Pair(3, "n"), Pair(4, "n")]]),
+        ([("a", "b", "c", "d", "e"), ["f"] * 5], [[("a", "b", "c"), ["f"] * 3], [("d", "e"), ["f"] * 2]]),
+        (Pair(["a"] * 5, {"deep": [(1, 2, 3, 4, 5)]}), [
+            Pair(["a"] * 3, {"deep": [(1, 2, 3)]}), Pair(["a"] * 2, {"deep": [(4, 5)]}),
+        ]),
+    ],
+    ids=["strings", "tuple", "objects", "ragged", "dictionaries", "named tuples", "transposed", "inside structure"],
+)  # fmt: skip
+def test_a_list_with_an_entry_per_sample_is_cut(field: Any, expected: list[Any]) -> None:
+    pieces = cut(field)
+    assert pieces == expected
+    assert [type(piece) for piece in pieces] == [type(field)] * 2
+
+
+@pytest.mark.parametrize(
+    "field", ["abcde", ["a"] * 4, [], [[], []], ("a", 1), Pair("a", "b"), {1, 2, 3, 4, 5}, range(5)], ids=repr
+)
+def test_what_has_no_entry_per_sample_is_handed_on_whole(field: Any) -> None:
+    assert cut(field) == [field, field]
+
+
+def test_a_list_that_holds_a_tensor_is_structure() -> None:
+    """However deep the tensor lies, and whatever the length."""
+    field = [torch.arange(3), "a", {"deep": [torch.arange(3)]}]
+    first, second = cut(field, samples=3)
+    assert [first[1], second[1]] == ["a", "a"]
+    assert [first[0].tolist(), second[2]["deep"][0].tolist()] == [[0, 1], [2]]
+
+
+def test_named_tuples_are_structure_whatever_their_length() -> None:
+    assert cut(Pair("a", "b"), samples=2) == [Pair("a", "b")] * 2
+
+
+def test_a_batch_with_one_sample() -> None:
+    assert cut(["a"], samples=1, parts=3) == [["a"]]
+    assert cut([("a",)], samples=1, parts=3) == [[("a",)]]
+
+
+def test_lists_and_tensors_are_cut_at_the_same_places() -> None:
+    batch = {"x": torch.arange(9), "name": [f"n{i}" for i in range(9)]}
+    for slot in split_batch(batch, 4):
+        assert slot["name"] == [f"n{i}" for i in slot["x"].tolist()]
+
+
+def test_numpy_arrays_of_the_batch_are_cut() -> None:
+    first, second = cut([np.arange(10).reshape(5, 2), np.array(list("abcde"))])
+    assert [first[0].tolist(), second[0].tolist()] == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9]]]
+    assert ["".join(first[1]), "".join(second[1])] == ["abc", "de"]
+    for other in (np.arange(4), np.array(5), np.zeros((2, 5))):
+        assert all(piece is other for piece in cut(other))
+
+
+def test_a_list_with_an_array_per_sample_is_cut() -> None:
+    """One of them is as long as the batch by chance."""
+    pieces = cut([np.zeros(size) for size in (3, 5, 1, 2, 7)])
+    assert [[len(array) for array in piece] for piece in pieces] == [[3, 5, 1], [2, 7]]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [[("a0", "a1"), ("b0", "b1")], [{"a": ["x", "y"]}, {"a": ["u", "v"]}], [np.zeros(2), np.zeros(2)]],
+    ids=["lists", "dictionaries", "arrays"],
+)
+def test_a_list_that_could_be_cut_either_way_is_refused(field: Any) -> None:
+    """Two samples with two strings each: ``default_collate`` puts the samples inside, others outside."""
+    message = r"2 samples holds a list with 2 entries of 2 entries each.*define split_batch\(batch, parts\)"
+    with pytest.raises(ConfigurationError, match=message):
+        cut(field, samples=2)
+    assert cut(field, samples=2, parts=1) == [field]
+
+
+def test_what_default_collate_makes_of_strings() -> None:
+    samples = [{"x": torch.tensor(i), "name": f"n{i}", "tags": [f"a{i}", f"b{i}"], "size": (i, i)} for i in range(5)]
+    for slot in split_batch(default_collate(samples), 2):
+        numbers = slot["x"].tolist()
+        assert slot["name"] == [f"n{i}" for i in numbers]
+        assert [list(tags) for tags in slot["tags"]] == [[f"a{i}" for i in numbers], [f"b{i}" for i in numbers]]
+        assert [size.tolist() for size in slot["size"]] == [numbers, numbers]
+
+
+# -- telling batches apart ----------------------------------------------------------------------------------------
 
 
 def some_batch() -> dict[str, Any]:

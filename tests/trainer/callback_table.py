@@ -50,6 +50,11 @@ class Writer(callbacks.BasePredictionWriter):
         self.written = [None if batch is None else len(batch) for batch in predictions]
 
 
+def samples_of(batch: dict[str, torch.Tensor]) -> int:
+    """Number of samples of a batch, for the callback that counts them."""
+    return len(batch["x"])
+
+
 CONCRETE: dict[str, type[callbacks.Callback]] = {"BaseFinetuning": Finetuning, "BasePredictionWriter": Writer}
 NOT_UNDER_STAGES = "each rank holds one stage, and two versions of its weights"
 
@@ -66,7 +71,7 @@ TABLE = [
     Entry("DeviceStatsMonitor", NOTE, "Logs the device of rank 0, that is of the last stage.", {"cpu_stats": False}),
     Entry(
         "EarlyStopping", WORKS, "All ranks decide alike; on a training metric by epoch.",
-        {"monitor": "train_loss_epoch", "patience": 5},
+        {"monitor": "train_loss_epoch", "patience": 0, "min_delta": 10.0},
     ),
     Entry("EMAWeightAveraging", REFUSED, f"It averages a whole model, but {NOT_UNDER_STAGES}."),
     Entry(
@@ -96,7 +101,7 @@ TABLE = [
     ),
     Entry(
         "ThroughputMonitor", NOTE, "It counts by world size: with P stages its global figures are P times too high. Use"
-        " `TokensPerSecond`.", {"batch_size_fn": len},
+        " `TokensPerSecond`.", {"batch_size_fn": samples_of, "window_size": 2},
     ),
     Entry(
         "Timer", NOTE,

@@ -37,6 +37,18 @@ class OptimizerOfAnotherModel(Net):
         return torch.optim.SGD(Net(self.run).parameters(), 0.1)
 
 
+class NoOptimizerOnOneStage(Net):
+    def configure_optimizers(self) -> Any:
+        if self.trainer.global_rank == 0:
+            raise LookupError("no learning rate is known for this stage")
+        return super().configure_optimizers()
+
+
+class SeveralEvaluationsPerStep(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.model.parameters())
+
+
 class Manual(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)

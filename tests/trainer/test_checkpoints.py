@@ -10,8 +10,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.pipeline.cases import DIM
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights, plain_module
 from tests.trainer.runs import Net, Run, Samples, arrays, fit
@@ -126,3 +128,26 @@ def test_saved_after_the_end(pools: Pools, tmp_path: Path) -> None:
     resumed = pools.run(3, fit, replace(RUN, trainer={"max_epochs": 2}, ckpt_path=ckpt_path))
     assert_equal_weights(joined_weights(resumed, 3), joined_weights(whole, 3))
     assert {result["step"] for result in results} == {10}
+
+
+class Longer(Net):
+    """Two layers more."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        layers = list(self.model)  # type: ignore[call-overload]
+        self.model = nn.Sequential(*layers[:-1], nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), layers[-1])
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(Longer, Net), (Net, Longer)])
+def test_the_checkpoint_of_another_model_is_refused_on_every_rank(
+    pools: Pools, saved: Any, loaded: Any, tmp_path: Path
+) -> None:
+    run = Run(saved, callbacks=(saving(tmp_path),), trainer={"enable_checkpointing": True})
+    pools.run(2, fit, run)
+    path = str(next(tmp_path.glob("*.ckpt")))
+    outcomes = pools.outcomes(2, fit, Run(loaded, ckpt_path=path))
+    assert all(outcome.error for outcome in outcomes)
+    text = "Unexpected key(s)" if saved is Longer else "Missing key(s)"
+    assert all(text in outcome.message or "rank" in outcome.message for outcome in outcomes)
+    assert any(text in outcome.message for outcome in outcomes)

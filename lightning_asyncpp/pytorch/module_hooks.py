@@ -1,0 +1,107 @@
+"""Hooks of a LightningModule that end a batch or an epoch, and what is exchanged between the ranks after them.
+
+Lightning calls the module's hook after those of all callbacks but the ones that monitor a metric: the moment to let all
+ranks know what was logged. Nothing is exchanged inside ``self.log``, which may be called on some ranks only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.mesh import Mesh
+
+EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
+BATCH_ENDS = ("on_validation_batch_end", "on_test_batch_end")
+_LOG = inspect.signature(LightningModule.log)
+_FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
+
+
+class ModuleHooks:
+    """Stands around the hooks of a module until :meth:`release`.
+
+    After an epoch's end it logs on every rank what rank 0 logged there; off the last stage no step ran to its end, so
+    what a module collected there is not what the epoch brought.
+
+    Args:
+        module: whose hooks they are.
+        mesh: this rank's place, connected.
+        log: ``LightningModule.log`` of the module.
+        after_batch: called after the hook at the end of an evaluation's batch, with its index and its loader's.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mesh: Mesh,
+        log: Callable[..., None],
+        after_batch: Callable[[int, int], None],
+    ) -> None:
+        self._module, self._mesh, self._log, self._after_batch = module, mesh, log, after_batch
+        self._recorded: list[dict[str, Any]] = []
+        for name in (*EPOCH_ENDS, "on_predict_epoch_end"):
+            module.__dict__[name] = functools.partial(self._end_epoch, name, getattr(module, name))
+        for name in BATCH_ENDS:
+            module.__dict__[name] = functools.partial(self._end_batch, getattr(module, name))
+
+    def release(self) -> None:
+        """Give the hooks back."""
+        for name in (*EPOCH_ENDS, "on_predict_epoch_end", *BATCH_ENDS):
+            self._module.__dict__.pop(name, None)
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        """Take the place of ``LightningModule.log`` at the end of an epoch.
+
+        Raises:
+            ConfigurationError: the value is no number.
+        """
+        given = _LOG.bind(self._module, *args, **kwargs).arguments
+        name, value = given["name"], given["value"]
+        if isinstance(value, Metric):
+            value = _computed(value) if self._mesh.is_last else 0.0
+        if not isinstance(value, (Tensor, numbers.Number)) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise ConfigurationError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a Metric")
+        flags = {flag: given[flag] for flag in _FLAGS if flag in given}
+        self._recorded.append({"name": name, "value": float(value), **flags})  # type: ignore[arg-type]
+
+    def _end_batch(self, hook: Callable[..., None], *args: Any) -> None:
+        # (outputs, batch, batch_idx), and with several loaders the index of this one.
+        hook(*args)
+        self._after_batch(args[2], args[3] if len(args) > 3 else 0)
+
+    def _end_epoch(self, name: str, hook: Callable[[], None]) -> None:
+        error: Exception | None = None
+        try:
+            hook()
+        except Exception as caught:
+            error = caught if self._mesh.is_last else _off_the_last_stage(name, caught)
+        agree_on_error(self._mesh, error)
+        recorded, self._recorded = self._recorded, []
+        for fields in json.loads(exchange(self._mesh, json.dumps(recorded))[0]):
+            self._log(**fields, batch_size=1)
+
+
+def _computed(metric: Metric) -> float:
+    value = metric.compute()
+    metric.reset()
+    return float(value)
+
+
+def _off_the_last_stage(name: str, error: Exception) -> ConfigurationError:
+    mend = ConfigurationError(
+        f"{name} failed off the last stage ({type(error).__name__}: {error}). There *_step methods do not run to their"
+        " end: what they collect in the module stays empty. Return early where nothing was collected, or log in the"
+        " step (self.log averages over the epoch); what rank 0 logs in this hook counts for all ranks"
+    )
+    mend.__cause__ = error
+    return mend

@@ -1,0 +1,62 @@
+"""Hooks that prepare batches, where a stage in the middle has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+from torch import Tensor
+
+from tests.trainer.pool import Pools
+from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, val_loaders
+
+
+class Prepares:
+    """Scales a batch in the three hooks around its transfer, each of which takes it to pieces."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "x": batch["x"] * 2}
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "x": batch["x"] + 1}
+
+
+class PreparingNet(Prepares, Net):
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return {name: value.to(device) for name, value in batch.items()}
+
+
+class PreparingData(Prepares, L.LightningDataModule):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def train_dataloader(self) -> Any:
+        return loader(self.run)
+
+    def val_dataloader(self) -> Any:
+        return val_loaders(self.run)
+
+
+def train(run: Run, in_data_module: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    L.seed_everything(run.seed, verbose=False)
+    module, trainer = run.module(run), make_trainer(run)
+    data = PreparingData(run)
+    if in_data_module:
+        trainer.fit(module, datamodule=data)
+    else:
+        trainer.fit(module, data.train_dataloader(), data.val_dataloader())
+    hooks = [name for target in (module, data) for name in vars(target) if name.startswith("on_")]
+    return arrays(trainer.strategy.full_state_dict()), {"left": hooks}
+
+
+@pytest.mark.parametrize(("module", "in_data_module"), [(PreparingNet, False), (Net, True)])
+def test_batches_are_prepared_as_with_one_stage(pools: Pools, module: Any, in_data_module: bool) -> None:
+    run = Run(module, options={"micro_batches": 3}, val_samples=(16,))
+    ((expected, _),) = pools.run(1, train, run, in_data_module)
+    ranks = pools.run(3, train, run, in_data_module)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(ranks[0][0][name], array)
+    assert all(left == {"left": []} for _, left in ranks), "hooks were not given back"
