@@ -41,6 +41,7 @@ _PER_BATCH = frozenset(
     ["on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"]
     + [f"{loop}_{moment}" for loop in ("on_train", *_EVALUATIONS) for moment in ("batch_start", "batch_end")]
 )
+_RECORDED = _PER_BATCH | _ONCE
 
 
 class StepMetrics:
@@ -283,7 +284,7 @@ class StepMetrics:
             self._active.log(name, value, *args, **kwargs)
         elif hook in EPOCH_ENDS and not kwargs.get("rank_zero_only"):
             self._hooks.record(name, value, *args, **kwargs)
-        elif hook in _PER_BATCH | _ONCE and not kwargs.get("rank_zero_only"):
+        elif hook in _RECORDED and not kwargs.get("rank_zero_only"):
             self._record_in_hook(hook, name, value, *args, **kwargs)
         else:
             self._log(name, value, *args, **kwargs)
@@ -296,7 +297,8 @@ class StepMetrics:
         recorder.weight = self._batch_weight
         if hook in _ONCE:
             recorder.weight = 1.0
-            kwargs = {"on_step": False, "on_epoch": True, "add_dataloader_idx": False} | kwargs
+            given = {key: option for key, option in kwargs.items() if option is not None}
+            kwargs = {"on_step": False, "on_epoch": True} | given | {"add_dataloader_idx": False}
         recorder.log(name, value, *args, **kwargs)
 
 

@@ -92,7 +92,7 @@ TABLE = [
         "After a failure on one rank nothing can be gathered, and nothing is saved; after SIGTERM it saves.",
         {"dirpath": "."},
     ),
-    Entry("ProgressBar", BASE, "The bar shows the loss of the batch: rank 0 is the last stage."),
+    Entry("ProgressBar", BASE, "It is rank 0's, that is the last stage's; what steps log it shows one batch late."),
     Entry("RichModelSummary", NOTE, "Rank 0 summarises what it holds: the last stage."),
     Entry("RichProgressBar", WORKS),
     Entry("SpikeDetection", REFUSED, "It compares every rank's loss in every batch, but only the last stage has it."),

@@ -21,7 +21,7 @@ class LogsEverywhere(L.Callback):
     """Logs numbers that do not depend on the model in every hook that may; epochs and loaders average them."""
 
     def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        module.log("epoch_start", 10.0 + trainer.current_epoch)
+        module.log_dict({"epoch_start": 10.0 + trainer.current_epoch})
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         module.log("batch_start", float(batch_idx), on_step=False, on_epoch=True)
