@@ -30,7 +30,8 @@ class AsyncppCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Name the checkpoint and the logs."""
-        checkpoint = getattr(self.trainer.checkpoint_callback, "best_model_path", "") or "none was configured"
+        callback = self.trainer.checkpoint_callback
+        checkpoint = getattr(callback, "best_model_path", "") or ("none yet" if callback else "none was configured")
         logs = next((x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)), None)
         look = f"`tensorboard --logdir {logs.root_dir}` shows the curves" if logs is not None else "no TensorBoard logs"
         _print(f"Done. Checkpoint: {checkpoint}; {look}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import os
 import re
@@ -95,7 +96,7 @@ def test_throughput_is_too_high_by_the_number_of_stages(pools: Pools, tmp_path: 
         results = pools.run(stages, fit, run_with(entry_of("ThroughputMonitor"), tmp_path))
         rows = [m for _, m in results[0]["records"] if "train/samples" in m]
         assert [row["train/samples"] for row in rows] == [8.0 * batch for batch in range(1, 11)]
-        for before, row in zip(rows[:-1], rows[1:]):
+        for before, row in itertools.pairwise(rows):
             rate = 8 / (row["train/time"] - before["train/time"])
             assert row["train/device/samples_per_sec"] == pytest.approx(rate, rel=1e-3)
             assert row["train/samples_per_sec"] == pytest.approx(stages * rate, rel=1e-3)
