@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -53,5 +54,10 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError):
             raise PeerLostError(
-                f"{self.who} is gone: the first cause is the first error that another rank printed ({error})"
+                f"{self.who} is gone: the first cause is the first error that another rank printed ({_essence(error)})"
             ) from error
+
+
+def _essence(error: RuntimeError) -> str:
+    """What gloo says, without the place in its source before it and the advice behind it."""
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error)).partition(". This is typically caused")[0]

@@ -87,6 +87,16 @@ ONE_OPTIMIZER = (
     " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
 )
 
+# What errors of torch and Lightning say, and what is meant.
+OPTIMIZER_ERRORS = (
+    ("multiple optimizers", ONE_OPTIMIZER),
+    (
+        "empty parameter list",
+        "configure_optimizers gave the optimizer no parameter of this stage: give it all of self.parameters(), and"
+        " freeze those that are not to be trained (requires_grad_(False))",
+    ),
+)
+
 
 def optimizer_problems(optimizers: Sequence[Optimizer], module: LightningModule) -> list[str]:
     """What configure_optimizers returned that one update per mini-batch cannot use."""

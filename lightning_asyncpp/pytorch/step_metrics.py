@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections import deque
@@ -66,6 +67,8 @@ class StepMetrics:
         self._log: Callable[..., None] | None = None
         self._hooks: ModuleHooks | None = None
         self._batch_weight = 1.0
+        self._early: list[tuple[LogRecorder, Callable[[], None]]] = []
+        self._spent: list[Metric] = []
 
     def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
         """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone."""
@@ -91,9 +94,8 @@ class StepMetrics:
         if self._hooks is not None:
             self._hooks.release()
         self._module = self._trainer = self._log = self._hooks = None
-        self._updates.clear()
-        self._losses.clear()
-        self._logged.clear()
+        for kept in (self._updates, self._losses, self._logged, self._early, self._spent):
+            kept.clear()
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -101,6 +103,8 @@ class StepMetrics:
     def recording(self, weight: float) -> Iterator[None]:
         """Record what is logged meanwhile as that of a micro-batch of weight ``weight``."""
         assert self._trainer is not None
+        while self._spent:  # not when they were computed: hooks at the end of an epoch may look at them
+            self._spent.pop().reset()
         self._active = self._train if self._trainer.training else self._evaluation
         self._active.weight = weight
         try:
@@ -110,7 +114,7 @@ class StepMetrics:
 
     def add_batch(self, loss: Tensor | None, weight: float) -> None:
         """Take in the mean loss of a training batch on the last stage; None if the batch had no samples."""
-        self._batch_weight = weight
+        self._weigh_batch(weight)
         if loss is not None:
             self._losses.append((loss, weight))
 
@@ -205,7 +209,7 @@ class StepMetrics:
 
     def merged(self, output: BatchOutput) -> Any:
         """What the step would have returned for the whole batch."""
-        self._batch_weight = sum(output.weights)
+        self._weigh_batch(sum(output.weights))
         self._evaluation.settle()
         return merge_outputs(output.results, output.weights)
 
@@ -236,7 +240,7 @@ class StepMetrics:
         recorder.clear()
 
     def log_metric_objects(self, training: bool) -> None:
-        """Log the torchmetrics objects of an epoch, alike on all ranks, and reset them."""
+        """Log the torchmetrics objects of an epoch, alike on all ranks; they are reset before the next step."""
         assert self._log is not None
         if not self._has_metric_objects:
             return
@@ -244,11 +248,12 @@ class StepMetrics:
         source = self._train if training else self._evaluation
         recorder.metrics, recorder.metric_entries = source.metrics, source.metric_entries
         for entry, value, _ in self._exchange(recorder, metric_objects=True):
-            if entry.on_epoch:
-                self._log(
-                    entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=False, on_epoch=True,
-                    batch_size=1,
-                )  # fmt: skip
+            if not entry.on_epoch:
+                continue
+            name = f"{entry.name}_epoch" if entry.on_step else entry.name
+            self._log(name, value, prog_bar=entry.prog_bar, logger=entry.logger, batch_size=1)
+            if entry.on_step:  # Lightning's callbacks find it under both names
+                self._log(entry.name, value, logger=False, batch_size=1)
 
     def _exchange(self, recorder: LogRecorder, metric_objects: bool) -> list[tuple[Entry, float, float]]:
         """Values of all replicas' last stages, combined; the same on every rank."""
@@ -257,13 +262,16 @@ class StepMetrics:
         if self.strategy._mesh.is_last:
             rows = [(asdict(recorder.entries[n]), a.result(), a.weight) for n, a in recorder.values.items()]
             if metric_objects:
-                rows += [(asdict(recorder.metric_entries[n]), _computed(m), 1.0) for n, m in recorder.metrics.items()]
+                rows += [
+                    (asdict(recorder.metric_entries[n]), float(m.compute()), 1.0) for n, m in recorder.metrics.items()
+                ]
+                self._spent += recorder.metrics.values()
         combined: dict[Entry, Accumulator] = {}
         for text in exchange(self.strategy._mesh, json.dumps(rows) if rows else ""):
             for fields, value, weight in json.loads(text) if text else []:
                 entry = Entry(**fields)
                 combined.setdefault(entry, Accumulator(entry.reduction)).add(value, weight)
-        if metric_objects:  # computed and reset: what is not logged again has no value
+        if metric_objects:  # what is not logged again has no value
             recorder.metrics.clear()
             recorder.metric_entries.clear()
         return [(entry, accumulator.result(), accumulator.weight) for entry, accumulator in combined.items()]
@@ -299,7 +307,17 @@ class StepMetrics:
             recorder.weight = 1.0
             given = {key: option for key, option in kwargs.items() if option is not None}
             kwargs = {"on_step": False, "on_epoch": True} | given | {"add_dataloader_idx": False}
+        if hook.endswith("_batch_start"):  # how much the batch weighs will be known when it has run
+            self._early.append((recorder, functools.partial(recorder.log, name, value, *args, **kwargs)))
+            return
         recorder.log(name, value, *args, **kwargs)
+
+    def _weigh_batch(self, weight: float) -> None:
+        self._batch_weight = weight
+        for recorder, log in self._early:
+            recorder.weight = weight
+            log()
+        self._early.clear()
 
 
 def _evaluated_batches(trainer: L.Trainer) -> list[int | float]:
@@ -308,9 +326,3 @@ def _evaluated_batches(trainer: L.Trainer) -> list[int | float]:
 
 def _not_distributed() -> bool:
     return False
-
-
-def _computed(metric: Metric) -> float:
-    value = metric.compute()
-    metric.reset()
-    return float(value)

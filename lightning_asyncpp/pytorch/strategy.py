@@ -43,7 +43,7 @@ from lightning_asyncpp.pipeline.state import (
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
-from lightning_asyncpp.pytorch.refusals import ONE_OPTIMIZER, module_problems, optimizer_problems, trainer_problems
+from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
 
@@ -138,7 +138,8 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         try:
             super().setup_optimizers(trainer)
         except Exception as caught:
-            error = ConfigurationError(ONE_OPTIMIZER) if "multiple optimizers" in str(caught) else caught
+            known = (text for sign, text in OPTIMIZER_ERRORS if sign in str(caught))
+            error = next((ConfigurationError(text) for text in known), caught)
         agree_on_error(self._mesh, error)
 
     def _attach_optimizer(self, trainer: L.Trainer) -> None:

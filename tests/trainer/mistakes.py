@@ -44,6 +44,11 @@ class NoOptimizerOnOneStage(Net):
         return super().configure_optimizers()
 
 
+class OptimizerOfTheLastLayer(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(list(self.model.children())[-1].parameters(), lr=0.1)
+
+
 class SeveralEvaluationsPerStep(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.model.parameters())

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torchmetrics import MeanSquaredError
 
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, evaluate, fit, loader, make_trainer
@@ -53,7 +54,7 @@ def logged_in_hooks(result: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.parametrize("val_samples", [(16,), (16, 8)])
 def test_hooks_log_what_they_log_in_plain_lightning(pools: Pools, val_samples: tuple[int, ...]) -> None:
     run = Run(Net, options={"micro_batches": STAGES}, val_samples=val_samples, callbacks=((LogsEverywhere, {}),))
-    run = replace(run, samples=40, trainer={"max_epochs": 2, "logger": "list"})
+    run = replace(run, samples=36, trainer={"max_epochs": 2, "logger": "list"})
     (plain,) = pools.run(1, fit, replace(run, strategy="plain", options={}))
     results = pools.run(STAGES, fit, run)
     for result in results:
@@ -192,3 +193,37 @@ def test_what_a_step_returns_beside_the_loss_is_there_on_the_last_stage(pools: P
     sizes = (8, 8, 4)
     assert [sorted(names) for names in last] == [["loss () False", f"predictions ({n}, 1) False"] for n in sizes]
     assert first == [["loss () False"]] * 3
+
+
+class UsesMetric(Net):
+    """Logs a torchmetrics object, and computes with it where an epoch ends."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.train_error, self.val_error = MeanSquaredError(), MeanSquaredError()
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        predictions = self.model(batch["x"])
+        self.train_error(predictions, batch["y"])
+        self.log("train_error", self.train_error, on_step=True, on_epoch=True)
+        return torch.nn.functional.mse_loss(predictions, batch["y"])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_root", self.train_error.compute().sqrt())
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.val_error.update(self.model(batch["x"]), batch["y"])
+        self.log("val_error", self.val_error)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_root", self.val_error.compute().sqrt())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_metrics_can_be_computed_once_more_where_an_epoch_ends(pools: Pools) -> None:
+    run = Run(UsesMetric, "sync", {"micro_batches": 2}, val_samples=(16,), trainer={"max_epochs": 2, "logger": "list"})
+    (plain,) = pools.run(1, fit, replace(run, strategy="plain", options={}))
+    names = ("train_error", "train_error_epoch", "train_root", "val_error", "val_root")
+    expected = {name: plain["callback_metrics"][name] for name in names}
+    for rank in pools.run(2, fit, run):
+        assert {name: rank["callback_metrics"][name] for name in names} == pytest.approx(expected, rel=1e-5)

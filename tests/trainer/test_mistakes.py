@@ -50,6 +50,7 @@ def test_settings(pools: Pools, stages: int, options: dict[str, Any], parts: lis
 MODULES = [
     (m.TwoOptimizers, ["more than one optimizer", "exactly one update", "MuonAdamW"]),
     (m.SeveralEvaluationsPerStep, ["LBFGS evaluates the loss several times per step"]),
+    (m.OptimizerOfTheLastLayer, ["gave the optimizer no parameter of this stage", "requires_grad_(False)"]),
     (m.NoOptimizerOnOneStage, ["no learning rate is known for this stage"]),
     (m.NoOptimizer, ["configure_optimizers returned no optimizer"]),
     (m.OptimizerOfAnotherModel, ["parameters that are not this stage's"]),
