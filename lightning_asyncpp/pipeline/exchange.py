@@ -47,10 +47,7 @@ class ControlChain:
     def __init__(self, mesh: Mesh, length: int) -> None:
         assert mesh.groups is not None
         self.mesh, self._group = mesh, mesh.groups.control
-        self._part, self._total = (
-            _zeros(length),
-            _zeros(length),
-        )
+        self._part, self._total = _zeros(length), _zeros(length)
         self._works: list[dist.Work] = []
         if not mesh.is_last:
             after = mesh.rank_of(mesh.stage + 1)

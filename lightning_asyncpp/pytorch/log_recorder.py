@@ -119,13 +119,12 @@ class LogRecorder:
         if isinstance(value, Metric):
             self._log_metric_object(entry, value)
             return
-        if not isinstance(value, (Tensor, numbers.Number)) or (isinstance(value, Tensor) and value.numel() != 1):
-            raise ConfigurationError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a Metric")
+        check_loggable(name, value)
         if name not in self.entries and len(self.entries) >= self.slots:
             raise ConfigurationError(f"more names are logged in one batch than metric_slots={self.slots}: raise it")
         if self.entries.setdefault(name, entry) != entry:
             raise ConfigurationError(f"self.log({name!r}, ...) was called twice with different arguments")
-        kept = value.detach() if isinstance(value, Tensor) else float(value)  # type: ignore[arg-type]
+        kept = value.detach() if isinstance(value, Tensor) else float(value)
         self._pending.append((entry, kept, float(self.weight if batch_size is None else batch_size)))
 
     def _log_metric_object(self, entry: Entry, metric: Metric) -> None:
@@ -163,6 +162,16 @@ class LogRecorder:
             payload[_HEAD + 2 * index] = accumulator.result()
             payload[_HEAD + 2 * index + 1] = accumulator.weight
         return payload
+
+
+def check_loggable(name: str, value: Any) -> None:
+    """Refuse what is no single number.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not isinstance(value, (Tensor, numbers.Number)) or (isinstance(value, Tensor) and value.numel() != 1):
+        raise ConfigurationError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a Metric")
 
 
 @lru_cache(maxsize=256)

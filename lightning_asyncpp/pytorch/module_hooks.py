@@ -9,20 +9,20 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import numbers
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pytorch.log_recorder import check_loggable
 
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
-BATCH_ENDS = ("on_validation_batch_end", "on_test_batch_end")
+_WRAPPED_EPOCH_ENDS = (*EPOCH_ENDS, "on_predict_epoch_end")  # nothing can be logged in the last
+_BATCH_ENDS = ("on_validation_batch_end", "on_test_batch_end")
 _LOG = inspect.signature(LightningModule.log)
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
 
@@ -49,14 +49,14 @@ class ModuleHooks:
     ) -> None:
         self._module, self._mesh, self._log, self._after_batch = module, mesh, log, after_batch
         self._recorded: list[dict[str, Any]] = []
-        for name in (*EPOCH_ENDS, "on_predict_epoch_end"):
+        for name in _WRAPPED_EPOCH_ENDS:
             module.__dict__[name] = functools.partial(self._end_epoch, name, getattr(module, name))
-        for name in BATCH_ENDS:
+        for name in _BATCH_ENDS:
             module.__dict__[name] = functools.partial(self._end_batch, getattr(module, name))
 
     def release(self) -> None:
         """Give the hooks back."""
-        for name in (*EPOCH_ENDS, "on_predict_epoch_end", *BATCH_ENDS):
+        for name in (*_WRAPPED_EPOCH_ENDS, *_BATCH_ENDS):
             self._module.__dict__.pop(name, None)
 
     def record(self, *args: Any, **kwargs: Any) -> None:
@@ -69,10 +69,9 @@ class ModuleHooks:
         name, value = given["name"], given["value"]
         if isinstance(value, Metric):
             value = _computed(value) if self._mesh.is_last else 0.0
-        if not isinstance(value, (Tensor, numbers.Number)) or (isinstance(value, Tensor) and value.numel() != 1):
-            raise ConfigurationError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a Metric")
+        check_loggable(name, value)
         flags = {flag: given[flag] for flag in _FLAGS if flag in given}
-        self._recorded.append({"name": name, "value": float(value), **flags})  # type: ignore[arg-type]
+        self._recorded.append({"name": name, "value": float(value), **flags})
 
     def _end_batch(self, hook: Callable[..., None], *args: Any) -> None:
         # (outputs, batch, batch_idx), and with several loaders the index of this one.

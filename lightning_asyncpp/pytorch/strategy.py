@@ -15,7 +15,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
@@ -41,6 +40,7 @@ from lightning_asyncpp.pipeline.state import (
     to_device,
 )
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
@@ -366,7 +366,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
 def _beside_loss(output: BatchOutput) -> dict[str, Any]:
     """What a training step returned beside its loss, for the whole batch."""
     beside = [{k: v for k, v in r.items() if k != "loss"} for r in output.results if isinstance(r, Mapping)]
-    return merge_outputs(apply_to_collection(beside, Tensor, Tensor.detach), output.weights) if any(beside) else {}
+    return merge_outputs(map_tensors(Tensor.detach, beside), output.weights) if any(beside) else {}
 
 
 @contextmanager

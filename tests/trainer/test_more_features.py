@@ -24,6 +24,7 @@ from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
 from lightning_asyncpp.pipeline.oracle import train_reference
+from tests.trainer.modules import WeighingNet
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
 from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit, loader, make_trainer, report, val_loaders
@@ -209,7 +210,7 @@ def test_two_loaders_with_batches_of_different_sizes_are_refused(pools: Pools) -
         assert "split_batch" in outcome.message
 
 
-class CuttingNet(Net):
+class CuttingNet(WeighingNet):
     """Batches with a tensor that is not batched, cut by the module into pieces of different sizes."""
 
     def train_dataloader(self) -> Any:
@@ -222,15 +223,6 @@ class CuttingNet(Net):
     def split_batch(self, batch: dict[str, Tensor], parts: int) -> list[Any]:
         x, ends = batch["x"] + batch["shift"], [1, 3, 8][-parts:]
         return [{"x": x[a:b], "y": batch["y"][a:b]} for a, b in zip([0, *ends], ends)]
-
-    def micro_batch_weight(self, batch: dict[str, Tensor]) -> float:
-        return float((batch["y"] > 0).sum())
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        keep = batch["y"] > 0
-        loss = ((self.model(batch["x"]) - batch["y"]).square() * keep).sum() / keep.sum()
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
 
 
 @pytest.mark.parametrize("stages", [2, 3])
