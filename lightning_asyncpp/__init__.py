@@ -1,26 +1,30 @@
 """Asynchronous pipeline parallelism (PipeDream-2BW) for PyTorch Lightning and Fabric.
 
-Importing this package registers the strategy names ``"async_pipeline"`` and ``"sync_pipeline"`` for ``Trainer`` and for
-``Fabric``; Fabric's classes are in :mod:`lightning_asyncpp.fabric`.
+Importing this package registers the strategy names ``"async_pipeline"``, ``"sync_pipeline"`` and ``"delayed_gradient"``
+for ``Trainer`` and for ``Fabric``; Fabric's classes are in :mod:`lightning_asyncpp.fabric`.
 """
 
 from lightning_asyncpp.fabric.strategy import register as register_for_fabric
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pytorch import (
     AsyncPipelineStrategy,
+    DelayedGradientStrategy,
     GPTModule,
     PipelineModule,
     SyncPipelineStrategy,
     TokensPerSecond,
 )
+from lightning_asyncpp.pytorch.delayed_gradient import register as register_delayed_gradient
 from lightning_asyncpp.pytorch.strategy import register
 
 register()
+register_delayed_gradient()
 register_for_fabric()
 
 __all__ = [
     "AsyncPipelineStrategy",
     "ConfigurationError",
+    "DelayedGradientStrategy",
     "GPTModule",
     "PipelineModule",
     "SyncPipelineStrategy",

@@ -12,6 +12,7 @@ from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.state import (
+    GATHERED_OPTIMIZER,
     gather_stages,
     load_pipeline_state,
     merge,
@@ -47,7 +48,7 @@ def gather_state(session: PipelineSession, state: Mapping[str, Any]) -> dict[str
         if session.stage is not None and value is session.stage.model:
             gathered[name] = gather_model(session)
         elif session.optimizer is not None and value is session.optimizer:
-            gathered[name] = {"pipeline_stages": gather_stages(session.running().mesh, value.state_dict())}
+            gathered[name] = {GATHERED_OPTIMIZER: gather_stages(session.running().mesh, value.state_dict())}
             gathered[PIPELINE] = pipeline_state(session)
     return gathered
 

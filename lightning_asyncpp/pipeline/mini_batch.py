@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.exchange import ControlSum
+from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.runner import loss_of
 from lightning_asyncpp.pipeline.ticket import Ticket
+from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate
 
 
@@ -81,3 +84,8 @@ class BatchOutput:
             if weight
         ]
         return torch.stack(parts).sum() / total
+
+    def beside_loss(self) -> dict[str, Any]:
+        """What a training step returned beside its loss, for the whole batch."""
+        beside = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]
+        return merge_outputs(map_tensors(Tensor.detach, beside), self.weights) if any(beside) else {}

@@ -7,6 +7,8 @@ stages, first and last stage see the same masks in user code, and a resumed run 
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +19,11 @@ def derive(seed: int, *parts: int | str) -> int:
     """A 63-bit seed from the run's seed and what it is for."""
     text = ":".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_of_run() -> int:
+    """The seed of ``seed_everything``, or a new one if there is none; ranks that need the same one must agree on it."""
+    return int(os.environ.get("PL_GLOBAL_SEED", secrets.randbelow(2**31)))
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

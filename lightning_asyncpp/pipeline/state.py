@@ -14,6 +14,9 @@ from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tree import map_tensors
 
+GATHERED_OPTIMIZER = "pipeline_stages"
+"""Key of an optimizer's state in a checkpoint of a pipeline: a list, one entry per stage."""
+
 
 def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
     """Gather one object per stage of the first replica on rank 0, first stage first; elsewhere an empty list.
@@ -89,7 +92,7 @@ def own_optimizer_state(mesh: Mesh, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: it was written by another strategy or for another number of stages.
     """
-    stages = state.get("pipeline_stages")
+    stages = state.get(GATHERED_OPTIMIZER)
     if stages is None:
         raise ConfigurationError(
             "the optimizer state in this checkpoint was not written by a pipeline strategy and cannot be cut into"

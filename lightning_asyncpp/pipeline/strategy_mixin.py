@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.randomness import seed_of_run
 from lightning_asyncpp.pipeline.session import PipelineSession
 
 T = TypeVar("T")
@@ -85,7 +84,7 @@ class PipelineStrategyMixin:
 
     def _run_seed(self) -> int:
         """The seed of ``seed_everything`` on rank 0, or one that rank 0 draws."""
-        return self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", secrets.randbelow(2**31))))
+        return self.broadcast(seed_of_run())
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:

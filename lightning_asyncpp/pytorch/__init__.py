@@ -1,8 +1,16 @@
 """Trainer strategies, and the base classes of modules made for them."""
 
+from lightning_asyncpp.pytorch.delayed_gradient import DelayedGradientStrategy
 from lightning_asyncpp.pytorch.gpt_module import GPTModule
 from lightning_asyncpp.pytorch.pipeline_module import PipelineModule
 from lightning_asyncpp.pytorch.strategy import AsyncPipelineStrategy, SyncPipelineStrategy
 from lightning_asyncpp.pytorch.tokens_per_second import TokensPerSecond
 
-__all__ = ["AsyncPipelineStrategy", "GPTModule", "PipelineModule", "SyncPipelineStrategy", "TokensPerSecond"]
+__all__ = [
+    "AsyncPipelineStrategy",
+    "DelayedGradientStrategy",
+    "GPTModule",
+    "PipelineModule",
+    "SyncPipelineStrategy",
+    "TokensPerSecond",
+]

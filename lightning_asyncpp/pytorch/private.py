@@ -112,3 +112,14 @@ def update_logged(trainer: Trainer, hook: str, name: str, value: float, weight: 
         return False
     results.update_metrics(f"{hook}.{name}", torch.tensor(value, dtype=torch.float32), weight)
     return True
+
+
+def keep_samplers(trainer: Trainer) -> None:
+    """Leave the samplers of data loaders alone: a strategy that could run in parallel runs in one process.
+
+    Lightning takes every subclass of its parallel strategies for one that does, and would put a sampler with another
+    order in place of the loader's.
+    """
+    connector = required(trainer, "_accelerator_connector", "leave samplers as they are in a single process")
+    required(connector, "use_distributed_sampler", "leave samplers as they are in a single process")
+    connector.use_distributed_sampler = False

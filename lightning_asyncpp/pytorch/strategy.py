@@ -24,14 +24,14 @@ from typing_extensions import override
 from lightning_asyncpp.data.stage_loader import PlaceholderBatch, stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.stage import OtherStage
 from lightning_asyncpp.pipeline.state import (
+    GATHERED_OPTIMIZER,
     gather_stages,
     load_pipeline_state,
     merge,
@@ -40,7 +40,6 @@ from lightning_asyncpp.pipeline.state import (
     to_device,
 )
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
-from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
@@ -204,7 +203,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         loss = output.mean_loss(getattr(self._module, "loss_reduction", "mean"))
         self.step_metrics.add_batch(loss, sum(output.weights))
         self._loss = torch.full((), float("nan"), device=self.root_device) if loss is None else loss
-        return {**_beside_loss(output), "loss": self._loss.clone()}
+        return {**output.beside_loss(), "loss": self._loss.clone()}
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -301,7 +300,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.session.running()
-        return {"pipeline_stages": gather_stages(self._mesh, optimizer.state_dict())}
+        return {GATHERED_OPTIMIZER: gather_stages(self._mesh, optimizer.state_dict())}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -361,12 +360,6 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """The names are registered by importing the package."""
-
-
-def _beside_loss(output: BatchOutput) -> dict[str, Any]:
-    """What a training step returned beside its loss, for the whole batch."""
-    beside = [{k: v for k, v in r.items() if k != "loss"} for r in output.results if isinstance(r, Mapping)]
-    return merge_outputs(map_tensors(Tensor.detach, beside), output.weights) if any(beside) else {}
 
 
 @contextmanager

@@ -1,0 +1,167 @@
+"""Delayed gradients without a pipeline: what the Trainer's and Fabric's ``delayed_gradient`` strategies share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_asyncpp.pipeline.delayed_weights import DelayedWeights, check_same_delay
+from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
+from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
+from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
+from lightning_asyncpp.pipeline.update import clip_coefficient, squared_norm
+
+
+class DelayEmulator:
+    """Trains by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - d, 0)}, in one process.
+
+    ``with emulator.weights.stale():`` run forward and backward; then :meth:`update`.
+
+    Args:
+        settings: the user's choices; checked.
+        module: whose parameters are trained.
+        optimizer: over them; it is told the delay if it wants to know.
+        micro_batches: sums the gradients as a pipeline does; None leaves them as the backward left them.
+
+    Attributes:
+        weights: the weight versions.
+        mini_batch: index t of the next update.
+    """
+
+    def __init__(
+        self,
+        settings: DelaySettings,
+        module: nn.Module,
+        optimizer: Optimizer,
+        micro_batches: MicroBatchGradient | None = None,
+    ) -> None:
+        _check_optimizer(optimizer)
+        self.settings, self.optimizer, self.micro_batches = settings, optimizer, micro_batches
+        self.mini_batch = 0
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.weights = DelayedWeights(dict(zip(self.names, settings.of_parameters(list(self.names.values())))))
+        self._track()
+        self._tell_delay()
+
+    def update(self, step: Callable[[], Any], check_finite: bool = True) -> bool:
+        """Apply the update of a complete gradient, which the parameters' ``grad`` holds.
+
+        Args:
+            step: clips the gradient and steps the optimizer.
+            check_finite: False where the precision plugin scales the loss and leaves such updates out itself.
+
+        Returns:
+            Whether the gradient was finite; if not, weights and optimizer were left alone.
+
+        Raises:
+            NonFiniteGradientError: under the policy ``"stop"``, before anything was changed.
+        """
+        self.weights.come_forward()
+        self._track()
+        micro_batches = self.micro_batches if self.micro_batches is not None and self.micro_batches.pending else None
+        if micro_batches is not None:
+            micro_batches.complete()
+        finite = not check_finite or self._is_finite(micro_batches)
+        if not finite and self.settings.nonfinite_gradients == "stop":
+            raise NonFiniteGradientError(self._non_finite())
+        before = self.weights.advance()
+        if finite and (micro_batches is None or micro_batches.weight):
+            with self._lend(before):
+                step()
+        if micro_batches is not None:
+            micro_batches.clear()
+        self.mini_batch += 1
+        return finite
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip a gradient that was summed over micro-batches, as a pipeline clips it; returns the norm before."""
+        assert self.micro_batches is not None
+        self.micro_batches.complete()
+        factor = clip_coefficient(self.micro_batches.norm, max_norm)
+        if factor < 1.0:
+            for parameter in self.names:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return torch.tensor(self.micro_batches.norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds beyond weights and optimizer: the older weights and the counters."""
+        state: dict[str, Any] = {
+            **self._same_on_resume(),
+            "mini_batch": self.mini_batch,
+            "older_weights": self.weights.state_dict(self.names),
+        }
+        if self.micro_batches is not None:
+            state["micro_batch"], state["seed"] = self.micro_batches.next_micro_batch, self.micro_batches.seed
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on where a checkpoint ended; weights were loaded before. Without a state all versions are the weights.
+
+        Raises:
+            ConfigurationError: it was written under another delay.
+        """
+        if state is None:
+            self.weights.load_state_dict({}, self.names)
+            return
+        check_same_delay(state, self._same_on_resume())
+        self.weights.load_state_dict(state["older_weights"], self.names)
+        self.mini_batch = int(state["mini_batch"])
+        if self.micro_batches is not None:
+            self.micro_batches.next_micro_batch = int(state["micro_batch"])
+            self.micro_batches.seed = int(state["seed"])
+
+    def _same_on_resume(self) -> dict[str, Any]:
+        settings = self.settings
+        return {"delay": settings.delay, "stages": settings.stages, "micro_batches": settings.micro_batches}
+
+    def _track(self) -> None:
+        # Anew at every update: a callback may have added a group of parameters that were frozen until now.
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        unknown = [p for p in held if p not in self.weights.delays]
+        if unknown:
+            raise ConfigurationError(
+                f"the optimizer holds {len(unknown)} tensor(s), the first of shape {tuple(unknown[0].shape)}, that are"
+                " no parameters of the module: make it from self.parameters() or self.named_parameters()"
+            )
+        self.weights.track(held)
+
+    def _tell_delay(self) -> None:
+        if not callable(set_delay := getattr(self.optimizer, "set_delay", None)):
+            return
+        delay = self.settings.delay
+        set_delay(delay if isinstance(delay, int) else dict(self.weights.delays))
+
+    def _lend(self, before: dict[nn.Parameter, Tensor]) -> Any:
+        # An optimizer that compares weights before and after its step need not copy them: the older version is alive.
+        lend: Any = getattr(self.optimizer, "weights_before", None)
+        return lend(before) if callable(lend) and before else nullcontext()
+
+    def _is_finite(self, micro_batches: MicroBatchGradient | None) -> bool:
+        squares = micro_batches.squares if micro_batches is not None else squared_norm(self._gradients())
+        return math.isfinite(squares)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        gradients = {name: p.grad for p, name in self.names.items() if p.grad is not None}
+        return {name: g.coalesce().values() if g.is_sparse else g for name, g in gradients.items()}
+
+    def _non_finite(self) -> str:
+        bad = [name for name, gradient in self._gradients().items() if not bool(torch.isfinite(gradient).all())]
+        return (
+            f"the gradient of mini-batch {self.mini_batch} holds NaN or Inf (in {', '.join(bad[:5])}); the weights are"
+            " those before its update. Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError(
+            "LBFGS evaluates the loss several times per step, but a delayed gradient is one per step; use an optimizer"
+            " whose step() needs no closure"
+        )

@@ -1,0 +1,121 @@
+"""Weights of the last updates, so that a gradient can be taken where a pipeline would have taken it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+
+class DelayedWeights:
+    """Versions of every trained parameter: W_t, the newest, and those back to W_{t-d}, d the parameter's delay.
+
+    The parameters hold W_t, but inside :meth:`stale`, where they hold W_{max(t-d, 0)}. Forward and backward both run
+    there: no graph outlives it, so no graph mixes versions. A parameter of delay 0 is never touched.
+
+    Args:
+        delays: parameter -> its delay, for every parameter that may be trained.
+    """
+
+    def __init__(self, delays: Mapping[nn.Parameter, int]) -> None:
+        self.delays = dict(delays)
+        self._versions: dict[nn.Parameter, deque[Tensor]] = {}  # oldest first, the newest last
+        self._stale = False
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the parameters hold older weights now."""
+        return self._stale
+
+    def track(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keep versions of these parameters from now on; so far they were not moved, so all versions are equal."""
+        for parameter in parameters:
+            if self.delays[parameter] and parameter not in self._versions:
+                self._versions[parameter] = deque([parameter.data], maxlen=self.delays[parameter] + 1)
+
+    def go_back(self) -> None:
+        """Let the parameters hold the weights that their next gradient is taken at."""
+        for parameter, versions in self._versions.items():
+            if not self._stale:
+                versions[-1] = parameter.data  # somebody may have given it other memory
+            parameter.data = versions[0]
+        self._stale = True
+
+    def come_forward(self) -> None:
+        """Let the parameters hold the newest weights again."""
+        for parameter, versions in self._versions.items() if self._stale else ():
+            parameter.data = versions[-1]
+        self._stale = False
+
+    @contextmanager
+    def stale(self) -> Iterator[None]:
+        """Run on the older weights."""
+        self.go_back()
+        try:
+            yield
+        finally:
+            self.come_forward()
+
+    @torch.no_grad()
+    def advance(self) -> dict[nn.Parameter, Tensor]:
+        """Make W_{t+1}, equal to W_t, the newest version: the optimizer then steps on it.
+
+        Returns:
+            parameter -> its weights W_t, which stay alive; without the parameters of delay 0.
+        """
+        self.come_forward()
+        before = {}
+        for parameter, versions in self._versions.items():
+            before[parameter] = versions[-1] = parameter.data
+            full = len(versions) == versions.maxlen
+            newest = versions.popleft() if full else torch.empty_like(parameter.data)
+            versions.append(newest.copy_(before[parameter]))
+            parameter.data = newest
+        return before
+
+    def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, list[Tensor]]:
+        """Weights older than the newest, oldest first, by parameter name; parameters whose versions are equal lack."""
+        self.come_forward()
+        return {names[p]: [v.detach().clone() for v in versions][:-1] for p, versions in self._versions.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, list[Tensor]], names: Mapping[nn.Parameter, str]) -> None:
+        """Take the parameters, as they were just loaded, for the newest weights, and ``state`` for those before.
+
+        Raises:
+            ConfigurationError: the state belongs to other delays.
+        """
+        self.come_forward()
+        for parameter, versions in self._versions.items():
+            older = state.get(names[parameter], [])
+            if len(older) > self.delays[parameter]:
+                raise ConfigurationError(
+                    f"the checkpoint holds {len(older)} older weights of {names[parameter]!r}, which is"
+                    f" {self.delays[parameter]} updates behind in this run: resume with the delay, the stages and the"
+                    " stage_of that it was written with"
+                )
+            versions.clear()
+            versions.extend(torch.empty_like(parameter.data).copy_(weights) for weights in older)
+            versions.append(parameter.data)
+
+
+def check_same_delay(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuse to go on under another delay than a checkpoint's.
+
+    Raises:
+        ConfigurationError: naming every setting that differs.
+    """
+    problems = [
+        f"the checkpoint was written with {name}={saved.get(name)!r}, this run has {value!r}: the weights that it needs"
+        f" are not there; use {name}={saved.get(name)!r}, or load only the weights"
+        for name, value in present.items()
+        if saved.get(name) != value
+    ]
+    if problems:
+        raise ConfigurationError.from_problems(problems)

@@ -1,0 +1,106 @@
+"""How many updates old the gradient of each parameter is: constant, PipeDream's, or with a fresh last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+Delay = int | Literal["pipedream", "fresh_last_stage"]
+StageOf = Callable[[str], int]
+KINDS = ("pipedream", "fresh_last_stage")
+POLICIES = ("stop", "skip")
+
+
+@dataclass(frozen=True)
+class DelaySettings:
+    """What the user may choose about the delay that is emulated.
+
+    Attributes:
+        delay: ``d``: every gradient is d updates old, as the gradients of PipeDream-2BW are with d = 1;
+            ``"pipedream"``: the gradients of stage s are P-1-s updates old, as in PipeDream (Narayanan et al., SOSP
+            2019); ``"fresh_last_stage"``: those of the last stage are fresh, all others one update old.
+        stages: number of stages P of the last two; ``None`` with a constant delay.
+        stage_of: parameter name -> its stage, 0 first; ``None`` cuts the parameters, in their order, into P runs of
+            equal numbers (as ``torch.tensor_split`` does).
+        micro_batches: cut batches into as many pieces, and sum and clip gradients as a pipeline does; ``None`` leaves
+            batches and arithmetic as Lightning has them.
+        nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
+    """
+
+    delay: Delay = 1
+    stages: int | None = None
+    stage_of: StageOf | None = None
+    micro_batches: int | None = None
+    nonfinite_gradients: str = "stop"
+
+    def problems(self) -> list[str]:
+        """What is wrong with the settings, each with its mend."""
+        problems = self._delay_problems()
+        if self.micro_batches is not None and self.micro_batches < 1:
+            problems.append(f"micro_batches={self.micro_batches} must be at least 1, or None for whole batches")
+        if self.nonfinite_gradients not in POLICIES:
+            problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
+        return problems
+
+    def check(self) -> None:
+        """Raise ConfigurationError with all :meth:`problems`, if there are any."""
+        if problems := self.problems():
+            raise ConfigurationError.from_problems(problems)
+
+    def of_parameters(self, names: Sequence[str]) -> list[int]:
+        """Delays of the parameters ``names``, which are in the model's order.
+
+        Raises:
+            ConfigurationError: there are fewer parameters than stages, or ``stage_of`` returns no stage.
+        """
+        if isinstance(self.delay, int):
+            return [self.delay] * len(names)
+        assert self.stages is not None
+        last = self.stages - 1
+        stages = self._stages_of(names)
+        if self.delay == "pipedream":
+            return [last - stage for stage in stages]
+        return [0 if stage == last else 1 for stage in stages]
+
+    def _delay_problems(self) -> list[str]:
+        by_stage = isinstance(self.delay, str)
+        problems = []
+        if by_stage and self.delay not in KINDS:
+            problems.append(f"delay={self.delay!r} must be a number of updates or one of {', '.join(KINDS)}")
+        if isinstance(self.delay, int) and self.delay < 0:
+            problems.append(f"delay={self.delay} must be 0 or more: a gradient cannot come before its weights")
+        if by_stage and (self.stages is None or self.stages < 1):
+            problems.append(f"delay={self.delay!r} needs stages, the number of pipeline stages; got {self.stages}")
+        if not by_stage and (self.stages is not None or self.stage_of is not None):
+            given = "stages" if self.stages is not None else "stage_of"
+            problems.append(
+                f"{given} has no meaning with delay={self.delay}, the same for all parameters: leave it out, or use one"
+                f" of {', '.join(KINDS)}"
+            )
+        return problems
+
+    def _stages_of(self, names: Sequence[str]) -> list[int]:
+        assert self.stages is not None
+        if self.stage_of is None:
+            if len(names) < self.stages:
+                raise ConfigurationError(
+                    f"stages={self.stages} is more than the module has parameters ({len(names)}): no stage may be empty"
+                )
+            return _equal_runs(len(names), self.stages)
+        stages = [self.stage_of(name) for name in names]
+        wrong = {name: stage for name, stage in zip(names, stages) if stage not in range(self.stages)}
+        if wrong:
+            name, stage = next(iter(wrong.items()))
+            raise ConfigurationError(
+                f"stage_of({name!r}) returned {stage!r}: stages are numbered from 0 to {self.stages - 1}"
+            )
+        return stages
+
+
+def _equal_runs(count: int, parts: int) -> list[int]:
+    """Part of each of ``count`` things: the first ``count % parts`` parts hold one more."""
+    size, longer = divmod(count, parts)
+    return [part for part in range(parts) for _ in range(size + (part < longer))]

@@ -1,0 +1,171 @@
+"""The gradient of a mini-batch in one process, summed over micro-batches in the order and arithmetic of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.buckets import GradientBuckets
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.mini_batch import BatchOutput
+from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
+from lightning_asyncpp.pipeline.runner import Step, UserHooks, loss_of
+from lightning_asyncpp.pipeline.units import pipeline_units
+from lightning_asyncpp.pipeline.update import gradient_norm, squared_norm
+
+
+class MicroBatchGradient:
+    """Sums w_k * gradient_k over micro-batches k and divides by the sum of w_k at the update, as a pipeline does.
+
+    Random numbers are the pipeline's: the step draws from (seed, replica, k), and where ``model`` is made of layers
+    that a pipeline could cut between, every layer from (seed, layer, replica, k).
+
+    Args:
+        parameters: name -> parameter, of all that may be trained.
+        model: what the step calls; None if it is no single module.
+        hooks: how the user cuts and weighs batches.
+        count: micro-batches per batch, m.
+        seed: the run's seed.
+        device: where they are.
+        replica: index of this process among the data-parallel ones.
+        replicas: how many there are; they reduce over the default process group.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        model: nn.Module | None,
+        hooks: UserHooks,
+        count: int,
+        seed: int,
+        device: torch.device,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        self.parameters, self.model, self.hooks, self.count = dict(parameters), model, hooks, count
+        self.seed, self.device, self.replica, self.replicas = seed, device, replica, replicas
+        self.next_micro_batch = 0
+        self.weight = 0.0
+        self.squares = 0.0
+        self._sums: dict[str, Tensor | None] = {}
+        self._complete = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether batches ran whose gradient no update has used yet."""
+        return self._complete or bool(self._sums)
+
+    def run(self, batch: Any, step: Step) -> BatchOutput:
+        """Add a batch: forward and backward of its micro-batches; the parameters' ``grad`` holds the sum afterwards.
+
+        Args:
+            batch: the batch; it is cut into micro-batches.
+            step: called with a micro-batch and its weight; returns its loss, or a mapping with it under ``"loss"``.
+
+        Raises:
+            ConfigurationError: the batch was not cut into that many, or there is no loss to differentiate.
+        """
+        slots = self.hooks.split_batch(batch, self.count)
+        if len(slots) != self.count:
+            raise ConfigurationError(f"split_batch(batch, {self.count}) returned {len(slots)} micro-batches")
+        # Somebody's zero_grad() may come between two batches that share an update.
+        for name, parameter in self.parameters.items():
+            parameter.grad = self._sums.get(name)
+        results, weights = [], []
+        with preserved_generators(self.device):
+            for k, slot in enumerate(slots, self.next_micro_batch):
+                weight = 0.0 if slot is None else float(self.hooks.micro_batch_weight(slot))
+                if weight:
+                    results.append(self._run_micro_batch(k, slot, weight, step))
+                    weights.append(weight)
+        self.next_micro_batch += len(slots)
+        self.weight += sum(weights)
+        self._sums = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return BatchOutput(results, weights)
+
+    def restore(self) -> None:
+        """Put the sum back into the parameters' ``grad``, whoever cleared it."""
+        for name, gradient in self._sums.items():
+            self.parameters[name].grad = gradient
+
+    def complete(self) -> None:
+        """Reduce over the replicas and divide by the sum of the weights; the parameters' ``grad`` holds the result."""
+        if self._complete:
+            return
+        gradients = dict(self._sums)
+        if self.replicas > 1:
+            gradients = self._reduced(gradients)
+        self.squares = squared_norm(gradients)
+        if self.weight:
+            foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], self.weight)
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient
+        self._complete = True
+
+    @property
+    def norm(self) -> float:
+        """2-norm of the mean gradient, once it is complete: fp64 sums, rounded to fp32."""
+        return gradient_norm(self.squares, self.weight)
+
+    def clear(self) -> None:
+        """Begin the next mini-batch."""
+        self._sums, self.weight, self._complete = {}, 0.0, False
+
+    def _run_micro_batch(self, k: int, slot: Any, weight: float, step: Step) -> Any:
+        with _units_seeded(self.model, lambda unit: derive(self.seed, "layer", unit, self.replica, k), self.device):
+            seed_generators(derive(self.seed, "train", self.replica, k), self.device)
+            with self.hooks.forward_context():
+                result = step(slot, weight)
+        loss = loss_of(result)
+        if not loss.requires_grad:
+            raise ConfigurationError(
+                "the loss that training_step returned does not depend on the module's parameters: it has no gradient;"
+                " compute it without detach() or no_grad()"
+            )
+        seed_generators(derive(self.seed, "backward", 0, self.replica, k), self.device)
+        (loss if self.hooks.loss_reduction == "sum" else loss * weight).backward()
+        return result
+
+    def _reduced(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        buckets = GradientBuckets(gradients, self.parameters)
+        weight = torch.tensor([self.weight], dtype=torch.float64, device=self.device)
+        for tensor in (*buckets.flat, weight):
+            dist.all_reduce(tensor)
+        self.weight = float(weight)
+        return buckets.unpack()
+
+
+@contextmanager
+def _units_seeded(model: nn.Module | None, seed_of: Callable[[int], int], device: torch.device) -> Iterator[None]:
+    """Seed the generators before every unit of ``model``, and put them back where they were after the model."""
+    hooks, outside = [], []
+
+    def enter(*_: Any) -> None:
+        outside.append(preserved_generators(device))
+        outside[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        outside.pop().__exit__(None, None, None)
+
+    def seed(unit: int) -> Callable[..., None]:
+        return lambda *_: seed_generators(seed_of(unit), device)
+
+    try:
+        units = pipeline_units(model) if model is not None else []
+    except ConfigurationError:
+        units = []  # it cannot be cut: its layers draw from the step's generator
+    if model is not None and units:
+        hooks.append(model.register_forward_pre_hook(enter))
+        hooks += [unit.module.register_forward_pre_hook(seed(index)) for index, unit in enumerate(units)]
+        hooks.append(model.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,337 @@
+"""The Trainer strategy ``delayed_gradient``: is asynchronous training safe for my model? Answered without a pipeline."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_asyncpp.pipeline.delay_emulator import DelayEmulator
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
+from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
+from lightning_asyncpp.pipeline.randomness import seed_of_run
+from lightning_asyncpp.pipeline.runner import UserHooks
+from lightning_asyncpp.pipeline.state import GATHERED_OPTIMIZER
+from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
+
+_STATE = "delayed_gradient"
+
+
+class DelayedGradientStrategy(DDPStrategy):
+    """Emulates the gradient delay of asynchronous pipelines, on one device or under DDP, for any LightningModule.
+
+    Mini-batch t runs forward and backward on W_{max(t-d, 0)}, and W_{t+1} = W_t - U(g_t): the trajectory of a pipeline,
+    without a pipeline. Nothing is asked of the module's structure; optimization must be automatic. Callbacks,
+    validation and checkpoints see the newest weights.
+
+    With ``delay=0`` and whole batches it is bitwise the run that Lightning does without it; with ``delay=1`` and a
+    pipeline's ``micro_batches`` it is bitwise ``async_pipeline``, whose summation order, clipping and random
+    numbers it then takes over. It costs d further copies of the weights.
+
+    Args:
+        delay: updates between the weights of a gradient and the weights that it is applied to: a number d for all
+            parameters (1 is PipeDream-2BW); ``"pipedream"``: P-1-s for stage s, as in the original PipeDream (Narayanan
+            et al., SOSP 2019), which stashes the weights of the forward for the backward; ``"fresh_last_stage"``: 0
+            for the last stage and 1 for the others.
+        stages: number of stages P of the last two.
+        stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order.
+        micro_batches: cut every batch into so many micro-batches and compute as a pipeline does; ``None``: whole
+            batches, in Lightning's arithmetic.
+        nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
+        find_unused_parameters: as in DDP; with whole batches on several devices.
+        process_group_backend, timeout, start_method: as in DDP.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
+            Trainer sets them.
+
+    Raises:
+        ConfigurationError: the arguments do not fit together, all of them at once; or when training starts, the module
+            cannot be trained so.
+    """
+
+    def __init__(
+        self,
+        delay: int | Literal["pipedream", "fresh_last_stage"] = 1,
+        stages: int | None = None,
+        stage_of: Callable[[str], int] | None = None,
+        micro_batches: int | None = None,
+        nonfinite_gradients: Literal["stop", "skip"] = "stop",
+        find_unused_parameters: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            find_unused_parameters=find_unused_parameters,
+        )
+        self.settings = DelaySettings(delay, stages, stage_of, micro_batches, nonfinite_gradients)
+        self.settings.check()
+        self.emulator: DelayEmulator | None = None
+        self._micro_batch_log: MicroBatchLog | None = None
+        self._loaded_state: Mapping[str, Any] | None = None
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _alone(self) -> bool:
+        return self.num_nodes * self.num_processes == 1
+
+    @override
+    def _configure_launcher(self) -> None:
+        # One process needs no launcher, and so works in notebooks too.
+        if not self._alone:
+            super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        if self._alone:
+            super(ParallelStrategy, self).setup_environment()
+            self.set_world_ranks()
+        else:
+            super().setup_environment()
+
+    @override
+    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
+        return model if self._alone else super()._setup_model(model)
+
+    @override
+    def configure_ddp(self) -> None:
+        if self.settings.micro_batches is None:
+            super().configure_ddp()
+            return
+        # Gradients summed over micro-batches are reduced once, at the update.
+        for tensor in self._module.state_dict().values():
+            dist.broadcast(tensor.detach(), src=0)
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        if problems := _problems(self.settings, self._module, trainer):
+            raise ConfigurationError.from_problems(problems)
+        self.emulator = None
+        if self._alone:
+            if self.settings.micro_batches is None:  # else the order of a pipeline's data, too
+                private.keep_samplers(trainer)
+            super(ParallelStrategy, self).setup(trainer)
+        else:
+            super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._start()
+
+    def _start(self) -> None:
+        module = self._module
+        if len(self.optimizers) != 1:
+            raise ConfigurationError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers: a delayed gradient has exactly one"
+                " update; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
+            )
+        micro_batches = None
+        if self.settings.micro_batches is not None:
+            micro_batches = self._micro_batch_gradient(self.settings.micro_batches)
+            self._micro_batch_log = MicroBatchLog(module, self.world_size)
+            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches)
+
+    def _micro_batch_gradient(self, count: int) -> MicroBatchGradient:
+        module = self._module
+        hooks = UserHooks(
+            split_batch=getattr(module, "split_batch", split_batch),
+            micro_batch_weight=getattr(module, "micro_batch_weight", number_of_samples),
+            loss_reduction=getattr(module, "loss_reduction", "mean"),
+            forward_context=self.precision_plugin.train_step_context,
+        )
+        network = getattr(module, "model", None)
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        return MicroBatchGradient(
+            parameters, network if isinstance(network, nn.Module) else None, hooks, count,
+            self.broadcast(seed_of_run()), self.root_device, self.global_rank, self.world_size,
+        )  # fmt: skip
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _running(self) -> DelayEmulator:
+        assert self.emulator is not None, "training has not started"
+        return self.emulator
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        weights = self._running.weights
+        if self.settings.micro_batches is not None:
+            with weights.stale():
+                return self._micro_batched_step(args, kwargs)
+        weights.go_back()
+        try:
+            output = super().training_step(*args, **kwargs)
+        except BaseException:
+            weights.come_forward()
+            raise
+        if output is None:  # the batch is skipped: no backward follows
+            weights.come_forward()
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward on the weights of the forward, and let the parameters hold the newest ones from then on."""
+        if (micro_batches := self._running.micro_batches) is not None:
+            micro_batches.restore()  # zero_grad() came between
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+            return self.precision_plugin.post_backward(closure_loss, self._module)
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        finally:
+            self._running.weights.come_forward()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Take the gradient, where it belongs, and apply it to the newest weights."""
+        result = closure()
+
+        def step() -> None:
+            super(DelayedGradientStrategy, self).optimizer_step(optimizer, lambda: result, model, **kwargs)
+
+        # With a loss scale the precision plugin looks for infinities itself, and leaves such steps out.
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        if not self._running.update(step, check_finite=not scaled):
+            rank_zero_warn(
+                f"mini-batch {self._running.mini_batch - 1}: its gradient holds NaN or Inf; the update was skipped"
+            )
+        return result
+
+    def _micro_batched_step(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        micro_batches, log = self._running.micro_batches, self._micro_batch_log
+        assert micro_batches is not None
+        assert log is not None
+
+        def step(micro_batch: Any, weight: float) -> Any:
+            with log.recording(weight):
+                return self._module.training_step(micro_batch, *args[1:], **kwargs)
+
+        output = micro_batches.run(args[0], step)
+        log.log_batch()
+        loss = output.mean_loss(getattr(self._module, "loss_reduction", "mean"))
+        nan = torch.full((), float("nan"), device=self.root_device)
+        return {**output.beside_loss(), "loss": nan if loss is None else loss}
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._running.clip(float(clip_val))
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.emulator is not None:
+            checkpoint[_STATE] = self.emulator.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._loaded_state = checkpoint.get(_STATE)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self.emulator is not None:
+            self.emulator.load_state_dict(self._loaded_state)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if any(GATHERED_OPTIMIZER in state for state in checkpoint["optimizer_states"]):
+            raise ConfigurationError(
+                "this checkpoint was written by a pipeline strategy, which keeps the optimizer by stages: load only the"
+                " weights: pass the model loaded with load_state_dict, without ckpt_path"
+            )
+        super().load_optimizer_state_dict(checkpoint)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self.emulator is not None:
+            self.emulator.weights.come_forward()
+        super().on_exception(exception)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """The name is registered by importing the package."""
+
+
+def _problems(settings: DelaySettings, module: LightningModule, trainer: L.Trainer) -> list[str]:
+    """What the module and the Trainer ask for that a delayed gradient cannot do."""
+    problems: list[str] = []
+    if trainer.state.fn != TrainerFn.FITTING:
+        return problems
+    if not module.automatic_optimization:
+        problems.append(
+            "automatic_optimization=False: with manual optimization the module decides when to step and on which"
+            " weights; use automatic optimization, or Fabric"
+        )
+    if settings.micro_batches is None:
+        return problems
+    if trainer.precision in ("16-mixed", "16-true"):
+        problems.append(
+            f"precision={trainer.precision!r} is not supported with micro_batches, which computes as a pipeline does;"
+            " use bf16-mixed, or leave micro_batches out"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        problems.append("training_step(dataloader_iter) cannot be given micro-batches: take a batch")
+    if (reduction := getattr(module, "loss_reduction", "mean")) not in ("mean", "sum"):
+        problems.append(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
+    return problems
+
+
+def register() -> None:
+    """Make the strategy known to ``Trainer(strategy=...)`` by name."""
+    if "delayed_gradient" not in StrategyRegistry:
+        StrategyRegistry.register(
+            "delayed_gradient",
+            DelayedGradientStrategy,
+            description=(DelayedGradientStrategy.__doc__ or "").partition("\n")[0],
+        )

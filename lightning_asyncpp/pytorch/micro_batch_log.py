@@ -1,0 +1,64 @@
+"""``self.log`` in a training step that runs once per micro-batch: logged once per batch, as for the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch import LightningModule
+
+from lightning_asyncpp.pytorch.log_recorder import LogRecorder
+
+
+class MicroBatchLog:
+    """Records what micro-batches log and logs the batch's values: weighted means, or as ``reduce_fx`` says.
+
+    Args:
+        module: whose ``log`` it is.
+        replicas: number of data-parallel processes; with several, values are reduced over them.
+    """
+
+    def __init__(self, module: LightningModule, replicas: int) -> None:
+        self._module, self._replicas = module, replicas
+        self._recorder = LogRecorder(on_step=True, on_epoch=False)
+
+    @contextmanager
+    def recording(self, weight: float) -> Iterator[None]:
+        """Record what is logged meanwhile as that of a micro-batch of weight ``weight``."""
+        self._recorder.weight = weight
+        with _replaced(self._module, self._recorder.log):
+            yield
+
+    def log_batch(self) -> None:
+        """Log what was recorded since the last call; call it where the training step may log."""
+        recorder, several = self._recorder, self._replicas > 1
+        recorder.settle()
+        for name, values in recorder.values.items():
+            entry = recorder.entries[name]
+            self._module.log(
+                name, values.result(), prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
+                on_epoch=entry.on_epoch, reduce_fx=entry.reduction, sync_dist=several,
+                batch_size=values.weight,  # type: ignore[arg-type]  # a weight need not be whole
+            )  # fmt: skip
+        for name, metric in recorder.metrics.items():
+            entry = recorder.metric_entries[name]
+            if entry.on_epoch:
+                name = f"{name}_epoch" if entry.on_step else name
+                self._module.log(
+                    name, metric, prog_bar=entry.prog_bar, logger=entry.logger, on_step=False, on_epoch=True
+                )
+        recorder.clear()
+        recorder.metrics.clear()
+        recorder.metric_entries.clear()
+
+
+@contextmanager
+def _replaced(module: LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    own = module.__dict__.get("log")
+    module.log = log  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.log
+        if own is not None:
+            module.log = own  # type: ignore[method-assign]
