@@ -1,0 +1,312 @@
+"""What all corrections for delayed gradients share: they wrap any optimizer and change what its step does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, overload
+
+import torch
+from lightning.fabric.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+BUFFER_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+Weights = Mapping[Tensor, Tensor]
+
+
+@dataclass
+class Memory:
+    """What changes while training. One object, so that it is the same one through Lightning's optimizer wrappers,
+    which inherit our methods and forward attribute reads, but keep attribute writes to themselves.
+
+    Attributes:
+        delay: of all gradients in updates, or parameter -> delay.
+        buffers: name of a kind of buffer -> parameter -> tensor.
+        steps: updates so far.
+        learning_rates: of the groups at the last update.
+        lent: weights before the step that somebody else keeps.
+        announced: whether it was said that there is nothing to correct.
+    """
+
+    delay: int | dict[Tensor, int] = 1
+    buffers: dict[str, dict[Tensor, Tensor]] = field(default_factory=dict)
+    steps: int = 0
+    learning_rates: list[float] = field(default_factory=list)
+    lent: Weights | None = None
+    announced: bool = False
+
+    def reset(self) -> None:
+        """Forget the past."""
+        self.steps = 0
+        self.learning_rates = []
+        for tensors in self.buffers.values():
+            tensors.clear()
+
+
+class DelayCorrection(Optimizer):
+    """Base class of the corrections: wraps an optimizer whose gradients are some updates old.
+
+    ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, monitors and whoever sets
+    ``group["lr"]`` act on it. Names of parameters are passed through to the base. Corrections may wrap corrections.
+
+    A strategy says how old the gradients are (:meth:`set_delay`); where they are fresh there is nothing to correct and
+    the base step is left as it is.
+
+    A subclass overrides :meth:`_before_step`, :meth:`_after_step` or both, names its buffers in ``buffer_names``, its
+    attributes in ``option_names`` and its entry of the state dict in ``state_name``.
+
+    Args:
+        params: what the base optimizer takes: tensors, (name, tensor) pairs or groups.
+        base: makes the optimizer from ``params``: a class, ``functools.partial(torch.optim.AdamW, lr=1e-3)``, or in a
+            YAML file ``class_path`` and ``init_args``.
+
+    Raises:
+        TypeError: ``base`` is not a callable that returns an optimizer.
+    """
+
+    state_name: ClassVar[str]
+    buffer_names: ClassVar[tuple[str, ...]]
+    option_names: ClassVar[tuple[str, ...]]
+    needs_weights_before: ClassVar[bool] = True
+    """Whether :meth:`_after_step` looks at the weights before the step."""
+
+    def __init__(self, params: ParamsT, base: Callable[[Iterable], Optimizer]) -> None:
+        check_base(base)
+        optimizer = base(params)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"`base` must return a torch Optimizer, but it returned {type(optimizer).__name__}")
+        super().__init__([torch.zeros(())], {})  # a stand-in: groups, state and defaults are the base's
+        self._memory = Memory(buffers={name: {} for name in self.buffer_names})
+        self._adopt(optimizer)
+
+    # -- what a subclass does -------------------------------------------------------------------------------------
+
+    def _before_step(self, moving: list[Tensor], before: Weights) -> None:
+        """Change gradients, before the base steps; ``moving`` are the delayed parameters that have one."""
+
+    def _after_step(self, moving: list[Tensor], before: Weights) -> None:
+        """Change weights, after the base stepped; ``before`` holds those of ``moving`` before it."""
+
+    # -- what a strategy says -------------------------------------------------------------------------------------
+
+    def set_delay(self, delay: int | Mapping[Tensor, int]) -> None:
+        """Say how many updates old the gradients are: all alike (1 is the default), or each parameter's.
+
+        Raises:
+            ValueError: a delay is below 0.
+        """
+        delays = [delay] if isinstance(delay, int) else list(delay.values())
+        if any(d < 0 for d in delays):
+            raise ValueError(f"a gradient cannot be {min(delays)} updates old: delay must be 0 or more")
+        memory = self._memory
+        if not any(delays):
+            memory.reset()
+            if not memory.announced:
+                rank_zero_info(
+                    f"{type(self).__name__}: gradients are not delayed, so nothing is corrected: the base steps alone."
+                )
+                memory.announced = True
+        memory.delay = delay if isinstance(delay, int) else dict(delay)
+        if isinstance(self.base, DelayCorrection):
+            self.base.set_delay(delay)
+
+    @property
+    def delay(self) -> int:
+        """How many updates old the oldest gradients are."""
+        delay = self._memory.delay
+        return delay if isinstance(delay, int) else max(delay.values(), default=0)
+
+    def delay_of(self, parameter: Tensor) -> int:
+        """How many updates old the gradients of ``parameter`` are."""
+        delay = self._memory.delay
+        return delay if isinstance(delay, int) else delay.get(parameter, 0)
+
+    @contextmanager
+    def weights_before(self, weights: Weights) -> Iterator[None]:
+        """Lend the weights as they are before the step: ``with ef.weights_before({p: copy, ...}): ef.step()``.
+
+        Args:
+            weights: for every delayed parameter with a gradient a tensor of its shape, dtype and value, in memory of
+                its own. They are only read.
+        """
+        with ExitStack() as stack:
+            if isinstance(self.base, DelayCorrection):
+                stack.enter_context(self.base.weights_before(weights))
+            self._memory.lent = weights
+            try:
+                yield
+            finally:
+                self._memory.lent = None
+
+    # -- an optimizer ---------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step the base optimizer and correct; ``closure`` is evaluated once, before the weights move."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.delay == 0:
+            self.base.step()
+            return loss
+        moving = [p for p in self._parameters() if p.grad is not None and self.delay_of(p)]
+        before = self._weights_before_step(moving)
+        with torch.no_grad():
+            self._before_step(moving, before)
+        self.base.step()
+        with torch.no_grad():
+            self._after_step(moving, before)
+        self._memory.steps += 1
+        self._memory.learning_rates = [float(group["lr"]) for group in self.param_groups]
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, in the base optimizer's way."""
+        self.base.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base optimizer."""
+        if hasattr(self, "base"):
+            self.base.add_param_group(param_group)
+        else:  # called by torch while this object is being made
+            super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base's state dict and under ``state_name`` the buffers by parameter index."""
+        index = {p: i for i, p in enumerate(self._parameters())}
+        own: dict[str, Any] = {"steps": self._memory.steps, "learning_rates": list(self._memory.learning_rates)}
+        for name, tensors in self._memory.buffers.items():
+            own[name] = {index[p]: tensor for p, tensor in tensors.items()}
+        return {**self.base.state_dict(), self.state_name: own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; with delay 0 the buffers are not kept."""
+        if self.state_name not in state_dict:
+            raise ValueError(
+                f"this optimizer state has no entry {self.state_name!r}: it was saved without {type(self).__name__}. To"
+                " go on from it with a fresh correction, load it into the wrapped optimizer: `.base.load_state_dict"
+                "(state)`"
+            )
+        saved = state_dict[self.state_name]
+        buffers = {name: self._read_buffers(name, saved[name]) for name in self.buffer_names}
+        self.base.load_state_dict({key: value for key, value in state_dict.items() if key != self.state_name})
+        self._share_groups(self.base)
+        self._memory.reset()
+        if self.delay > 0:
+            self._memory.steps = int(saved["steps"])
+            self._memory.learning_rates = list(saved["learning_rates"])
+            for name, tensors in buffers.items():
+                self._memory.buffers[name].update(tensors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: self.__dict__[key] for key in ("base", "_memory", *self.option_names)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "defaults": state["base"].defaults})
+        self._adopt(state["base"])
+
+    # -- helpers --------------------------------------------------------------------------------------------------
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        self.base = optimizer
+        self.defaults = optimizer.defaults
+        self._share_groups(optimizer)
+        # Loading gives the base new groups and a new state, whoever does it.
+        optimizer.register_load_state_dict_post_hook(self._share_groups)
+
+    def _share_groups(self, optimizer: Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _weights_before_step(self, moving: list[Tensor]) -> Weights:
+        lent = self._memory.lent
+        if lent is not None:
+            for p in moving:
+                _check_lent(p, lent.get(p))
+            return {p: lent[p] for p in moving}
+        return {p: p.detach().clone() for p in moving} if self.needs_weights_before else {}
+
+    def _with_group(self) -> Iterator[tuple[int, dict[str, Any], Tensor]]:
+        """Yield (index of the group, group, parameter)."""
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                yield index, group, p
+
+    def _buffer(self, name: str, p: Tensor) -> Tensor:
+        """The buffer of ``p``, made of zeros where there is none yet."""
+        tensors = self._memory.buffers[name]
+        if p not in tensors:
+            tensors[p] = torch.zeros(self._buffer_shape(name, p), dtype=self._buffer_dtype(p), device=p.device)
+        return tensors[p]
+
+    def _buffer_shape(self, name: str, p: Tensor) -> tuple[int, ...]:
+        """Shape of the buffer ``name`` of ``p``."""
+        return tuple(p.shape)
+
+    def _buffer_dtype(self, p: Tensor) -> torch.dtype:
+        """In which a buffer of ``p`` is kept."""
+        return p.dtype
+
+    def _read_buffers(self, name: str, saved: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
+        params = self._parameters()
+        tensors = {}
+        for index, value in saved.items():
+            if index >= len(params) or tuple(value.shape) != self._buffer_shape(name, params[index]):
+                raise ValueError(
+                    f"the saved {name} {index} has shape {tuple(value.shape)}, which is no parameter of this optimizer"
+                    " at that place: the state belongs to another model or another stage"
+                )
+            p = params[index]
+            # A copy: the buffer is written in place, and what was loaded is not ours.
+            tensors[p] = torch.empty(value.shape, dtype=self._buffer_dtype(p), device=p.device).copy_(value)
+        return tensors
+
+
+def check_base(base: object) -> None:
+    """Refuse what does not make an optimizer.
+
+    Raises:
+        TypeError: ``base`` is not callable.
+    """
+    if not callable(base):
+        raise TypeError(
+            f"`base` must be a callable that makes an optimizer from parameters, got {type(base).__name__}: pass the "
+            "class or functools.partial(torch.optim.AdamW, lr=1e-3) instead of an optimizer that is already made"
+        )
+
+
+def check_arguments(name: str, problems: list[str]) -> None:
+    """Raise one ValueError with all ``problems`` of the correction ``name``, if there are any."""
+    if problems:
+        raise ValueError(f"{name} cannot be set up:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def buffer_dtype_problems(buffer_dtype: str | None) -> list[str]:
+    """What is wrong with a correction's ``buffer_dtype``."""
+    if buffer_dtype in (None, *BUFFER_DTYPES):
+        return []
+    return [f"buffer_dtype must be None or one of {', '.join(BUFFER_DTYPES)}, got {buffer_dtype!r}"]
+
+
+def _check_lent(p: Tensor, lent: Tensor | None) -> None:
+    if lent is None:
+        raise ValueError(f"weights_before() lacks a parameter of shape {tuple(p.shape)} that has a gradient")
+    if lent.shape != p.shape or lent.dtype != p.dtype or lent.device != p.device:
+        raise ValueError(
+            f"the lent weights are {tuple(lent.shape)} {lent.dtype} on {lent.device}, their parameter is "
+            f"{tuple(p.shape)} {p.dtype} on {p.device}"
+        )
+    if p.numel() and lent.data_ptr() == p.data_ptr():
+        raise ValueError("the lent weights are the parameter itself: lend a copy that the step leaves as it is")

@@ -1,0 +1,75 @@
+"""Weight prediction: take gradients where the weights are expected to be when the gradients arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from lightning_asyncpp.optim.correction import DelayCorrection, Weights, check_arguments, check_base
+
+
+class WeightPrediction(DelayCorrection):
+    """Extrapolate the weights by the last steps, as far as the gradients are old.
+
+    Sources: SpecTrain (Chen et al., arXiv 1809.02839) and XPipe (Guan et al., arXiv 1911.04610), which predict with
+    the optimizer's momentum: for SGD with momentum and for AdamW without weight decay that is the last step, here for
+    any optimizer. With u_t the base optimizer's step, h the horizon and b ``smoothing``::
+
+        Y_{t+1} = Y_t - u_t                               the trajectory of the base, Y_0 = W_0
+        v_t     = b * v_{t-1} + (1 - b) * u_t             v_0 = u_0; b = 0: v_t = u_t
+        W_{t+1} = Y_{t+1} - h * v_t                       gradients are taken here
+
+    In terms of W alone: W_{t+1} = W_t - u_t - h * (v_t - v_{t-1}), with v_{-1} = 0. With h = 1 and b = 0 this is
+    :class:`~lightning_asyncpp.optim.ErrorFeedback` but for the first update, where it predicts at once. The base steps
+    on W: its weight decay acts on W.
+
+    Memory: one buffer per parameter, v_t, in the parameter's dtype, and the weights before the step as for
+    ErrorFeedback.
+
+    Args:
+        params: what the base optimizer takes: tensors, (name, tensor) pairs or groups.
+        base: makes the optimizer from ``params``.
+        horizon: steps ahead, at least 0; None: as many updates as the parameter's gradients are old.
+        smoothing: decay of the average of steps that predicts, in [0, 1); 0: the last step alone.
+
+    Raises:
+        ValueError: all problems of the configuration at once.
+        TypeError: ``base`` is not a callable that returns an optimizer.
+    """
+
+    state_name = "weight_prediction"
+    buffer_names = ("predicted_step",)
+    option_names = ("horizon", "smoothing")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        base: Callable[[Iterable], Optimizer],
+        horizon: float | None = None,
+        smoothing: float = 0.0,
+    ) -> None:
+        check_base(base)
+        problems = []
+        if horizon is not None and not horizon >= 0:
+            problems.append(f"horizon must be at least 0, or None for the delay, got {horizon!r}")
+        if not 0 <= smoothing < 1:
+            problems.append(f"smoothing must be in [0, 1), got {smoothing!r}")
+        check_arguments("WeightPrediction", problems)
+        super().__init__(params, base)
+        self.horizon = horizon
+        self.smoothing = smoothing
+
+    def _after_step(self, moving: list[Tensor], before: Weights) -> None:
+        known = self._memory.buffers["predicted_step"]
+        for p in self._parameters():
+            if p not in before and p not in known:
+                continue
+            first = p not in known
+            step = before[p] - p if p in before else p.new_zeros(p.shape)
+            predicted = self._buffer("predicted_step", p)
+            horizon = self.delay_of(p) if self.horizon is None else self.horizon
+            p.add_(predicted, alpha=horizon)
+            predicted.lerp_(step, 1.0 if first else 1.0 - self.smoothing)
+            p.sub_(predicted, alpha=horizon)
