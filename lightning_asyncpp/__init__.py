@@ -4,6 +4,7 @@ Importing this package registers the strategy names ``"async_pipeline"``, ``"syn
 for ``Trainer`` and for ``Fabric``; Fabric's classes are in :mod:`lightning_asyncpp.fabric`.
 """
 
+from lightning_asyncpp.fabric.delayed_gradient import register as register_delayed_gradient_for_fabric
 from lightning_asyncpp.fabric.strategy import register as register_for_fabric
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pytorch import (
@@ -20,6 +21,7 @@ from lightning_asyncpp.pytorch.strategy import register
 register()
 register_delayed_gradient()
 register_for_fabric()
+register_delayed_gradient_for_fabric()
 
 __all__ = [
     "AsyncPipelineStrategy",

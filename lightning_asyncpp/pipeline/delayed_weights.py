@@ -33,6 +33,11 @@ class DelayedWeights:
         """Whether the parameters hold older weights now."""
         return self._stale
 
+    @property
+    def keeps_older(self) -> bool:
+        """Whether any parameter has a delay."""
+        return bool(self._versions)
+
     def track(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep versions of these parameters from now on; so far they were not moved, so all versions are equal."""
         for parameter in parameters:

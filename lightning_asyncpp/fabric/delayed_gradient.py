@@ -1,0 +1,366 @@
+"""Fabric's ``delayed_gradient`` strategy: a hand-written loop with the gradients of an asynchronous pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_asyncpp.fabric import delayed_refusals as refusals
+from lightning_asyncpp.fabric.private import backward_allowed
+from lightning_asyncpp.pipeline.delay_emulator import DelayEmulator
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
+from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
+from lightning_asyncpp.pipeline.randomness import seed_of_run
+from lightning_asyncpp.pipeline.runner import UserHooks
+from lightning_asyncpp.pipeline.session import check_norm_type
+
+STATE = "delayed_gradient"
+
+
+class DelayedGradientStrategy(DDPStrategy):
+    """Emulates the gradient delay of asynchronous pipelines, on one device or under DDP, for any model.
+
+    An ordinary Fabric loop stays as it is::
+
+        model, optimizer = fabric.setup(model, optimizer)
+        for batch in loader:
+            loss = loss_of(model, batch)
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    From the first forward in training mode up to ``optimizer.step()`` the parameters hold the older weights, at which
+    the gradient is taken; the step changes the newest. Evaluation (``model.eval()`` or ``torch.no_grad()``) and
+    checkpoints see the newest. With ``micro_batches`` the loop is that of the pipeline strategies:
+    ``strategy.training_step(step_fn, batch)`` in place of forward and backward; it then computes bitwise what
+    they compute.
+
+    Args:
+        delay: updates between the weights of a gradient and the weights that it is applied to: a number, or
+            ``"pipedream"`` or ``"fresh_last_stage"``; see :class:`lightning_asyncpp.DelayedGradientStrategy`.
+        stages: number of stages of the last two.
+        stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order.
+        micro_batches: micro-batches that :meth:`training_step` cuts a batch into; ``None``: an ordinary loop.
+        nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
+        split_batch, micro_batch_weight, loss_reduction: as for the pipeline strategies, for ``micro_batches``.
+        find_unused_parameters: as in DDP.
+        process_group_backend, timeout, start_method: as in DDP.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy; Fabric sets
+            them.
+
+    Raises:
+        ConfigurationError: the arguments do not fit together, all of them at once.
+    """
+
+    def __init__(
+        self,
+        delay: int | Literal["pipedream", "fresh_last_stage"] = 1,
+        stages: int | None = None,
+        stage_of: Callable[[str], int] | None = None,
+        micro_batches: int | None = None,
+        nonfinite_gradients: Literal["stop", "skip"] = "stop",
+        split_batch: Callable[[Any, int], list[Any]] | None = None,
+        micro_batch_weight: Callable[[Any], float] | None = None,
+        loss_reduction: Literal["mean", "sum"] | None = None,
+        find_unused_parameters: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            find_unused_parameters=find_unused_parameters,
+        )
+        self.settings = DelaySettings(delay, stages, stage_of, micro_batches, nonfinite_gradients)
+        self.settings.check()
+        self.emulator: DelayEmulator | None = None
+        self._given_hooks = {
+            "split_batch": split_batch,
+            "micro_batch_weight": micro_batch_weight,
+            "loss_reduction": loss_reduction,
+        }
+        self._module: Module | None = None
+        self._in_step = False
+        self._awaits_backward = False
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _alone(self) -> bool:
+        return self.num_nodes * self.num_processes == 1
+
+    @override
+    def _configure_launcher(self) -> None:
+        # One process needs no launcher, and so works in notebooks too.
+        if not self._alone:
+            super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        if self._alone:
+            super(ParallelStrategy, self).setup_environment()
+        else:
+            super().setup_environment()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> Any:
+        # In a single process samplers stay as they are; with micro_batches the order is that of a pipeline's data.
+        return None if self._alone and self.settings.micro_batches is None else super().distributed_sampler_kwargs
+
+    @override
+    def setup_module(self, module: Module) -> Module:  # type: ignore[override]
+        """Take the model.
+
+        Raises:
+            ConfigurationError: there is one already.
+        """
+        if self._module is not None:
+            raise ConfigurationError(refusals.SECOND_MODULE)
+        self._module = module
+        module.register_forward_pre_hook(self._before_forward)
+        if self._alone:
+            return module
+        if self.settings.micro_batches is None:
+            return super().setup_module(module)
+        for tensor in module.state_dict().values():  # gradients are reduced once, at the update
+            dist.broadcast(tensor.detach(), src=0)
+        return module
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Take the optimizer and begin to keep older weights.
+
+        Raises:
+            ConfigurationError: there is one already, or no model yet.
+        """
+        if self._module is None or self.emulator is not None:
+            raise ConfigurationError(refusals.NO_MODULE if self._module is None else refusals.SECOND_OPTIMIZER)
+        self.emulator = DelayEmulator(self.settings, self._module, optimizer, self._micro_batch_gradient(self._module))
+        return optimizer
+
+    def _micro_batch_gradient(self, module: Module) -> MicroBatchGradient | None:
+        if self.settings.micro_batches is None:
+            return None
+
+        def chosen(name: str, default: Any) -> Any:
+            given = self._given_hooks[name]
+            return getattr(module, name, default) if given is None else given
+
+        hooks = UserHooks(
+            split_batch=chosen("split_batch", split_batch),
+            micro_batch_weight=chosen("micro_batch_weight", number_of_samples),
+            loss_reduction=chosen("loss_reduction", "mean"),
+        )
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        return MicroBatchGradient(
+            parameters, module, hooks, self.settings.micro_batches,
+            self.broadcast(seed_of_run()), self.root_device, self.global_rank, self.world_size,
+        )  # fmt: skip
+
+    def _before_forward(self, module: Module, _: Any) -> None:
+        if self.emulator is None or self._in_step:
+            return
+        weights = self.emulator.weights
+        if module.training and torch.is_grad_enabled():
+            weights.go_back()
+            self._awaits_backward = True
+        elif weights.is_stale:
+            if self._awaits_backward:
+                raise ConfigurationError(refusals.FORWARD_BEFORE_BACKWARD)
+            weights.come_forward()
+
+    # -- an ordinary loop -----------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward on the weights of the forward.
+
+        Raises:
+            ConfigurationError: the parameters hold other weights by now.
+        """
+        if self.emulator is not None:
+            if self.emulator.micro_batches is not None:
+                raise ConfigurationError(refusals.BACKWARD)
+            if self.emulator.weights.keeps_older and not self.emulator.weights.is_stale:
+                raise ConfigurationError(refusals.LATE_BACKWARD)
+        super().backward(tensor, module, *args, **kwargs)
+        self._awaits_backward = False
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Apply the gradient to the newest weights.
+
+        Raises:
+            NonFiniteGradientError: under ``nonfinite_gradients="stop"``.
+        """
+        emulator = self._running("optimizer.step()")
+        closure = kwargs.pop("closure", None)
+        if emulator.micro_batches is not None and not emulator.micro_batches.pending:
+            raise ConfigurationError(refusals.NOTHING_TO_STEP)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaled = getattr(self.precision, "scaler", None) is not None
+        emulator.update(lambda: self.precision.optimizer_step(optimizer, **kwargs), check_finite=not scaled)
+        self._awaits_backward = False
+        return loss
+
+    # -- a loop of the pipeline strategies ------------------------------------------------------------------------
+
+    def training_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Tensor:
+        """Run a training batch forward and backward, cut into micro-batches; needs ``micro_batches``.
+
+        Several calls before one ``optimizer.step()`` accumulate their gradients.
+
+        Args:
+            step_fn: micro-batch -> loss, or a dictionary with it under ``"loss"``.
+            batch: the batch; it is cut into micro-batches along the first dimension.
+
+        Returns:
+            The mean loss of this process's batch, detached.
+
+        Raises:
+            ConfigurationError: no ``micro_batches`` were given, or the step cannot be run so.
+        """
+        emulator = self._running("strategy.training_step")
+        micro_batches = emulator.micro_batches
+        if micro_batches is None:
+            raise ConfigurationError(refusals.NO_MICRO_BATCHES)
+        self._in_step = True
+        try:
+            with emulator.weights.stale(), backward_allowed(True):
+                output = micro_batches.run(batch, lambda micro_batch, weight: step_fn(micro_batch))
+        finally:
+            self._in_step = False
+        loss = output.mean_loss(micro_batches.hooks.loss_reduction)
+        return torch.full((), float("nan"), device=self.root_device) if loss is None else loss
+
+    def evaluation_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a batch forward on the newest weights, without gradients, cut into micro-batches.
+
+        Returns:
+            What ``step_fn`` would have returned for the whole batch; see
+            :meth:`lightning_asyncpp.fabric.AsyncPipelineStrategy.evaluation_step`.
+        """
+        emulator = self._running("strategy.evaluation_step")
+        if (micro_batches := emulator.micro_batches) is None:
+            raise ConfigurationError(refusals.NO_MICRO_BATCHES)
+        emulator.weights.come_forward()
+        hooks = micro_batches.hooks
+        slots = [slot for slot in hooks.split_batch(batch, micro_batches.count) if slot is not None]
+        with torch.no_grad():
+            results = [step_fn(slot) for slot in slots]
+        return merge_outputs(results, [float(hooks.micro_batch_weight(slot)) for slot in slots])
+
+    def flush(self) -> None:
+        """Do nothing: no update is outstanding after ``optimizer.step()``."""
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the gradient of the next update; with ``micro_batches`` in the arithmetic of a pipeline."""
+        emulator = self._running("fabric.clip_gradients()")
+        if emulator.micro_batches is None:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        check_norm_type(float(norm_type))
+        return emulator.clip(float(max_norm))
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Clip every element of the gradient of the next update."""
+        if (micro_batches := self._running("fabric.clip_gradients()").micro_batches) is not None:
+            micro_batches.complete()
+        super().clip_gradients_value(module, optimizer, clip_val)
+
+    def _running(self, caller: str) -> DelayEmulator:
+        if self.emulator is None:
+            raise ConfigurationError(refusals.not_set_up(caller))
+        return self.emulator
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
+    ) -> None:
+        """Write one file on rank 0; with the optimizer come the older weights, so that the run can go on exactly."""
+        if STATE in state:
+            raise ConfigurationError(refusals.RESERVED_NAME)
+        if self.emulator is not None:
+            self.emulator.weights.come_forward()
+            if any(isinstance(value, Optimizer) for value in state.values()):
+                state = {**state, STATE: self.emulator.state_dict()}
+        super().save_checkpoint(path, state, storage_options, filter)
+
+    @override
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file that :meth:`save_checkpoint` wrote; the run goes on as if it had not ended.
+
+        Raises:
+            ConfigurationError: the checkpoint was written under another delay.
+        """
+        remainder = super().load_checkpoint(path, state, strict, weights_only)
+        if self.emulator is not None and isinstance(state, dict):
+            saved = remainder.pop(STATE, None)
+            if any(isinstance(value, Optimizer) for value in state.values()):
+                self.emulator.load_state_dict(saved)
+        return remainder
+
+    @override
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        if self.emulator is not None:
+            self.emulator.weights.come_forward()
+        super().load_module_state_dict(module, state_dict, strict)
+        if self.emulator is not None:
+            self.emulator.load_state_dict(None)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """The name is registered by importing the package."""
+
+
+def register() -> None:
+    """Make the strategy known to ``Fabric(strategy=...)`` by name."""
+    if "delayed_gradient" not in STRATEGY_REGISTRY:
+        description = (DelayedGradientStrategy.__doc__ or "").partition("\n")[0]
+        STRATEGY_REGISTRY.register("delayed_gradient", DelayedGradientStrategy, description=description)
