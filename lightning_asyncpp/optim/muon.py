@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,27 +16,53 @@ BATCH_ELEMENTS = 2**25
 
 
 class Stack(NamedTuple):
-    """Views of a weight, its gradient and its momentum, each of shape (matrices, rows, columns)."""
+    """Views of a weight, its gradient and its momentum, each of shape (matrices, rows, columns).
+
+    Attributes:
+        fan_out: number of neurons.
+        fan_in: number of weights of each neuron.
+        inputs: the dimension along which the weights of one neuron lie, -1 or -2.
+        second_moment: what a rule that scales single neurons keeps of each, of size 1 along ``inputs``.
+    """
 
     weight: Tensor
     grad: Tensor
     momentum: Tensor
     fan_out: int
     fan_in: int
+    inputs: int
+    second_moment: Tensor | None
+
+
+Scale = Callable[[Tensor, Stack, dict[str, Any]], tuple[Tensor, float]]
+"""From orthogonalised directions (matrices, rows, columns), their stack and group: the directions, and the factor on
+the learning rate."""
+
+
+def scale_by_shape(directions: Tensor, stack: Stack, group: dict[str, Any]) -> tuple[Tensor, float]:
+    """Muon's own scale: the directions as they are, times :func:`lr_scale`."""
+    return directions, lr_scale(group["adjust_lr"], stack.fan_out, stack.fan_in)
 
 
 @torch.no_grad()
-def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> None:
-    """Update every parameter of ``group`` that has a gradient; the momentum is ``state[p]["momentum_buffer"]``."""
+def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]], scale: Scale = scale_by_shape) -> None:
+    """Update every parameter of ``group`` that has a gradient.
+
+    Args:
+        group: the parameters and Muon's hyper-parameters.
+        state: of each parameter; the momentum is ``state[p]["momentum_buffer"]``, made at the first gradient. A
+            ``"second_moment_buffer"``, where there is one, is handed to ``scale``.
+        scale: what becomes of the orthogonalised directions.
+    """
     params = [p for p in group["params"] if p.grad is not None]
     for p in params:
         if p.grad.is_sparse:
             raise RuntimeError("Muon does not support sparse gradients: make them dense (sparse=False)")
         if "momentum_buffer" not in state[p]:
             state[p]["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
-    stacks = [stack for p in params for stack in _stacks(p, state[p]["momentum_buffer"])]
+    stacks = [stack for p in params for stack in _stacks(p, state[p])]
     for batch in _batches(stacks, group["batched"]):
-        _step_batch(batch, group)
+        _step_batch(batch, group, scale)
 
 
 def lr_scale(adjust_lr: str, fan_out: int, fan_in: int) -> float:
@@ -46,31 +72,34 @@ def lr_scale(adjust_lr: str, fan_out: int, fan_in: int) -> float:
     return 0.2 * math.sqrt(max(fan_out, fan_in))
 
 
-def _step_batch(batch: list[Stack], group: dict[str, Any]) -> None:
+def _step_batch(batch: list[Stack], group: dict[str, Any], scale: Scale) -> None:
     lr, momentum = group["lr"], group["momentum"]
-    directions = []
+    momenta = []
     for stack in batch:
         stack.momentum.lerp_(stack.grad, 1 - momentum)
-        directions.append(stack.grad.lerp(stack.momentum, momentum) if group["nesterov"] else stack.momentum)
+        momenta.append(stack.grad.lerp(stack.momentum, momentum) if group["nesterov"] else stack.momentum)
     steps = orthogonalize(
-        directions,
+        momenta,
         steps=group["newton_schulz_steps"],
         coefficients=tuple(group["coefficients"]),
         dtype=getattr(torch, group["newton_schulz_dtype"]),
     ).split([stack.weight.size(0) for stack in batch])
     for stack, step in zip(batch, steps):
+        directions, factor = scale(step, stack, group)
         stack.weight.mul_(1 - lr * group["weight_decay"])
-        stack.weight.add_(step, alpha=-lr * lr_scale(group["adjust_lr"], stack.fan_out, stack.fan_in))
+        stack.weight.add_(directions, alpha=-lr * factor)
 
 
-def _stacks(p: Tensor, momentum: Tensor) -> Iterator[Stack]:
+def _stacks(p: Tensor, state: dict[str, Any]) -> Iterator[Stack]:
     """Cut a weight into stacks of bounded size, a rule that sees nothing but this weight's own shape."""
-    views = [t if t.ndim == 3 else t.unsqueeze(0) for t in (p.detach(), p.grad, momentum) if t is not None]
+    kept = [p.detach(), p.grad, state["momentum_buffer"], state.get("second_moment_buffer")]
+    views = [t if t.ndim == 3 else t.unsqueeze(0) for t in kept if t is not None]
     matrices = max(1, BATCH_ELEMENTS // math.prod(p.shape[-2:]))
     rows, columns = p.shape[-2:]
-    fans = (rows, columns) if p.ndim == 2 else (columns, rows)  # nn.Linear keeps (out, in), experts (in, out)
-    for weight, grad, buffer in zip(*(view.split(matrices) for view in views)):
-        yield Stack(weight, grad, buffer, *fans)
+    # nn.Linear keeps (out, in), experts (in, out)
+    fan_out, fan_in, inputs = (rows, columns, -1) if p.ndim == 2 else (columns, rows, -2)
+    for weight, grad, momentum, *moment in zip(*(view.split(matrices) for view in views)):
+        yield Stack(weight, grad, momentum, fan_out, fan_in, inputs, moment[0] if moment else None)
 
 
 def _batches(stacks: list[Stack], batched: bool | None) -> Iterator[list[Stack]]:

@@ -14,8 +14,8 @@ class NesterovLookAhead(DelayCorrection):
     """Take gradients at a point ahead in the direction of travel, and discount them by the momentum.
 
     Source: Ajanthan et al., "Nesterov Method for Asynchronous Pipeline Parallel Optimization" (AsyncPP, ICML 2025,
-    arXiv 2505.01099), whose rule is w_{t+1} = w_t + d_t - lr * (1 - c_t) * g(w + d), d_t = c_t * (w_t - w_{t-1}), with the
-    gradient some updates old. Here u_t is the step of any base optimizer, best one without momentum of its own::
+    arXiv 2505.01099), whose rule is w_{t+1} = w_t + d_t - lr * (1 - c_t) * g(w + d), d_t = c_t * (w_t - w_{t-1}), with
+    a gradient some updates old. Here u_t is the step of any base optimizer, best one without momentum of its own::
 
         c_t     = momentum * (1 - 0.5 * 0.96 ** (t * momentum_decay))        t = 1, 2, ...; the schedule of NAdam
         Y_{t+1} = W_t - (1 - c_t) * u_t                                      Y_0 = W_0

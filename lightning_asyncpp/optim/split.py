@@ -1,4 +1,4 @@
-"""Which parameter goes to Muon and which to AdamW.
+"""Which parameter goes to the rule for matrices (Muon and its like) and which to AdamW.
 
 Muon orthogonalises a matrix that maps hidden features to hidden features. Embeddings and output heads are matrices by
 shape only (their rows are independent vectors), so the rule needs names besides shapes.
@@ -9,12 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
-
-Algorithm = Literal["muon", "adamw"]
-ALGORITHMS: tuple[Algorithm, Algorithm] = ("muon", "adamw")
 
 DEFAULT_ADAMW_NAMES = (
     r"embed|(^|[._])emb([._]|$)"  # embedding, tok_embeddings, pos_emb
@@ -29,36 +26,54 @@ def is_matrix(shape: Sequence[int]) -> bool:
     return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
-def algorithm_for(name: str | None, shape: Sequence[int], adamw_names: re.Pattern[str]) -> Algorithm | None:
+def algorithm_for(
+    name: str | None, shape: Sequence[int], adamw_names: re.Pattern[str] | None, matrix: str = "muon"
+) -> str | None:
     """Return who updates a parameter; ``None`` where the shape is a matrix and there is no name to tell its role.
 
-    ======================================================  =======
+    ======================================================  ==========
     parameter                                               goes to
-    ======================================================  =======
+    ======================================================  ==========
     fewer than 2 or more than 3 dimensions                  adamw
     a single row or column (a vector kept as a matrix)      adamw
     name matches ``adamw_names``                            adamw
-    any other 2-D weight                                    muon
-    any other 3-D weight (experts, in, out): per matrix     muon
-    ======================================================  =======
+    any other 2-D weight                                    ``matrix``
+    any other 3-D weight (experts, in, out): per matrix     ``matrix``
+    ======================================================  ==========
+
+    Without a pattern the shape alone decides.
     """
     if not is_matrix(shape):
         return "adamw"
+    if adamw_names is None:
+        return matrix
     if name is None:
         return None
-    return "adamw" if adamw_names.search(name) else "muon"
+    return "adamw" if adamw_names.search(name) else matrix
 
 
 @dataclass
 class Split:
-    """Parameters by algorithm, in the order given, with the options that explicit groups carried."""
+    """Parameters by algorithm, in the order given, with the options that explicit groups carried.
 
-    members: dict[Algorithm, list[tuple[str | None, Tensor]]] = field(
-        default_factory=lambda: {a: [] for a in ALGORITHMS}
-    )
-    options: dict[Algorithm, dict[str, Any]] = field(default_factory=lambda: {a: {} for a in ALGORITHMS})
+    Attributes:
+        matrix: name of the algorithm for matrices; the other is ``"adamw"``.
+    """
 
-    def param_group(self, algorithm: Algorithm) -> dict[str, Any]:
+    matrix: str = "muon"
+    members: dict[str, list[tuple[str | None, Tensor]]] = field(init=False)
+    options: dict[str, dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.members = {algorithm: [] for algorithm in self.algorithms}
+        self.options = {algorithm: {} for algorithm in self.algorithms}
+
+    @property
+    def algorithms(self) -> tuple[str, str]:
+        """The two algorithms in the order of their groups."""
+        return self.matrix, "adamw"
+
+    def param_group(self, algorithm: str) -> dict[str, Any]:
         """Return the ``params`` and ``param_names`` entries of one torch parameter group."""
         group: dict[str, Any] = {"params": [tensor for _, tensor in self.members[algorithm]]}
         names = [name for name, _ in self.all_members()]
@@ -67,51 +82,52 @@ class Split:
         return group
 
     def all_members(self) -> list[tuple[str | None, Tensor]]:
-        """Return every (name, parameter), Muon's first."""
-        return [member for algorithm in ALGORITHMS for member in self.members[algorithm]]
+        """Return every (name, parameter), the matrices first."""
+        return [member for algorithm in self.algorithms for member in self.members[algorithm]]
 
 
-def split_parameters(params: Iterable[Any], adamw_names: re.Pattern[str], problems: list[str]) -> Split:
+def split_parameters(
+    params: Iterable[Any], adamw_names: re.Pattern[str] | None, problems: list[str], matrix: str = "muon"
+) -> Split:
     """Sort tensors, (name, tensor) pairs or groups of these by algorithm; what is wrong goes to ``problems``."""
-    split = Split()
+    split = Split(matrix)
     undecided: list[Tensor] = []
     entries = [params] if isinstance(params, (Tensor, Mapping)) else list(params)
     loose = [entry for entry in entries if not isinstance(entry, Mapping)]
     for group in [{"params": loose}, *(entry for entry in entries if isinstance(entry, Mapping))]:
         algorithm = _explicit_algorithm(group, split, problems)
         for name, tensor in _named(group, problems):
-            chosen = algorithm or algorithm_for(name, tensor.shape, adamw_names)
+            chosen = algorithm or algorithm_for(name, tensor.shape, adamw_names, matrix)
             if chosen is None:
                 undecided.append(tensor)
             else:
                 split.members[chosen].append((name, tensor))
-    problems += _undecided_problem(undecided)
+    problems += _undecided_problem(undecided, matrix)
     if not undecided:
         _check_names(split, problems)
-    _check_muon(split, problems)
+    _check_matrices(split, problems)
     return split
 
 
-def _explicit_algorithm(group: Mapping[str, Any], split: Split, problems: list[str]) -> Algorithm | None:
+def _explicit_algorithm(group: Mapping[str, Any], split: Split, problems: list[str]) -> str | None:
     """Return the algorithm that the group asks for, if any, and keep the options that it sets for it."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names", "algorithm")}
-    algorithm = group.get("algorithm")
-    if algorithm is not None and algorithm not in ALGORITHMS:
-        problems.append(f"a group's algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    algorithm: str | None = group.get("algorithm")
+    if algorithm is not None and algorithm not in split.algorithms:
+        problems.append(f"a group's algorithm must be one of {', '.join(split.algorithms)}, got {algorithm!r}")
         return "adamw"  # any: the problem is reported
     if algorithm is None:
         if options:
-            problems.append(f"a group that sets {sorted(options)} must also say algorithm='muon' or 'adamw'")
+            problems.append(f"a group that sets {sorted(options)} must also say algorithm='{split.matrix}' or 'adamw'")
         return None
-    chosen: Algorithm = algorithm
-    known = split.options[chosen]
+    known = split.options[algorithm]
     for key, value in options.items():
         if known.setdefault(key, value) != value:
             problems.append(
-                f"groups with algorithm={chosen!r} disagree on {key} ({known[key]!r} and {value!r}): each algorithm "
+                f"groups with algorithm={algorithm!r} disagree on {key} ({known[key]!r} and {value!r}): each algorithm "
                 "keeps exactly one group, so that every pipeline stage shows schedulers the same groups"
             )
-    return chosen
+    return algorithm
 
 
 def _named(group: Mapping[str, Any], problems: list[str]) -> list[tuple[str | None, Tensor]]:
@@ -129,14 +145,14 @@ def _named(group: Mapping[str, Any], problems: list[str]) -> list[tuple[str | No
     return members
 
 
-def _undecided_problem(undecided: list[Tensor]) -> list[str]:
+def _undecided_problem(undecided: list[Tensor], matrix: str) -> list[str]:
     if not undecided:
         return []
     return [
         f"{len(undecided)} parameter(s) without a name, the first of shape {tuple(undecided[0].shape)}, could be "
         "hidden matrices, embeddings or heads: pass module.named_parameters() instead of module.parameters() "
         "(LightningCLI's own `--optimizer` passes the latter: give the module an argument `optimizer: "
-        "OptimizerCallable`), or groups [{'params': [...], 'algorithm': 'muon'}, {..., 'algorithm': 'adamw'}]"
+        f"OptimizerCallable`), or groups [{{'params': [...], 'algorithm': '{matrix}'}}, {{..., 'algorithm': 'adamw'}}]"
     ]
 
 
@@ -151,10 +167,11 @@ def _check_names(split: Split, problems: list[str]) -> None:
         problems.append("a parameter is given more than once; pass tied weights once")
 
 
-def _check_muon(split: Split, problems: list[str]) -> None:
-    for name, tensor in split.members["muon"]:
+def _check_matrices(split: Split, problems: list[str]) -> None:
+    for name, tensor in split.members[split.matrix]:
         label = name or "a parameter"
+        needs = f"algorithm={split.matrix!r} needs"
         if tensor.ndim not in (2, 3):
-            problems.append(f"algorithm='muon' needs 2-D or 3-D weights, but {label} has shape {tuple(tensor.shape)}")
+            problems.append(f"{needs} 2-D or 3-D weights, but {label} has shape {tuple(tensor.shape)}")
         if not tensor.is_floating_point():
-            problems.append(f"algorithm='muon' needs real floating point weights, but {label} is {tensor.dtype}")
+            problems.append(f"{needs} real floating point weights, but {label} is {tensor.dtype}")

@@ -1,0 +1,117 @@
+"""The frame of optimizers with one rule for matrices and AdamW for everything else."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, overload
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from lightning_asyncpp.optim.hyper import invalid, raise_problems
+from lightning_asyncpp.optim.split import Split, split_parameters
+
+
+class MatrixAdamW(ABC, Optimizer):
+    """Two parameter groups, always: matrices go by the subclass's rule, the rest by ``torch.optim.AdamW``.
+
+    The groups have the same keys on every pipeline stage, also where one is empty: schedulers and learning-rate
+    monitors compare them. Subclasses set :attr:`matrix_algorithm` and implement :meth:`step_matrices`.
+
+    Args:
+        params: ``module.named_parameters()``, tensors or groups; see
+            :func:`lightning_asyncpp.optim.split.split_parameters`.
+        adamw_names: regular expression; parameters whose names match go to AdamW. None: the shape alone decides.
+        matrix: hyper-parameters of the matrices' group.
+        adamw: ``lr``, ``weight_decay``, ``betas`` and ``eps`` of AdamW's group; ``lr`` and ``weight_decay`` of None
+            are those of the matrices.
+
+    Raises:
+        ValueError: names all problems of the configuration at once.
+    """
+
+    matrix_algorithm: ClassVar[str]
+    """Name of the first group and of its ``algorithm``."""
+
+    def __init__(self, params: ParamsT, adamw_names: str | None, matrix: dict[str, Any], adamw: dict[str, Any]) -> None:
+        shared = ("lr", "weight_decay")
+        adamw = {**adamw, **{key: matrix[key] for key in shared if adamw[key] is None}}
+        problems: list[str] = []
+        pattern = _compiled(adamw_names, problems)
+        split = split_parameters(params, pattern, problems, self.matrix_algorithm)
+        hyper = dict(zip(split.algorithms, (matrix, adamw)))
+        groups = [_build_group(algorithm, split, hyper[algorithm], problems) for algorithm in split.algorithms]
+        raise_problems(type(self).__name__, problems)
+        # Only what both groups have belongs into the defaults: torch copies them into every group.
+        super().__init__(groups, {key: matrix[key] for key in shared})
+        self._adopt_adamw()
+
+    @abstractmethod
+    def step_matrices(self, group: dict[str, Any]) -> None:
+        """Update every parameter of ``group`` that has a gradient; called without autograd."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient; return what ``closure`` returned, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self.step_matrices(self.param_groups[0])
+        if self._adamw is not None:
+            self._adamw.state = self.state
+            self._adamw.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups beyond the two."""
+        if len(self.param_groups) == 2:
+            raise ValueError(
+                f"{type(self).__name__} keeps exactly two parameter groups: give it all parameters when it is made; "
+                "those that are to be trained later are skipped as long as they have requires_grad=False"
+            )
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Loading a state dict, copying and unpickling all come through here, with new group dicts.
+        super().__setstate__(state)
+        self._adopt_adamw()
+
+    def _adopt_adamw(self) -> None:
+        # torch's own AdamW steps the second group: it works on the very group dict and on the same state, so it has
+        # nothing of its own to keep in step.
+        group = self.param_groups[1]
+        adamw = torch.optim.AdamW([group] if group["params"] else [torch.zeros(())])
+        for key, value in adamw.defaults.items():
+            group.setdefault(key, value)  # an empty group looks like those of other stages
+        self._adamw = adamw if group["params"] else None
+
+
+def _compiled(adamw_names: str | None, problems: list[str]) -> re.Pattern[str] | None:
+    if adamw_names is None:
+        return None
+    try:
+        return re.compile(adamw_names)
+    except re.error as error:
+        problems.append(f"adamw_names is not a regular expression: {error}")
+        return re.compile("(?!)")  # matches nothing: any will do, the problem is reported
+
+
+def _build_group(algorithm: str, split: Split, hyper: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    options = split.options[algorithm]
+    unknown = sorted(options.keys() - hyper.keys())
+    if unknown:
+        problems.append(f"a group with algorithm={algorithm!r} cannot set {unknown}; it can set {sorted(hyper)}")
+    hyper = {**hyper, **options}
+    if "newton_schulz_dtype" in hyper:  # kept as a string: readable in checkpoints and logs
+        hyper["newton_schulz_dtype"] = str(hyper["newton_schulz_dtype"]).removeprefix("torch.")
+    problems += [f"{key} ({algorithm}) {mend}, got {hyper[key]!r}" for key, mend in invalid(hyper).items()]
+    return {**split.param_group(algorithm), "name": algorithm, "algorithm": algorithm, **hyper}

@@ -1,0 +1,147 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lightning_asyncpp.optim.per_parameter import PerParameter, adam_direction, count, new_average
+from lightning_asyncpp.optim.split import is_matrix
+
+
+class SOAP(PerParameter):
+    """Adam for each matrix in a basis in which the entries of its gradient are about uncorrelated.
+
+    Source: "SOAP: Improving and Stabilizing Shampoo using Adam", Vyas et al. 2024, arXiv 2409.11321, Algorithm 3. For a
+    matrix W (rows, columns) with gradient G and the bases Q_L (rows, rows), Q_R (columns, columns)::
+
+        M = beta1 * M + (1 - beta1) * G
+        V = beta2 * V + (1 - beta2) * (Q_L^T G Q_R)^2
+        W = W - lr * (Q_L Adam(Q_L^T M Q_R, V) Q_R^T + weight_decay * W)      Adam: bias corrected, with eps
+        L = shampoo_beta * L + (1 - shampoo_beta) * G G^T                     and R with G^T G
+        every precondition_frequency updates: Q_L = QR(L Q_L), Q_R = QR(R Q_R)
+
+    As in the authors' code, the first gradient of a matrix makes the bases (eigenvectors of G G^T and G^T G) and moves
+    nothing, so that no gradient is judged in a basis made of itself; before QR the columns of L Q_L are sorted by their
+    eigenvalue estimates, and V with them. The rest of the model, as in the paper: a side above
+    ``max_precondition_dim`` (a vocabulary) is not rotated, Q = 1; vectors and what else has no side to rotate are
+    AdamW's, exactly and from the first gradient on. A 3-D weight (experts, in, out) is a stack of matrices, each with
+    bases of its own. A vocabulary of at most ``max_precondition_dim``, bytes for instance, is rotated as any other
+    side.
+
+    One parameter group, so any pipeline stage shows the same; names are not needed, but kept. Bases are computed in
+    fp32 (fp64 for fp64 weights) and kept in the parameter's dtype.
+
+    Memory: two buffers per parameter, and for each rotated side of n two of n x n. Compute: every update six products
+    with such matrices and one of G with itself per side; at every ``precondition_frequency``-th one QR per side.
+
+    Args:
+        params: ``module.named_parameters()``, ``module.parameters()`` or torch parameter groups.
+        lr: step size, on AdamW's scale.
+        betas: decay of Adam's averages of the gradient and of the rotated square, in [0, 1).
+        shampoo_beta: decay of L and R; None: the second of ``betas``.
+        eps: added to Adam's denominator.
+        weight_decay: decoupled decay per step in units of the learning rate.
+        precondition_frequency: updates between two refreshments of the bases.
+        max_precondition_dim: longest side of a matrix that is rotated.
+
+    Raises:
+        ValueError: names all problems of the configuration at once.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        shampoo_beta: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        precondition_frequency: int = 10,
+        max_precondition_dim: int = 10000,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "shampoo_beta": shampoo_beta,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "precondition_frequency": precondition_frequency,
+            "max_precondition_dim": max_precondition_dim,
+        }
+        super().__init__(params, defaults)
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Update one parameter in place."""
+        if not state:
+            state.update({key: new_average(p) for key in ("exp_avg", "exp_avg_sq")})
+            state["step"] = torch.zeros(())
+            if _make_bases(grad, state, group):
+                return
+        step = count(state)
+        beta1, beta2 = group["betas"]
+        rotated = _rotate(grad, state)
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
+        mean = _rotate(state["exp_avg"], state)
+        direction = adam_direction(mean, state["exp_avg_sq"], step, group["betas"], group["eps"])
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(_rotate_back(direction, state), alpha=-group["lr"])
+        # Only now: this gradient was not to be judged in a basis that knows it.
+        _average_products(grad, state, group)
+        if step % group["precondition_frequency"] == 0:
+            _refresh_bases(state)
+
+
+def _make_bases(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
+    """Set up what the sides that are rotated need; return whether there is one."""
+    if not is_matrix(grad.shape):
+        return False
+    sides = {"left": grad.size(-2), "right": grad.size(-1)}
+    rotated = [side for side, size in sides.items() if size <= group["max_precondition_dim"]]
+    for side in rotated:
+        state[f"product_{side}"] = grad.new_zeros(*grad.shape[:-2], sides[side], sides[side])
+    _average_products(grad, state, group)
+    for side in rotated:
+        product = state[f"product_{side}"]
+        vectors = torch.linalg.eigh(_wide(product)).eigenvectors.flip(-1)  # the largest eigenvalue first
+        # Contiguous: how a product is summed may depend on strides, and a checkpoint may not keep them.
+        state[f"basis_{side}"] = vectors.to(product.dtype).contiguous()
+    return bool(rotated)
+
+
+def _average_products(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    decay = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
+    if "product_left" in state:
+        state["product_left"].lerp_(grad @ grad.mT, 1 - decay)
+    if "product_right" in state:
+        state["product_right"].lerp_(grad.mT @ grad, 1 - decay)
+
+
+def _refresh_bases(state: dict[str, Any]) -> None:
+    """Take one step of orthogonal iteration towards the eigenvectors; reorder the squares as the basis."""
+    for side, axis in (("left", -2), ("right", -1)):
+        if f"basis_{side}" not in state:
+            continue
+        basis, squares = state[f"basis_{side}"], state["exp_avg_sq"]
+        product = _wide(state[f"product_{side}"]) @ _wide(basis)
+        order = (_wide(basis) * product).sum(dim=-2).argsort(dim=-1, descending=True, stable=True)
+        squares.copy_(squares.take_along_dim(order.unsqueeze(-1 if axis == -2 else -2), dim=axis))
+        basis.copy_(torch.linalg.qr(product.take_along_dim(order.unsqueeze(-2), dim=-1)).Q)
+
+
+def _rotate(x: Tensor, state: dict[str, Any]) -> Tensor:
+    x = state["basis_left"].mT @ x if "basis_left" in state else x
+    return x @ state["basis_right"] if "basis_right" in state else x
+
+
+def _rotate_back(x: Tensor, state: dict[str, Any]) -> Tensor:
+    x = state["basis_left"] @ x if "basis_left" in state else x
+    return x @ state["basis_right"].mT if "basis_right" in state else x
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

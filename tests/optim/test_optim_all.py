@@ -1,0 +1,301 @@
+"""What every optimizer of the package owes a pipeline stage, a scheduler, a checkpoint and Error Feedback."""
+
+from __future__ import annotations
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.optim import MARS, SOAP, Adan, ErrorFeedback, Lion, MuonAdamW, NorMuonAdamW
+
+VOCABULARY, CONTEXT = 40, 12
+MAKE = {
+    "AdamW": partial(torch.optim.AdamW, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
+    "MuonAdamW": partial(MuonAdamW, lr=3e-3, newton_schulz_dtype="float32"),
+    "NorMuonAdamW": partial(NorMuonAdamW, lr=3e-3, newton_schulz_dtype="float32"),
+    # Only the vocabulary's side is too long, and the bases are renewed within a few steps.
+    "SOAP": partial(SOAP, lr=3e-3, precondition_frequency=2, max_precondition_dim=39),
+    "Adan": partial(Adan, lr=3e-3),
+    "Lion": partial(Lion, lr=2e-3),
+    "MARS": partial(MARS, lr=3e-3),
+}
+OURS = [name for name in MAKE if name != "AdamW"]
+NEED_NAMES = ("MuonAdamW", "NorMuonAdamW")
+every = pytest.mark.parametrize("name", MAKE)
+every_of_ours = pytest.mark.parametrize("name", OURS)
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(
+        GPTConfig(vocab_size=VOCABULARY, context_length=CONTEXT, num_layers=3, dim=16, num_heads=2, num_kv_heads=1)
+    )
+
+
+def cut(model: GPT, *stages: str) -> list[nn.ModuleDict]:
+    """Cut the model into stages of the named units."""
+    units = dict(zip(("embedding", "block0", "block1", "block2", "head"), model.pipeline_layers()))
+    return [nn.ModuleDict({unit: units[unit] for unit in stage.split()}) for stage in stages]
+
+
+def even(model: GPT) -> list[nn.ModuleDict]:
+    """An embedding and a block, a block, a block with the norm and the head."""
+    return cut(model, "embedding block0", "block1", "block2 head")
+
+
+def uneven(model: GPT) -> list[nn.ModuleDict]:
+    """An embedding alone, blocks, the head alone: two stages without a hidden matrix, two without an embedding."""
+    return cut(model, "embedding", "block0 block1 block2", "head")
+
+
+def set_gradients(parameters, step: int, skip: int | None = None) -> None:
+    for i, p in enumerate(parameters):
+        grad = 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + i))
+        p.grad = None if skip is not None and i % skip == 0 else grad.to(p.dtype)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+def same(left, right) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(left, right, strict=True))
+
+
+@every
+@pytest.mark.parametrize("stages", [even, uneven])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_a_cut_model_takes_the_steps_of_the_whole_one_bitwise(name, stages, feedback):
+    make = partial(ErrorFeedback, base=MAKE[name]) if feedback else MAKE[name]
+    whole, parts = gpt(), gpt()
+    optimizers = [make(whole.named_parameters()), *(make(stage.named_parameters()) for stage in stages(parts))]
+    schedulers = [schedule(optimizer) for optimizer in optimizers]
+    for step in range(4):
+        for model in (whole, parts):
+            set_gradients(model.parameters(), step, skip=5 if step == 2 else None)
+        for optimizer, scheduler in zip(optimizers, schedulers):
+            optimizer.step()
+            scheduler.step()
+    assert same(whole.parameters(), parts.parameters())
+    assert not same(whole.parameters(), gpt().parameters())
+
+
+@every
+def test_every_stage_shows_the_same_groups_with_the_same_keys(name):
+    whole = MAKE[name](gpt().named_parameters())
+    for stage in [*even(gpt()), *uneven(gpt())]:
+        optimizer = MAKE[name](stage.named_parameters())
+        for _ in range(2):  # before the first step, and after it
+            assert [list(g) for g in optimizer.param_groups] == [list(g) for g in whole.param_groups]
+            shown = [{k: v for k, v in g.items() if not k.startswith("param")} for g in optimizer.param_groups]
+            assert shown == [{k: v for k, v in g.items() if not k.startswith("param")} for g in whole.param_groups]
+            set_gradients(stage.parameters(), 0)
+            optimizer.step()
+
+
+@every
+@pytest.mark.parametrize(
+    ("feedback", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]
+)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name, feedback, dtype):
+    make = partial(ErrorFeedback, base=MAKE[name]) if feedback else MAKE[name]
+    model = gpt().to(dtype)
+    optimizer = make(model.named_parameters())
+    for step in range(3):
+        set_gradients(model.parameters(), step, skip=4 if step == 0 else None)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    resumed = copy.deepcopy(model)
+    fresh = make(resumed.named_parameters())
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    for step in range(3, 6):
+        for m, o in ((model, optimizer), (resumed, fresh)):
+            set_gradients(m.parameters(), step)
+            o.step()
+    assert same(model.parameters(), resumed.parameters())
+
+
+@every
+def test_a_copied_optimizer_goes_on_bitwise(name):
+    model = gpt()
+    optimizer = MAKE[name](model.named_parameters())
+    set_gradients(model.parameters(), 0)
+    optimizer.step()
+    twin, twins_optimizer = copy.deepcopy((model, optimizer))
+    for m, o in ((model, optimizer), (twin, twins_optimizer)):
+        set_gradients(m.parameters(), 1)
+        o.step()
+    assert same(model.parameters(), twin.parameters())
+
+
+@every
+def test_parameters_without_a_gradient_stay_and_cost_nothing(name):
+    model = gpt()
+    optimizer = MAKE[name](model.named_parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    for step in range(2):
+        set_gradients(model.parameters(), step, skip=2)
+        optimizer.step()
+    for i, (p, b) in enumerate(zip(model.parameters(), before)):
+        assert torch.equal(p, b) == (i % 2 == 0)
+        assert (p in optimizer.state) == (i % 2 == 1)
+
+
+@every_of_ours
+def test_a_first_gradient_that_comes_late_is_a_first_gradient(name):
+    """The bias correction counts a parameter's own updates."""
+    early, late = gpt(), gpt()
+    optimizers = [MAKE[name](m.named_parameters()) for m in (early, late)]
+    for p in late.parameters():
+        p.grad = None
+    for _ in range(3):
+        optimizers[1].step()
+    for step in range(3):
+        for m, o in zip((early, late), optimizers):
+            set_gradients(m.parameters(), step)
+            o.step()
+    assert same(early.parameters(), late.parameters())
+
+
+@every
+def test_the_learning_rate_is_read_from_the_groups_at_each_step(name):
+    model = gpt()
+    optimizer = MAKE[name](model.named_parameters())
+    for step in range(2):
+        set_gradients(model.parameters(), step)
+        optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert same(model.parameters(), before)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    optimizer.step()
+    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before))
+
+
+@every
+def test_gradients_are_only_read(name):
+    model = gpt()
+    optimizer = MAKE[name](model.named_parameters())
+    for step in range(2):
+        set_gradients(model.parameters(), step)
+        before = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        assert same([p.grad for p in model.parameters()], before)
+
+
+@every
+def test_a_small_gpt_learns(name):
+    model = gpt()
+    optimizer = MAKE[name](model.named_parameters())
+    tokens = torch.randint(VOCABULARY, (4, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(25):
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(3.7, abs=0.1)  # ln 40
+    assert losses[-1] < 3.3
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name not in NEED_NAMES])
+def test_names_are_not_needed_where_shapes_tell_all(name):
+    named, unnamed = gpt(), gpt()
+    optimizers = [MAKE[name](named.named_parameters()), MAKE[name](unnamed.parameters())]
+    for step in range(3):
+        for m, o in zip((named, unnamed), optimizers):
+            set_gradients(m.parameters(), step)
+            o.step()
+    assert same(named.parameters(), unnamed.parameters())
+
+
+@pytest.mark.parametrize("name", NEED_NAMES)
+def test_names_are_asked_for_where_they_are_needed(name):
+    with pytest.raises(ValueError, match=r"without a name.*named_parameters\(\) instead"):
+        MAKE[name](gpt().parameters())
+
+
+WRONG = {
+    "NorMuonAdamW": (
+        {"lr": -1.0, "beta2": 1.0, "eps": -1.0, "momentum": 1.5, "adamw_lr": -2.0, "adjust_lr": "bogus"},
+        ["lr (normuon)", "beta2 (normuon)", "eps (normuon)", "momentum (normuon)", "lr (adamw)", "adjust_lr (normuon)"],
+    ),
+    "MARS": (
+        {"lr": -1.0, "gamma": -1.0, "betas": (0.9, 1.0), "adamw_eps": -1.0, "adamw_names": "("},
+        ["lr (mars)", "lr (adamw)", "gamma (mars)", "betas (mars)", "eps (adamw)", "adamw_names"],
+    ),
+    "SOAP": (
+        {"lr": -1, "betas": (0.9, 1), "shampoo_beta": 1, "precondition_frequency": 0, "max_precondition_dim": 0.5},
+        ["lr", "betas", "shampoo_beta", "precondition_frequency", "max_precondition_dim"],
+    ),
+    "Adan": (
+        {"lr": float("nan"), "betas": (0.9, 0.9), "eps": -1.0, "weight_decay": -1.0},
+        ["lr", "betas", "eps", "weight_decay"],
+    ),
+    "Lion": ({"lr": "fast", "betas": 0.9, "weight_decay": float("inf")}, ["lr", "betas", "weight_decay"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_all_problems_are_named_at_once(name):
+    arguments, problems = WRONG[name]
+    with pytest.raises(ValueError, match=f"{name} cannot be set up") as error:
+        MAKE[name].func(gpt().named_parameters(), **arguments)
+    lines = str(error.value).splitlines()[1:]
+    assert len(lines) == len(problems)
+    for problem in problems:
+        assert sum(line.startswith(f"  - {problem} ") for line in lines) == 1
+
+
+@every_of_ours
+def test_sparse_gradients_and_complex_weights_are_refused(name):
+    p = nn.Parameter(torch.ones(4, 5))
+    optimizer = MAKE[name]([("w", p)])
+    p.grad = torch.ones(4, 5).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="real floating point"):
+        MAKE[name]([("w", nn.Parameter(torch.ones(3, 4, dtype=torch.complex64)))])
+
+
+@every_of_ours
+def test_the_closure_is_evaluated_with_autograd(name):
+    p = nn.Parameter(torch.ones(4, 5))
+    optimizer = MAKE[name]([("w", p)])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert float(optimizer.step(closure)) == 20
+
+
+@pytest.mark.parametrize("name", ["SOAP", "Adan", "Lion"])
+def test_torch_groups_may_set_their_own_values(name):
+    matrix, vector = nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))
+    optimizer = MAKE[name]([{"params": [matrix]}, {"params": [vector], "lr": 0.5, "weight_decay": 0.0}])
+    assert [g["lr"] for g in optimizer.param_groups] == [MAKE[name].keywords["lr"], 0.5]
+    with pytest.raises(ValueError, match="lr must be at least 0, got -1"):
+        MAKE[name]([{"params": [matrix], "lr": -1}])
+
+
+@pytest.mark.parametrize("name", ["NorMuonAdamW", "MARS"])
+def test_there_is_no_third_group(name):
+    optimizer = MAKE[name](gpt().named_parameters())
+    with pytest.raises(ValueError, match=f"{name} keeps exactly two parameter groups"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})

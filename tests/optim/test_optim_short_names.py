@@ -1,0 +1,93 @@
+"""Each optimizer on the command line by the name of its class."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.cli import instantiate_class
+
+from lightning_asyncpp.cli import main
+from lightning_asyncpp.models import GPT, GPTConfig
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+OPTIMIZERS = {
+    "AdamW": "torch.optim.AdamW",
+    "MuonAdamW": "lightning_asyncpp.optim.MuonAdamW",
+    "NorMuonAdamW": "lightning_asyncpp.optim.NorMuonAdamW",
+    "SOAP": "lightning_asyncpp.optim.SOAP",
+    "Adan": "lightning_asyncpp.optim.Adan",
+    "Lion": "lightning_asyncpp.optim.Lion",
+    "MARS": "lightning_asyncpp.optim.MARS",
+}
+
+
+def parsed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict:
+    """What the recipe's optimizer becomes; nothing is run."""
+    monkeypatch.setattr("sys.argv", ["asyncpp"])
+    with contextlib.suppress(SystemExit):
+        main(["fit", "--config", str(RECIPE), *arguments, "--print_config"])
+    return yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["optimizer"]
+
+
+@pytest.mark.parametrize(("name", "path"), OPTIMIZERS.items())
+def test_a_short_name_finds_the_class_and_its_arguments(name, path, capsys, monkeypatch):
+    config = parsed(capsys, monkeypatch, f"--optimizer={name}", "--optimizer.lr=0.004", "--optimizer.weight_decay=0.2")
+    assert config["class_path"] == path
+    model = GPT(GPTConfig(vocab_size=8, context_length=4, num_layers=1, dim=8, num_heads=1))
+    optimizer = instantiate_class(model.named_parameters(), config)
+    assert {(g["lr"], g["weight_decay"]) for g in optimizer.param_groups} == {(0.004, 0.2)}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SOAP"])
+def test_error_feedback_takes_a_short_name_too(name, capsys, monkeypatch):
+    config = parsed(
+        capsys, monkeypatch, "--optimizer=ErrorFeedback", f"--optimizer.base={name}", "--optimizer.base.lr=0.004"
+    )
+    assert config["class_path"] == "lightning_asyncpp.optim.ErrorFeedback"
+    assert config["init_args"]["base"]["class_path"] == OPTIMIZERS[name]
+    assert config["init_args"]["base"]["init_args"]["lr"] == 0.004
+
+
+@pytest.mark.parametrize(("name", "path"), [("Muon", "MuonAdamW"), ("NorMuon", "NorMuonAdamW")])
+def test_the_name_of_a_rule_for_matrices_means_the_optimizer_of_a_whole_model(name, path, capsys, monkeypatch):
+    assert parsed(capsys, monkeypatch, f"--optimizer={name}")["class_path"] == f"lightning_asyncpp.optim.{path}"
+    wrapped = parsed(capsys, monkeypatch, "--optimizer=ErrorFeedback", f"--optimizer.base={name}")
+    assert wrapped["init_args"]["base"]["class_path"] == f"lightning_asyncpp.optim.{path}"
+    full = parsed(capsys, monkeypatch, "--optimizer=torch.optim.Muon")
+    assert full["class_path"] == "torch.optim.Muon"
+
+
+def test_short_names_need_no_recipe_that_mentions_the_package(tmp_path):
+    """In a process of its own, where nothing else has imported the optimizers."""
+    module = tmp_path / "own.py"
+    module.write_text(
+        "import lightning as L, torch\n"
+        "from lightning.pytorch.cli import OptimizerCallable\n"
+        "class Own(L.LightningModule):\n"
+        "    def __init__(self, optimizer: OptimizerCallable = torch.optim.SGD):\n"
+        "        super().__init__()\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_asyncpp",
+        "fit",
+        "--model=own.Own",
+        "--optimizer=SOAP",
+        "--print_config",
+    ]
+    printed = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert "class_path: lightning_asyncpp.optim.SOAP" in printed.stdout, printed.stderr

@@ -1,0 +1,105 @@
+"""Section 3 of docs/theory.md: momentum under delay, with and without Error Feedback, on quadratics."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.theory.iterations import Method, run_method
+from tests.theory.problems import logistic_gradient
+from tests.theory.spectra import (
+    critical_root,
+    feedback_limit,
+    noise_gain,
+    orbit_radius,
+    rate,
+    stability_limit,
+    synchronous_limit,
+    tuned_updates,
+)
+
+BETAS = [0.0, 0.4, 0.9, 0.95, 0.99]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("beta", BETAS)
+def test_limits_without_delay_follow_the_jury_criterion(beta: float, nesterov: bool) -> None:
+    method = Method(beta, nesterov=nesterov)
+    assert stability_limit(method) == pytest.approx(synchronous_limit(beta, nesterov), rel=1e-7)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_with_delay_one_the_limit_is_one_whatever_the_momentum(beta: float) -> None:
+    assert stability_limit(Method(beta, 1)) == pytest.approx(1, rel=1e-7)
+    for h, stays_bounded in ((0.8, True), (1.25, False)):
+        run = run_method(Method(beta, 1), lambda w: np.asarray(w), np.ones(1), lr=h, updates=4000)
+        assert (np.abs(run.weights[-300:]).max() < 1) == stays_bounded
+
+
+def test_with_much_momentum_the_limit_tends_to_one_over_the_delay() -> None:
+    for delay in (1, 2, 4):
+        assert stability_limit(Method(0.999, delay)) == pytest.approx(1 / delay, rel=2e-3)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("strength", [0.0, 0.25, 0.5, 1.0])
+def test_limits_with_error_feedback_follow_the_jury_criterion(beta: float, strength: float) -> None:
+    assert stability_limit(Method(beta, 1, strength)) == pytest.approx(feedback_limit(beta, strength), rel=1e-7)
+
+
+@pytest.mark.parametrize("strength", [0.25, 0.5, 1.0])
+def test_error_feedback_raises_the_limit_only_with_enough_momentum(strength: float) -> None:
+    threshold = strength / (1 + strength)  # 1/2 for the published rule
+    assert stability_limit(Method(threshold + 0.02, 1, strength)) > 1
+    assert stability_limit(Method(threshold - 0.02, 1, strength)) < 1
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.95])
+def test_nesterov_is_error_feedback_of_strength_beta(beta: float) -> None:
+    """On any function and for any delay: n_t = m_t + beta (m_t - m_{t-1}), from the same first step."""
+    start = np.linspace(-2, 2, 5)
+    nesterov = run_method(Method(beta, 1, nesterov=True), logistic_gradient, start, lr=0.5, updates=200)
+    fed = run_method(Method(beta, 1, strength=beta), logistic_gradient, start, lr=0.5, updates=200)
+    np.testing.assert_allclose(nesterov.weights, fed.weights, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95])
+@pytest.mark.parametrize(("delay", "strength"), [(0, 0.0), (1, 0.0), (1, 1.0), (2, 0.0), (2, 2.0)])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_slow_modes_see_only_the_average_age_of_the_gradients(
+    beta: float, delay: int, strength: float, nesterov: bool
+) -> None:
+    age = delay - strength + beta / (1 - beta) - (beta if nesterov else 0)
+    h = 1e-5
+    assert (1 - rate(Method(beta, delay, strength, nesterov), h) - h) / h**2 == pytest.approx(
+        age, abs=0.02 + 0.01 * age
+    )
+
+
+def test_delay_takes_away_what_momentum_gains_on_ill_conditioned_problems() -> None:
+    betas = [1 - 10 ** (-i / 4) for i in range(13)]
+    for condition_number in (100, 1000):
+        tuned = [
+            tuned_updates(tuple(Method(beta, delay, nesterov=nesterov) for beta in betas), condition_number)
+            for delay, nesterov in ((0, False), (1, False), (1, True))
+        ]
+        assert tuned[0] < math.sqrt(condition_number)
+        assert tuned[1] == pytest.approx(condition_number, rel=0.03)  # no better than without momentum
+        assert tuned[0] < tuned[2] < tuned[1] / 2
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95])
+def test_the_critical_oscillation_is_slow_and_momentum_makes_it_slower(beta: float) -> None:
+    z = critical_root(Method(beta, 1))
+    assert z.real == pytest.approx((1 + beta) / 2, abs=1e-6)
+    assert orbit_radius(Method(beta, 1)) == pytest.approx(1 / math.sqrt(1 - beta), rel=1e-6)
+    assert critical_root(Method(beta)).real == pytest.approx(-1, abs=1e-6)  # without delay: period two
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
+def test_gradient_noise_costs_one_plus_h_under_delay_whatever_the_momentum(beta: float) -> None:
+    for h in (0.02, 0.002):
+        ratio = noise_gain(Method(beta, 1), h) / noise_gain(Method(beta), h)
+        assert ratio == pytest.approx(1 + h, abs=2 * h * h)
