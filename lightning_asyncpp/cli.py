@@ -14,14 +14,18 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-import lightning_asyncpp  # noqa: F401  (registers the strategies)
+import lightning_asyncpp.optim  # noqa: F401  (registers the strategies; finds optimizers by their short names)
 
 # subcommand -> the module whose main(arguments) runs it
-TOOLS = {"bench": "lightning_asyncpp.tools.bench"}
+TOOLS = {"ablate": "lightning_asyncpp.tools.ablate", "bench": "lightning_asyncpp.tools.bench"}
+
+# Optimizers known by the name of their rule for matrices; torch.optim.Muon takes nothing but matrices, and no model.
+_WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
 
 _DESCRIPTION = (
     "Asynchronous pipeline parallelism for PyTorch Lightning. Besides the subcommands below: asyncpp bench"
-    " schedule|compute|draw measures schedules and draws them."
+    " schedule|compute|draw measures schedules and draws them; asyncpp ablate trains a grid of optimizers, learning"
+    " rates, delays and corrections, and compares them."
 )
 
 
@@ -67,10 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _with_optimizer(arguments: Sequence[str]) -> list[str]:
     """Let ``--optimizer ...`` stand for the module's argument of that name."""
     short, full = "--optimizer", "--model.init_args.optimizer"
-    return [
-        full + argument[len(short) :] if argument.startswith(short) and argument[len(short) :][:1] in "=." else argument
-        for argument in arguments
-    ]
+
+    def written_out(argument: str) -> str:
+        rest = argument[len(short) :]
+        if not argument.startswith(short) or rest[:1] not in ("=", ".", ""):
+            return argument
+        name, equals, value = rest.partition("=")
+        return full + name + equals + _WHOLE_MODEL.get(value, value)
+
+    return [written_out(argument) for argument in arguments]
 
 
 def _quiet() -> None:

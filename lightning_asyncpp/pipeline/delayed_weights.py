@@ -97,14 +97,15 @@ class DelayedWeights:
             ConfigurationError: the state belongs to other delays.
         """
         self.come_forward()
-        for parameter, versions in self._versions.items():
-            older = state.get(names[parameter], [])
-            if len(older) > self.delays[parameter]:
+        for parameter, delay in self.delays.items():
+            if len(state.get(names[parameter], [])) > delay:
                 raise ConfigurationError(
-                    f"the checkpoint holds {len(older)} older weights of {names[parameter]!r}, which is"
-                    f" {self.delays[parameter]} updates behind in this run: resume with the delay, the stages and the"
+                    f"the checkpoint holds {len(state[names[parameter]])} older weights of {names[parameter]!r}, whose"
+                    f" gradients are {delay} updates old in this run: resume with the delay, the stages and the"
                     " stage_of that it was written with"
                 )
+        for parameter, versions in self._versions.items():
+            older = state.get(names[parameter], [])
             versions.clear()
             versions.extend(torch.empty_like(parameter.data).copy_(weights) for weights in older)
             versions.append(parameter.data)

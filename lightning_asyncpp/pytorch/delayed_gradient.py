@@ -1,4 +1,4 @@
-"""The Trainer strategy ``delayed_gradient``: is asynchronous training safe for my model? Answered without a pipeline."""
+"""The Trainer strategy ``delayed_gradient``: is asynchronous training safe for my model? No pipeline needed to know."""
 
 from __future__ import annotations
 
@@ -212,10 +212,15 @@ class DelayedGradientStrategy(DDPStrategy):
             micro_batches.restore()  # zero_grad() came between
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
             return self.precision_plugin.post_backward(closure_loss, self._module)
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
         finally:
             self._running.weights.come_forward()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     @override
     def optimizer_step(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_asyncpp import AsyncPipelineStrategy, SyncPipelineStrategy
+from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from tests.pipeline.cases import DIM, make_model
 
@@ -36,7 +36,7 @@ class Run:
 
     Attributes:
         module: makes the LightningModule from the run.
-        strategy: ``"async"``, ``"sync"``, or ``"plain"`` for Lightning's own on one device.
+        strategy: ``"async"``, ``"sync"``, ``"delayed"``, or Lightning's own: ``"plain"`` on one device, ``"ddp"``.
         options: of the strategy.
         trainer: arguments of the Trainer.
         callbacks: each a class with its arguments.
@@ -175,7 +175,7 @@ class Watch(L.Callback):
         self.metrics.append(plain_metrics(trainer))
         self.steps.append(trainer.global_step)
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-        self.losses.append(float(outputs["loss"]))
+        self.losses.append(float(outputs["loss"]) if outputs else float("nan"))  # nothing of a skipped batch
 
 
 def plain_metrics(trainer: L.Trainer) -> dict[str, float]:
@@ -209,13 +209,16 @@ def val_loaders(run: Run) -> list[DataLoader]:
     return [loader(run, count, seed) for seed, count in enumerate(run.val_samples, 1)]
 
 
+STRATEGIES = {"async": AsyncPipelineStrategy, "sync": SyncPipelineStrategy, "delayed": DelayedGradientStrategy}
+LIGHTNINGS_OWN = {"plain": "auto", "ddp": "ddp"}
+
+
 def make_strategy(run: Run) -> Any:
-    kinds = {"async": AsyncPipelineStrategy, "sync": SyncPipelineStrategy}
-    return kinds[run.strategy](**run.options) if run.strategy in kinds else "auto"
+    return LIGHTNINGS_OWN.get(run.strategy) or STRATEGIES[run.strategy](**run.options)
 
 
 def make_trainer(run: Run, **more: Any) -> L.Trainer:
-    devices = 1 if run.strategy == "plain" else int(os.environ["WORLD_SIZE"])
+    devices = 1 if run.strategy == "plain" else int(os.environ.get("WORLD_SIZE", 1))
     arguments: dict[str, Any] = {
         "max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
         "enable_model_summary": False, "log_every_n_steps": 1, "num_sanity_val_steps": 0,
