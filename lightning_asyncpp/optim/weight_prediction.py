@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from lightning_asyncpp.optim.correction import DelayCorrection, Weights, check_arguments, check_base
+from lightning_asyncpp.optim.momentum_steps import check_known, momentum_steps
 
 
 class WeightPrediction(DelayCorrection):
@@ -21,6 +23,10 @@ class WeightPrediction(DelayCorrection):
         v_t     = b * v_{t-1} + (1 - b) * u_t             v_0 = u_0; b = 0: v_t = u_t
         W_{t+1} = Y_{t+1} - h * v_t                       gradients are taken here
 
+    With ``source="momentum"``, u_t in the second line is the step along the momentum alone
+    (:func:`~lightning_asyncpp.optim.momentum_steps.momentum_steps`): for Muon without Nesterov's share of the last
+    gradient, at the price of a second Newton-Schulz iteration; for AdamW without the weight decay.
+
     In terms of W alone: W_{t+1} = W_t - u_t - h * (v_t - v_{t-1}), with v_{-1} = 0. With h = 1 and b = 0 this is
     :class:`~lightning_asyncpp.optim.ErrorFeedback` but for the first update, where it predicts at once. The base steps
     on W: its weight decay acts on W.
@@ -33,15 +39,16 @@ class WeightPrediction(DelayCorrection):
         base: makes the optimizer from ``params``.
         horizon: steps ahead, at least 0; None: as many updates as the parameter's gradients are old.
         smoothing: decay of the average of steps that predicts, in [0, 1); 0: the last step alone.
+        source: "last_step", or "momentum" for SGD, Adam, AdamW and MuonAdamW.
 
     Raises:
         ValueError: all problems of the configuration at once.
-        TypeError: ``base`` is not a callable that returns an optimizer.
+        TypeError: ``base`` is not a callable that returns an optimizer, or none whose momentum is known.
     """
 
     state_name = "weight_prediction"
     buffer_names = ("predicted_step",)
-    option_names = ("horizon", "smoothing")
+    option_names = ("horizon", "smoothing", "source")
 
     def __init__(
         self,
@@ -49,6 +56,7 @@ class WeightPrediction(DelayCorrection):
         base: Callable[[Iterable], Optimizer],
         horizon: float | None = None,
         smoothing: float = 0.0,
+        source: Literal["last_step", "momentum"] = "last_step",
     ) -> None:
         check_base(base)
         problems = []
@@ -56,18 +64,25 @@ class WeightPrediction(DelayCorrection):
             problems.append(f"horizon must be at least 0, or None for the delay, got {horizon!r}")
         if not 0 <= smoothing < 1:
             problems.append(f"smoothing must be in [0, 1), got {smoothing!r}")
+        if source not in ("last_step", "momentum"):
+            problems.append(f"source must be 'last_step' or 'momentum', got {source!r}")
         check_arguments("WeightPrediction", problems)
         super().__init__(params, base)
+        if source == "momentum":
+            check_known(self.base)
         self.horizon = horizon
         self.smoothing = smoothing
+        self.source = source
 
     def _after_step(self, moving: list[Tensor], before: Weights) -> None:
         known = self._memory.buffers["predicted_step"]
+        momentum = momentum_steps(self.base) if self.source == "momentum" else {}
         for p in self._parameters():
             if p not in before and p not in known:
                 continue
             first = p not in known
             step = before[p] - p if p in before else p.new_zeros(p.shape)
+            step = momentum.get(p, step)
             predicted = self._buffer("predicted_step", p)
             horizon = self.delay_of(p) if self.horizon is None else self.horizon
             p.add_(predicted, alpha=horizon)

@@ -15,10 +15,12 @@ from lightning_asyncpp.optim import (
     ErrorFeedback,
     GradientExtrapolation,
     LearningRateDiscount,
+    Lion,
     MuonAdamW,
     NesterovLookAhead,
     WeightPrediction,
 )
+from lightning_asyncpp.optim.newton_schulz import orthogonalize
 
 SHAPES = {"up.weight": (6, 4), "up.bias": (6,), "embed.weight": (5, 4), "scale": ()}
 BASES = {
@@ -67,6 +69,38 @@ def predict(base, params, steps, delay, horizon=None, smoothing=0.0):
         y = [a - b for a, b in zip(y, u)]
         weights = [a - (delay if horizon is None else horizon) * b for a, b in zip(y, v)]
     return weights
+
+
+def predict_by_momentum(base, params, steps, delay, source):
+    """As :func:`predict`, but along the momentum that is recomputed here from all gradients."""
+    weights = [p.detach().clone() for p in params.values()]
+    y, m, q = [w.clone() for w in weights], [torch.zeros_like(w) for w in weights], None
+    for t in steps:
+        grads = gradients(weights, t)
+        u = base_step(base, params, weights, grads)
+        y = [a - b for a, b in zip(y, u)]
+        q, m, along = along_momentum(base, grads, m, q, t)
+        weights = [a - delay * b for a, b in zip(y, along)]
+    return weights
+
+
+def along_momentum(base, grads, m, q, t):
+    """(mean squares, momenta, steps along them) after the gradients ``grads`` of update t."""
+    if isinstance(base, torch.optim.SGD):
+        m = [g if t == 0 else 0.9 * a + g for a, g in zip(m, grads)]
+        return q, m, [0.05 * a for a in m]
+    muon = isinstance(base, MuonAdamW)
+    q = [torch.zeros_like(g) for g in grads] if q is None else q
+    betas = (0.9, 0.95) if muon else (0.9, 0.999)
+    decay = [0.95 if muon and i == 0 else betas[0] for i in range(len(grads))]  # of "up.weight", the only matrix
+    m = [b * a + (1 - b) * g for a, g, b in zip(m, grads, decay)]
+    q = [betas[1] * a + (1 - betas[1]) * g * g for a, g in zip(q, grads)]
+    lr = base.param_groups[0]["lr"]
+    corrections = [1 - beta ** (t + 1) for beta in betas]
+    adam = [lr * (a / corrections[0]) / ((b / corrections[1]).sqrt() + 1e-8) for a, b in zip(m, q)]
+    if muon:
+        adam[0] = lr * 0.2 * max(m[0].shape) ** 0.5 * orthogonalize([m[0].unsqueeze(0)], dtype=torch.float32)[0]
+    return q, m, adam
 
 
 def look_ahead(base, params, steps, delay, momentum=0.99, momentum_decay=0.004):
@@ -135,6 +169,7 @@ CASES = {
     "prediction": (WeightPrediction, predict, {}),
     "prediction-2.5": (WeightPrediction, predict, {"horizon": 2.5}),
     "prediction-smooth": (WeightPrediction, predict, {"smoothing": 0.8}),
+    "prediction-momentum": (WeightPrediction, predict_by_momentum, {"source": "momentum"}),
     "look-ahead": (NesterovLookAhead, look_ahead, {"momentum": 0.9, "momentum_decay": 0.5}),
     "discount": (LearningRateDiscount, discount, {"anneal_steps": 5}),
     "discount-by-3": (LearningRateDiscount, discount, {"anneal_steps": 4, "staleness": 3.0}),
@@ -320,7 +355,11 @@ def test_error_feedback_follows_the_schedule_where_asked():
     ("correction", "options", "messages"),
     [
         (ErrorFeedback, {"strength": -1, "buffer_dtype": "int8"}, ["strength must be at least 0", "buffer_dtype must"]),
-        (WeightPrediction, {"horizon": -1, "smoothing": 1.0}, ["horizon must be", "smoothing must be in"]),
+        (
+            WeightPrediction,
+            {"horizon": -1, "smoothing": 1.0, "source": "tea"},
+            ["horizon must be", "smoothing must be in", "source must be"],
+        ),
         (NesterovLookAhead, {"momentum": 1.0, "momentum_decay": -1}, ["momentum must be in", "momentum_decay must be"]),
         (LearningRateDiscount, {"anneal_steps": 0, "staleness": 0.5}, ["anneal_steps must be", "staleness must be"]),
         (DelayCompensation, {"strength": float("nan"), "decay": 1.0}, ["strength must be", "decay must be in"]),
@@ -349,3 +388,8 @@ def test_a_state_of_another_correction_is_refused(case):
     optimizer = correction(make_params().items(), BASES["adamw"], **options)
     with pytest.raises(ValueError, match=f"saved without {correction.__name__}"):
         optimizer.load_state_dict(plain.state_dict())
+
+
+def test_the_momentum_of_an_unknown_optimizer_is_refused():
+    with pytest.raises(TypeError, match=r"knows the momentum of MuonAdamW, .*, not of Lion"):
+        WeightPrediction(make_params().items(), Lion, source="momentum")

@@ -73,21 +73,9 @@ def test_short_names_need_no_recipe_that_mentions_the_package(tmp_path):
         "    def __init__(self, optimizer: OptimizerCallable = torch.optim.SGD):\n"
         "        super().__init__()\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_asyncpp",
-        "fit",
-        "--model=own.Own",
-        "--optimizer=SOAP",
-        "--print_config",
-    ]
+    arguments = ["fit", "--model=own.Own", "--optimizer=SOAP", "--print_config"]
     printed = subprocess.run(
-        command,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )
+        [sys.executable, "-m", "lightning_asyncpp", *arguments],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
     assert "class_path: lightning_asyncpp.optim.SOAP" in printed.stdout, printed.stderr
