@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.fabric import delayed_refusals as refusals
-from lightning_asyncpp.fabric.private import backward_allowed
+from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.pipeline.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
@@ -148,10 +148,11 @@ class DelayedGradientStrategy(DDPStrategy):
             raise ConfigurationError(refusals.SECOND_MODULE)
         self._module = module
         module.register_forward_pre_hook(self._before_forward)
+        if not self._alone and self.settings.micro_batches is None:
+            return super().setup_module(module)
+        drop_backward_sync_control(self)
         if self._alone:
             return module
-        if self.settings.micro_batches is None:
-            return super().setup_module(module)
         for tensor in module.state_dict().values():  # gradients are reduced once, at the update
             dist.broadcast(tensor.detach(), src=0)
         return module

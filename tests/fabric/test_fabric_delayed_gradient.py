@@ -1,0 +1,328 @@
+"""Fabric's emulated delays: ordinary loops follow the rule, those of the pipeline strategies the oracle, bitwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_asyncpp import ConfigurationError
+from lightning_asyncpp.fabric import DelayedGradientStrategy
+from lightning_asyncpp.optim import ErrorFeedback
+from tests.pipeline.cases import Case, make_model
+from tests.pipeline.runs import run_oracle
+from tests.trainer.pool import Pools
+
+STEPS = 6
+
+
+def make_net() -> nn.Module:
+    """Nothing that a pipeline could cut."""
+    torch.manual_seed(0)
+    net = nn.Module()
+    net.inner, net.outer = nn.Linear(4, 8), nn.Linear(8, 1)
+    net.norm = nn.BatchNorm1d(8)
+    net.forward = lambda x: net.outer(net.norm(net.inner(x)).tanh())
+    return net
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(step))
+    return x, x.prod(1, keepdim=True).sin()
+
+
+def make_optimizer(model: nn.Module, error_feedback: bool = True) -> torch.optim.Optimizer:
+    def base(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.02)
+
+    return ErrorFeedback(model.parameters(), base) if error_feedback else base(model.parameters())
+
+
+class Loop:
+    """An ordinary Fabric loop over two batches per update."""
+
+    def __init__(
+        self, strategy: Any, precision: Any = "32-true", devices: int = 1, error_feedback: bool = True
+    ) -> None:
+        self.fabric = L.Fabric(strategy=strategy, devices=devices, accelerator="cpu", precision=precision)
+        self.fabric.launch()
+        net = make_net()
+        self.model, self.optimizer = self.fabric.setup(net, make_optimizer(net, error_feedback))
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.evaluated: list[float] = []
+
+    def loss(self, step: int) -> Tensor:
+        x, y = batch(step)
+        rank, size = self.fabric.global_rank, self.fabric.world_size
+        return F.mse_loss(self.model(x[rank::size]), y[rank::size])
+
+    def train(self, start: int = 0, stop: int = STEPS, max_norm: float | None = 0.5) -> None:
+        for t in range(start, stop):
+            for part in (2 * t, 2 * t + 1):
+                with self.fabric.no_backward_sync(self.model, enabled=part % 2 == 0):
+                    self.fabric.backward(self.loss(part))
+            if max_norm is not None:
+                self.fabric.clip_gradients(self.model, self.optimizer, max_norm=max_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.evaluated.append(self.evaluate())
+
+    def evaluate(self) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            loss = self.loss(99)
+        self.model.train()
+        return float(loss)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def by_the_rule(delay_of: Callable[[int], int]) -> tuple[list[Tensor], list[float]]:
+    """W_{t+1} = W_t - U(g_t), g_t taken at each parameter's W_{t-d}; and the loss of every W_{t+1}."""
+    net = make_net()
+    parameters = list(net.parameters())
+    delays = [delay_of(i) for i in range(len(parameters))]
+    optimizer = make_optimizer(net)
+    optimizer.set_delay(dict(zip(parameters, delays)))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    history, evaluated = [[p.detach().clone() for p in parameters]], []
+
+    def load(versions: list[Tensor]) -> None:
+        with torch.no_grad():
+            for p, version in zip(parameters, versions):
+                p.copy_(version)
+
+    for t in range(STEPS):
+        load([history[max(t - d, 0)][i] for i, d in enumerate(delays)])
+        for part in (2 * t, 2 * t + 1):
+            x, y = batch(part)
+            F.mse_loss(net.forward(x), y).backward()
+        load(history[t])
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        history.append([p.detach().clone() for p in parameters])
+        net.eval()
+        x, y = batch(99)
+        evaluated.append(float(F.mse_loss(net.forward(x), y)))
+        net.train()
+    return history[-1], evaluated
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_without_delay_it_is_bitwise_fabrics_own_loop(precision: str) -> None:
+    plain = Loop("auto", precision, error_feedback=False)
+    emulated = Loop(DelayedGradientStrategy(delay=0), precision)
+    plain.train()
+    emulated.train()
+    assert_equal(emulated.weights, plain.weights)
+    assert emulated.evaluated == plain.evaluated
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+def test_an_ordinary_loop_follows_the_rule(delay: int) -> None:
+    loop = Loop(DelayedGradientStrategy(delay=delay))
+    loop.train()
+    weights, evaluated = by_the_rule(lambda _: delay)
+    assert_equal(loop.weights, weights)
+    assert loop.evaluated == evaluated  # on the newest weights
+
+
+def test_pipedreams_delay_follows_the_rule() -> None:
+    loop = Loop(DelayedGradientStrategy(delay="pipedream", stages=3))
+    loop.train()
+    assert_equal(loop.weights, by_the_rule(lambda index: 2 - index // 2)[0])
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_a_loaded_run_goes_on_as_the_uninterrupted_one(delay: int, tmp_path: Path) -> None:
+    whole = Loop(DelayedGradientStrategy(delay=delay))
+    whole.train(stop=3)
+    whole.fabric.save(tmp_path / "run.ckpt", whole.state)
+    whole.train(start=3)
+    resumed = Loop(DelayedGradientStrategy(delay=delay))
+    nn.init.zeros_(resumed.model.inner.weight)
+    assert resumed.fabric.load(tmp_path / "run.ckpt", resumed.state) == {}
+    resumed.train(start=3)
+    assert_equal(resumed.weights, whole.weights)
+    assert torch.load(tmp_path / "run.ckpt", weights_only=True)["delayed_gradient"]["delay"] == delay
+    other = Loop(DelayedGradientStrategy(delay=4))
+    with pytest.raises(ConfigurationError, match=f"written with delay={delay}, this run has 4"):
+        other.fabric.load(tmp_path / "run.ckpt", other.state)
+
+
+def test_loading_weights_alone_makes_all_versions_equal(tmp_path: Path) -> None:
+    first = Loop(DelayedGradientStrategy(delay=2))
+    first.train()
+    first.fabric.save(tmp_path / "weights.ckpt", {"model": first.model})
+    fresh = Loop(DelayedGradientStrategy(delay=2))
+    fresh.train(stop=2)
+    fresh.fabric.load(tmp_path / "weights.ckpt", {"model": fresh.model})
+    assert_equal([p.detach() for p in fresh.model.parameters()], first.weights)
+    fresh.model.train()
+    fresh.loss(0)
+    assert_equal([p.detach() for p in fresh.model.parameters()], first.weights)  # and so are the older ones
+
+
+CASES = {
+    "plain": Case(4),
+    "muon-feedback-clip-schedule": Case(3, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True),
+    "accumulate-dropout": Case(3, accumulate=2, dropout=0.2, random_input=True, max_norm=0.3),
+    "weights-skip": Case(4, unequal_weights=True, nan_at=1, max_norm=0.3),
+    "synchronous": Case(2, delay=0, optimizer="muon", error_feedback=1.0, scheduler=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loop_of_the_pipeline_strategies_is_bitwise_the_oracle(name: str) -> None:
+    case = CASES[name]
+    strategy = DelayedGradientStrategy(
+        delay=case.delay, micro_batches=case.micro_batches, micro_batch_weight=case.weight,
+        nonfinite_gradients="skip" if case.nan_at is not None else "stop",
+    )  # fmt: skip
+    fabric = L.Fabric(strategy=strategy, devices=1, accelerator="cpu")
+    fabric.launch()
+    fabric.seed_everything(case.seed, verbose=False)
+    model = fabric.setup_module(make_model(case.dropout, case.spare))
+    optimizer = fabric.setup_optimizers(case.make_optimizer(list(model.named_parameters())))
+    scheduler = case.make_scheduler(optimizer)
+    for indices in case.mini_batches:
+        for index in indices:
+            strategy.training_step(case.step(model), case.batch(index))
+        if case.max_norm is not None:
+            fabric.clip_gradients(model, optimizer, max_norm=case.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    strategy.flush()
+    expected = run_oracle(case)[0]
+    for name_of, p in model.named_parameters():
+        assert torch.equal(p.detach(), torch.as_tensor(expected[name_of.removeprefix("_forward_module.")])), name_of
+    model.eval()
+    output = strategy.evaluation_step(lambda b: model(b["x"]), case.batch(0))
+    with torch.no_grad():
+        torch.testing.assert_close(output, model(case.batch(0)["x"]))
+
+
+def train_under_ddp(delay: int | None) -> list[Any]:
+    """On this rank of a pool."""
+    strategy = "ddp" if delay is None else DelayedGradientStrategy(delay=delay)
+    loop = Loop(strategy, devices=torch.distributed.get_world_size(), error_feedback=bool(delay))
+    loop.train()
+    return [weight.numpy() for weight in loop.weights]
+
+
+def test_several_processes_without_delay_are_bitwise_ddp(pools: Pools) -> None:
+    plain, emulated = pools.run(2, train_under_ddp, None), pools.run(2, train_under_ddp, 0)
+    delayed = pools.run(2, train_under_ddp, 2)
+    for rank in (0, 1):
+        assert all((a == b).all() for a, b in zip(plain[rank], emulated[rank], strict=True))
+        assert all((a == b).all() for a, b in zip(delayed[0], delayed[rank], strict=True))
+    assert any((a != b).any() for a, b in zip(plain[0], delayed[0], strict=True))
+
+
+def delayed_loop(**options: Any) -> Loop:
+    return Loop(DelayedGradientStrategy(**options))
+
+
+def evaluate_before_backward() -> None:
+    loop = delayed_loop()
+    loop.train(stop=2)
+    loss = loop.loss(0)
+    loop.evaluate()
+    loop.fabric.backward(loss)
+
+
+def backward_after_the_update() -> None:
+    loop = delayed_loop()
+    loop.train(stop=2)
+    loss = loop.loss(0)
+    loop.optimizer.step()
+    loop.fabric.backward(loss)
+
+
+def forward_of_a_part() -> None:
+    loop = delayed_loop()
+    loop.train(stop=2)
+    loop.fabric.backward(loop.model.module.inner(torch.ones(2, 4)).sum())
+
+
+def backward_with_micro_batches() -> None:
+    loop = delayed_loop(micro_batches=2)
+    loop.fabric.backward(loop.loss(0))
+
+
+def step_without_a_batch() -> None:
+    loop = delayed_loop(micro_batches=2)
+    loop.optimizer.step()
+
+
+def training_step_without_micro_batches() -> None:
+    loop = delayed_loop()
+    loop.fabric.strategy.training_step(lambda b: loop.model(b[0]).sum(), batch(0))
+
+
+def two_optimizers() -> None:
+    loop = delayed_loop()
+    loop.fabric.setup_optimizers(make_optimizer(loop.model))
+
+
+def two_models() -> None:
+    loop = delayed_loop()
+    loop.fabric.setup_module(make_net())
+
+
+def optimizer_first() -> None:
+    fabric = L.Fabric(strategy="delayed_gradient", devices=1, accelerator="cpu")
+    fabric.launch()
+    fabric.setup_optimizers(make_optimizer(make_net()))
+
+
+def wrong_arguments() -> None:
+    DelayedGradientStrategy(delay=-1, micro_batches=0)
+
+
+def reserved_name() -> None:
+    loop = delayed_loop()
+    loop.fabric.save("nowhere", {"delayed_gradient": 1})
+
+
+MISTAKES: dict[Callable[[], None], str] = {
+    evaluate_before_backward: "run for evaluation between a training forward and its backward",
+    backward_after_the_update: "fabric.backward() without a training forward since the last update",
+    forward_of_a_part: "fabric.backward() without a training forward since the last update",
+    backward_with_micro_batches: "strategy.training_step(step_fn, batch) runs the backward passes itself",
+    step_without_a_batch: "optimizer.step() was called without a batch",
+    training_step_without_micro_batches: "give the strategy micro_batches",
+    two_optimizers: "a second optimizer was set up",
+    two_models: "a second model was set up",
+    optimizer_first: "the optimizer was set up before the model",
+    wrong_arguments: "2 problems",
+    reserved_name: "the state has an entry 'delayed_gradient'",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_mistakes_are_named(mistake: Callable[[], None]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        mistake()
+    assert MISTAKES[mistake] in str(caught.value)
