@@ -1,0 +1,1 @@
+"""`asyncpp ablate`: grids of trainings, their tables and plots."""

@@ -1,0 +1,116 @@
+"""One training of an ablation, in a process of its own: ``python -m lightning_asyncpp.tools.ablation.cell FOLDER``."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import threading
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from lightning_asyncpp import cli
+from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
+from lightning_asyncpp.tools.ablation.recorder import DivergedError, Recorder
+from lightning_asyncpp.tools.ablation.results import CellResult, thinned, write_result
+from lightning_asyncpp.tools.ablation.yaml_files import read_yaml, write_yaml
+
+CELL = "cell.yaml"
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train what the folder's ``cell.yaml`` describes, and write ``result.json`` there.
+
+    Its key ``config`` is a recipe of ``asyncpp fit`` with a ``Recorder`` among its callbacks.
+    """
+    parser = argparse.ArgumentParser(prog="ablation.cell", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parent", type=int, help="process to end with")
+    arguments = parser.parse_args(argv)
+    if arguments.parent is not None:
+        die_with(arguments.parent)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    write_result(arguments.folder, train(arguments.folder))
+
+
+def train(folder: Path) -> CellResult:
+    """Train the cell of ``folder`` in this process.
+
+    Raises:
+        SystemExit: the parser of ``asyncpp fit`` refuses the configuration.
+        RuntimeError: the training never validated.
+        Exception: whatever the training raises, but for its divergence, which is a result.
+    """
+    path = folder / "fit.yaml"
+    write_yaml(path, read_yaml(folder / CELL)["config"])
+    Recorder.current = None
+    try:
+        cli.main(["fit", "--config", str(path)])
+        _validate_last_step(_recorder())
+    except (DivergedError, NonFiniteGradientError) as error:
+        return _result(_recorder(), str(error))
+    return _result(_recorder(), None)
+
+
+def die_with(parent: int) -> None:
+    """End this process when ``parent``, which started it, ends in whatever way."""
+    try:
+        at_once = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
+    except (AttributeError, OSError, TypeError):  # not Linux
+        at_once = False
+    if not at_once:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it ended before this line
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _recorder() -> Recorder:
+    if Recorder.current is None:
+        raise RuntimeError("the training did not start; its configuration needs the callback Recorder")
+    return Recorder.current
+
+
+def _validate_last_step(recorder: Recorder) -> None:
+    trainer = recorder.trainer
+    assert trainer is not None
+    if not recorder.curve or recorder.curve[-1][0] != trainer.global_step:
+        trainer.validate(trainer.lightning_module, datamodule=trainer.datamodule, verbose=False)  # type: ignore[attr-defined]
+    if not recorder.curve:
+        raise RuntimeError("there was no validation: the data has no validation batches, or limit_val_batches is 0")
+
+
+def _result(recorder: Recorder, diverged: str | None) -> CellResult:
+    return CellResult(
+        status="finished" if diverged is None else "diverged",
+        loss=recorder.curve[-1][1] if diverged is None else None,
+        steps=recorder.step,
+        seconds=round(recorder.seconds, 3),
+        metric=recorder.metric,
+        curve=recorder.curve,
+        train_curve=thinned(recorder.train_curve),
+        samples=recorder.samples,
+        reason=diverged or "",
+        versions={name: _version(name) for name in ("lightning-asyncpp", "torch", "lightning")},
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+if __name__ == "__main__":
+    main()

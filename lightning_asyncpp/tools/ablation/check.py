@@ -1,0 +1,118 @@
+"""Checks the trainings of an ablation with the parser of `asyncpp fit`, before any is started."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_asyncpp.tools.ablation.config import strategy_config, training_config, with_places
+from lightning_asyncpp.tools.ablation.recipe import ClassConfig, Correction, OptimizerGrid, Recipe
+from lightning_asyncpp.tools.ablation.yaml_files import write_yaml
+
+# Lines of the parser's messages that repeat the value or the annotation instead of saying what is wrong.
+_REMARK = re.compile(
+    r"Does not validate against any of|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
+    r"Problem with given class_path .*:$"
+)
+
+
+def find_problems(recipe: Recipe) -> list[str]:
+    """Check the base recipe, and on it every optimizer, correction and delay with the parser and the strategy."""
+    base = training_config(recipe, recipe.seeds[0], "auto", None)
+    if message := _parse(base, recipe):
+        return [f"recipe: {recipe.base_path}: {message}"]
+    return [*_optimizer_problems(recipe), *_delay_problems(recipe)]
+
+
+def _optimizer_problems(recipe: Recipe) -> Iterator[str]:
+    checked: list[Correction] = []
+    for grid in recipe.optimizers:
+        place = f"optimizers.{grid.name}"
+        problem = _class_problem(grid.config) or _parse_optimizer(recipe, grid, Correction("none", None))
+        if problem:
+            yield f"{place}: {problem}"
+            continue
+        for correction in grid.corrections:
+            if correction.config is None or correction in checked:
+                continue
+            checked.append(correction)
+            if problem := _class_problem(correction.config) or _parse_optimizer(recipe, grid, correction):
+                yield f"corrections.{correction.name}, around {grid.name}: {problem}"
+
+
+def _parse_optimizer(recipe: Recipe, grid: OptimizerGrid, correction: Correction) -> str | None:
+    momentum = grid.momentum.values[0] if grid.momentum else None
+    optimizer = grid.build(grid.lrs[0], momentum, correction)
+    return _parse(training_config(recipe, recipe.seeds[0], "auto", optimizer), recipe)
+
+
+def _delay_problems(recipe: Recipe) -> Iterator[str]:
+    try:
+        strategy = _import(recipe.strategy)
+    except (ImportError, AttributeError, ValueError) as error:
+        yield f"strategy: there is no class {recipe.strategy!r} ({error})"
+        return
+    for delay in recipe.delays:
+        config = strategy_config(recipe, delay)
+        message = _parse(training_config(recipe, recipe.seeds[0], config, None), recipe)
+        if message is None:
+            try:
+                strategy(**config["init_args"])
+            except (TypeError, ValueError) as error:
+                message = str(error)
+        if message is not None:
+            yield f"delays: {dict(delay.init_args)}: {message}"
+
+
+def _class_problem(config: ClassConfig) -> str | None:
+    """Say what is wrong with the name of an optimizer's class; short names are left to the parser."""
+    if "." not in config.class_path:
+        return None
+    try:
+        found = _import(config.class_path)
+    except (ImportError, AttributeError, ValueError) as error:
+        return f"there is no class {config.class_path!r} ({error})"
+    if isinstance(found, type) and not issubclass(found, Optimizer):
+        return f"{config.class_path} is no torch optimizer"
+    return None
+
+
+def _import(class_path: str) -> Any:
+    module, _, name = class_path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _parse(config: dict[str, Any], recipe: Recipe) -> str | None:
+    """Give a configuration to the parser of ``asyncpp fit`` and return its complaint."""
+    # Imported late: it imports all of Lightning.
+    from lightning_asyncpp import cli
+
+    arguments, errors = sys.argv, io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="asyncpp-ablate-") as name:
+        path = Path(name) / "fit.yaml"
+        write_yaml(path, with_places(config, recipe, Path(name), "cpu"))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+                cli.main(["fit", "--config", str(path), "--print_config"])
+        except SystemExit as end:
+            return _complaint(errors.getvalue(), path) if end.code else None
+        finally:
+            sys.argv = arguments
+    return None
+
+
+def _complaint(printed: str, path: Path) -> str:
+    """What the parser printed, without its usage, its remarks on types and the temporary file's name."""
+    text = printed.rpartition("error: ")[2] if "error: " in printed else printed
+    lines = [line.strip(" -") for line in text.splitlines()]
+    telling = [re.sub(r"\. Got value: .*", "", line) for line in lines if line and not _REMARK.match(line)]
+    return " ".join(telling or lines).replace(str(path), "the recipe")

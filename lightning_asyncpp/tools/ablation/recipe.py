@@ -1,0 +1,308 @@
+"""The recipe of an ablation: what to train, and how it is read and checked."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.tools.ablation.section import Section, is_whole, set_at
+from lightning_asyncpp.tools.ablation.yaml_files import read_yaml
+
+STRATEGY = "lightning_asyncpp.DelayedGradientStrategy"
+_KEYS = (
+    "name", "recipe", "output", "metric", "seeds", "seed_arguments", "lr_extensions", "diverged_above", "strategy",
+    "optimizers", "corrections", "delays",
+)  # fmt: skip
+_OPTIMIZER_KEYS = ("class_path", "init_args", "lr", "lr_argument", "momentum", "corrections")
+
+
+@dataclass(frozen=True)
+class ClassConfig:
+    """A class and what it is built with, as in a recipe of ``asyncpp fit``."""
+
+    class_path: str
+    init_args: Mapping[str, Any]
+
+    def content(self) -> dict[str, Any]:
+        """A copy as plain values."""
+        return {"class_path": self.class_path, "init_args": copy.deepcopy(dict(self.init_args))}
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """An init argument to vary beside the learning rate."""
+
+    argument: str
+    """Its place in init_args, such as ``betas.0``."""
+    values: tuple[float, ...]
+    """What it is set to."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A wrapper whose ``base`` is the optimizer."""
+
+    name: str
+    """As in the tables."""
+    config: ClassConfig | None
+    """``None``: the optimizer alone."""
+    same_lr: bool = False
+    """Use the learning rate that was chosen without the correction instead of searching."""
+
+
+@dataclass(frozen=True)
+class Delay:
+    """How old the gradients are: init arguments of the strategy."""
+
+    init_args: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """As in the tables: the delay, and whatever is set besides it and the stages."""
+        more = [f"{k}={v}" for k, v in sorted(self.init_args.items()) if k not in ("delay", "stages")]
+        return " ".join([str(self.init_args["delay"]), *more])
+
+    @property
+    def stages(self) -> str:
+        """Number of stages; empty if it is not given."""
+        stages = self.init_args.get("stages")
+        return "" if stages is None else str(stages)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no gradient is delayed."""
+        return bool(self.init_args["delay"] == 0)
+
+
+@dataclass(frozen=True)
+class OptimizerGrid:
+    """One optimizer and the values to try."""
+
+    name: str
+    config: ClassConfig
+    lr_argument: str
+    lrs: tuple[float, ...]
+    """Rising."""
+    momentum: Momentum | None
+    corrections: tuple[Correction, ...]
+
+    def build(self, lr: float, momentum: float | None, correction: Correction) -> dict[str, Any]:
+        """Class and arguments of the optimizer, in its correction if there is one."""
+        content = self.config.content()
+        set_at(content["init_args"], self.lr_argument, lr)
+        if self.momentum is not None:
+            set_at(content["init_args"], self.momentum.argument, momentum)
+        if correction.config is None:
+            return content
+        wrapper = correction.config.content()
+        wrapper["init_args"]["base"] = content
+        return wrapper
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A grid of trainings."""
+
+    path: Path
+    name: str
+    base_path: Path
+    base: Mapping[str, Any]
+    """Content of the recipe of ``asyncpp fit`` that every cell trains."""
+    output: Path
+    metric: str
+    seeds: tuple[int, ...]
+    """The first one searches the learning rate."""
+    seed_arguments: tuple[str, ...]
+    """Places in the base recipe that get the seed, besides ``seed_everything``."""
+    lr_extensions: int
+    diverged_above: float | None
+    strategy: str
+    optimizers: tuple[OptimizerGrid, ...]
+    delays: tuple[Delay, ...]
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read and check a recipe.
+
+    Raises:
+        ConfigurationError: all problems at once.
+    """
+    recipe, problems = read_recipe(path)
+    if problems or recipe is None:
+        raise ConfigurationError.from_problems(problems)
+    return recipe
+
+
+def read_recipe(path: Path) -> tuple[Recipe | None, list[str]]:
+    """Read a recipe as far as it goes.
+
+    Returns:
+        What can be used of it, ``None`` if nothing can be trained with it, and all problems.
+    """
+    problems: list[str] = []
+    try:
+        section = Section("", read_yaml(path), _KEYS, problems)
+    except ValueError as error:
+        return None, [str(error)]
+    if not section.content:
+        return None, problems or [f"{path} is empty"]
+    base_path, base = _base(section, path.parent)
+    corrections = _corrections(section, "corrections")
+    recipe = Recipe(
+        path=path,
+        name=_name(section, "name", section.text("name")),
+        base_path=base_path,
+        base=base,
+        output=_output(section, path.parent),
+        metric=section.text("metric", "val_loss"),
+        seeds=tuple(s for s in section.values("seeds", [1]) if _is_seed(section, s)),
+        seed_arguments=_seed_arguments(section, base),
+        lr_extensions=section.count("lr_extensions", 2, 0),
+        diverged_above=section.number("diverged_above"),
+        strategy=section.text("strategy", STRATEGY),
+        optimizers=_optimizers(section, corrections),
+        delays=_delays(section),
+    )
+    usable = bool(base and recipe.optimizers and recipe.delays and recipe.seeds and recipe.strategy)
+    return (recipe if usable else None), problems
+
+
+def _base(section: Section, folder: Path) -> tuple[Path, dict[str, Any]]:
+    path = folder / section.text("recipe")
+    if path == folder:
+        return path, {}
+    try:
+        content = read_yaml(path)
+    except ValueError as error:
+        section.problem("recipe", f"{error}; name a recipe of `asyncpp fit`, relative to {folder}")
+        return path, {}
+    if not isinstance(content, dict) or not content:
+        section.problem("recipe", f"{path} holds no mapping; name a recipe of `asyncpp fit`")
+        return path, {}
+    for key in ("trainer", "model", "data"):
+        if not isinstance(content.get(key, {}), dict):
+            section.problem("recipe", f"{path}: {key} is {content[key]!r}; write it out as a mapping")
+            return path, {}
+    return path, content
+
+
+def _output(section: Section, folder: Path) -> Path:
+    return folder / section.text("output") if "output" in section.content else Path("runs/ablation")
+
+
+def _name(section: Section, key: str, name: object) -> str:
+    """Names become parts of file names."""
+    if not isinstance(name, str):
+        section.problem(key, f"the name {name!r} is not a text; quote it")
+        return ""
+    if key == "name" and name == "cells":
+        section.problem(key, "'cells' is the folder of the trainings; choose another")
+    if name and not re.fullmatch(r"[\w+=-][\w.+=-]*", name):
+        section.problem(key, f"the name {name!r} may have letters, digits and _ . + = - only")
+    return name
+
+
+def _is_seed(section: Section, seed: object) -> bool:
+    if isinstance(seed, int) and is_whole(seed) and 0 <= seed < 2**32:
+        return True
+    section.problem("seeds", f"{seed!r} is not a whole number from 0 to 2^32 - 1")
+    return False
+
+
+def _seed_arguments(section: Section, base: Mapping[str, Any]) -> tuple[str, ...]:
+    found = []
+    for path in section.values("seed_arguments") if "seed_arguments" in section.content else ():
+        try:
+            set_at(copy.deepcopy(dict(base)), str(path), 0)
+            found.append(str(path))
+        except KeyError as error:
+            section.problem("seed_arguments", f"{path!r} is no place in the base recipe: {error.args[0]}")
+    return tuple(found)
+
+
+def _class(section: Section) -> ClassConfig:
+    return ClassConfig(section.text("class_path"), section.mapping("init_args"))
+
+
+def _optimizers(section: Section, corrections: tuple[Correction, ...]) -> tuple[OptimizerGrid, ...]:
+    grids = []
+    for name, content in section.mapping("optimizers", required=True).items():
+        part = Section(f"optimizers.{name}", content, _OPTIMIZER_KEYS, section.problems)
+        if not part.content:
+            continue
+        before = len(section.problems)
+        grid = OptimizerGrid(
+            name=_name(section, "optimizers", name),
+            config=_class(part),
+            lr_argument=part.text("lr_argument", "lr"),
+            lrs=part.numbers("lr", "a learning rate, a finite number above 0", 0, above=True),
+            momentum=_momentum(part),
+            corrections=_corrections(part, "corrections") if "corrections" in part.content else corrections,
+        )
+        _check_places(part, grid)
+        if len(section.problems) == before:
+            grids.append(grid)
+    return tuple(grids)
+
+
+def _momentum(part: Section) -> Momentum | None:
+    if part.content.get("momentum") is None:
+        return None
+    momentum = Section(part.place("momentum"), part.content["momentum"], ("argument", "values"), part.problems)
+    if not momentum.content:
+        return None
+    return Momentum(momentum.text("argument"), momentum.numbers("values", "a finite number of at least 0", 0))
+
+
+def _check_places(part: Section, grid: OptimizerGrid) -> None:
+    if grid.lr_argument in grid.config.init_args:
+        part.problem(f"init_args.{grid.lr_argument}", "is set from the list `lr`; remove one of the two")
+    if grid.momentum is not None and grid.momentum.argument:
+        try:
+            set_at(grid.config.content()["init_args"], grid.momentum.argument, 0.0)
+        except KeyError as error:
+            part.problem("momentum.argument", str(error.args[0]))
+
+
+def _corrections(section: Section, key: str) -> tuple[Correction, ...]:
+    content = section.mapping(key) or {"none": None}
+    found = []
+    for name, entry in content.items():
+        name = _name(section, key, name)
+        if entry is None:
+            found.append(Correction(name, None))
+            continue
+        known = ("class_path", "init_args", "lr")
+        part = Section(section.place(f"{key}.{name}"), entry, known, section.problems)
+        if not part.content:
+            continue
+        if part.content.get("lr", "search") not in ("same", "search"):
+            part.problem("lr", f"must be 'same' or 'search', got {part.content['lr']!r}")
+        found.append(Correction(name, _class(part), part.content.get("lr") == "same"))
+    alone = [c.name for c in found if c.config is None]
+    if len(alone) > 1:
+        section.problem(key, f"{', '.join(alone)} are all null, the optimizer alone; keep one")
+    if not alone and any(c.same_lr for c in found):
+        section.problem(key, "`lr: same` needs the uncorrected rows, whose lr it uses; add `none: null`")
+    return tuple(found)
+
+
+def _delays(section: Section) -> tuple[Delay, ...]:
+    found: list[Delay] = []
+    for entry in section.values("delays", [0, 1]):
+        init_args = entry if isinstance(entry, dict) else {"delay": entry}
+        delay = init_args.get("delay")
+        if not (delay if isinstance(delay, str) else isinstance(delay, int) and is_whole(delay) and delay >= 0):
+            section.problem(
+                "delays", f"{entry!r} has no delay: a whole number of at least 0, or a name of the strategy"
+            )
+        elif (Delay(init_args).text, Delay(init_args).stages) in [(d.text, d.stages) for d in found]:
+            section.problem("delays", f"{entry!r} is there twice")
+        else:
+            found.append(Delay(init_args))
+    return tuple(found)

@@ -1,0 +1,189 @@
+"""From the CSV files of an ablation to its tables and plots: reads, checks and writes files.
+
+``python -m lightning_asyncpp.tools.ablation.report FOLDER`` writes the report again, also of an unfinished ablation.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from jsonargparse import ArgumentParser
+
+from lightning_asyncpp.tools.ablation.summary import UNCORRECTED, Ablation, Run
+from lightning_asyncpp.tools.ablation.tables import page
+
+RESULTS, CURVES, TABLE = "results.csv", "curves.csv", "table.md"
+RESULT_COLUMNS = (
+    "table", "optimizer", "correction", "delay", "stages", "momentum", "lr", "seed", "status", "loss", "steps",
+    "seconds", "cell",
+)  # fmt: skip
+CURVE_COLUMNS = ("cell", "step", "metric", "value")
+_SHOWN_PROBLEMS = 20
+
+Curves = dict[str, list[tuple[int, float]]]
+T = TypeVar("T")
+
+
+class ResultsError(ValueError):
+    """Files of an ablation that cannot be read; the message names each file and line."""
+
+
+def write_report(folder: Path) -> None:
+    """Write ``table.md`` and the plots (``*.svg``) beside the CSV files of an ablation.
+
+    A plot is written where its data exist, and one whose data are gone is removed. Without matplotlib the tables are
+    written all the same, and a line on standard error says what is missing.
+
+    Args:
+        folder: holds ``results.csv`` and, for the loss curves, ``curves.csv``.
+
+    Raises:
+        ResultsError: a file is missing or garbled.
+    """
+    folder = Path(folder)
+    ablation, curves = read_results(folder / RESULTS), read_curves(folder / CURVES)
+    plots: list[str] = []
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"No plots in {folder}: matplotlib is missing (`pip install matplotlib`).", file=sys.stderr)
+    else:
+        from lightning_asyncpp.tools.ablation.plots import write_plots
+
+        plots = write_plots(folder, ablation, curves)
+    (folder / TABLE).write_text(page(ablation, plots), encoding="utf-8")
+
+
+def read_results(path: Path) -> Ablation:
+    """Read and check ``results.csv``.
+
+    Raises:
+        ResultsError: all that is wrong, by file and line.
+    """
+    problems: list[str] = []
+    lines = list(_parsed(path, RESULT_COLUMNS, _run, problems))
+    seen: dict[object, int] = {}
+    for number, run in lines:
+        first = seen.setdefault((run.row, run.lr, run.seed), number)
+        if first != number:
+            problems.append(f"{path}:{number}: repeats the row, learning rate and seed of line {first}; keep one")
+    tables = sorted({run.table for _, run in lines})
+    if len(tables) > 1:
+        problems.append(f"{path}: holds several ablations ({', '.join(tables)}); a folder holds one")
+    _raise(problems)
+    return Ablation.of(run for _, run in lines)
+
+
+def read_curves(path: Path) -> Curves:
+    """Read and check ``curves.csv``: validation loss against step by cell; nothing if the file is not there.
+
+    Raises:
+        ResultsError: all that is wrong, by file and line.
+    """
+    if not path.exists():
+        return {}
+    problems: list[str] = []
+    curves: Curves = {}
+    for _, (cell, metric, step, value) in _parsed(path, CURVE_COLUMNS, _point, problems):
+        if metric == "val_loss":
+            curves.setdefault(cell, []).append((step, value))
+    _raise(problems)
+    return {cell: sorted(points) for cell, points in curves.items()}
+
+
+def _parsed(
+    path: Path, columns: Sequence[str], parse: Callable[[Mapping[str, str]], T], problems: list[str]
+) -> Iterator[tuple[int, T]]:
+    """The lines that can be parsed, with their numbers; what is wrong with the others goes to ``problems``."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, strict=True)
+            missing = [name for name in columns if name not in (reader.fieldnames or ())]
+            if missing:
+                problems.append(f"{path}:1: no column {', '.join(missing)}; expected {','.join(columns)}")
+                return
+            for fields in reader:
+                if None in fields or None in fields.values():
+                    problems.append(f"{path}:{reader.line_num}: not as many fields as the header names")
+                    continue
+                try:
+                    yield reader.line_num, parse(fields)
+                except ValueError as error:
+                    problems.append(f"{path}:{reader.line_num}: {error}")
+    except FileNotFoundError:
+        problems.append(f"{path}: no such file; `asyncpp ablate RECIPE` writes it")
+    except (csv.Error, UnicodeDecodeError) as error:
+        problems.append(f"{path}: not a CSV file: {error}")
+
+
+def _run(fields: Mapping[str, str]) -> Run:
+    status, loss = fields["status"], fields["loss"]
+    if status not in ("finished", "diverged"):
+        raise ValueError(f'status is "{status}"; expected finished or diverged')
+    if status == "diverged" and loss:
+        raise ValueError(f'loss is "{loss}" although the run diverged; expected nothing')
+    return Run(
+        **{name: fields[name] for name in ("table", "optimizer", "delay", "cell")},
+        correction=fields["correction"] or UNCORRECTED,
+        stages=_number(fields, "stages", int) if fields["stages"] else None,
+        momentum=_number(fields, "momentum", float) if fields["momentum"] else None,
+        lr=_number(fields, "lr", _positive),
+        seed=_number(fields, "seed", int),
+        loss=_number(fields, "loss", float) if status == "finished" else None,
+        steps=_number(fields, "steps", int),
+        seconds=_number(fields, "seconds", float),
+    )
+
+
+def _point(fields: Mapping[str, str]) -> tuple[str, str, int, float]:
+    try:
+        value = float(fields["value"])  # may be nan or inf: a diverging curve
+    except ValueError:
+        raise ValueError(f'value is "{fields["value"]}"; expected a number') from None
+    return fields["cell"], fields["metric"], _number(fields, "step", int), value
+
+
+def _number(fields: Mapping[str, str], name: str, kind: Callable[[str], T]) -> T:
+    try:
+        value = kind(fields[name])
+        if not math.isfinite(value):  # type: ignore[arg-type]
+            raise ValueError
+    except ValueError:
+        wanted = {int: "a whole number", float: "a finite number"}.get(kind, "a positive number")  # type: ignore[call-overload]
+        raise ValueError(f'{name} is "{fields[name]}"; expected {wanted}') from None
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if value <= 0:
+        raise ValueError
+    return value
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        more = len(problems) - _SHOWN_PROBLEMS
+        raise ResultsError("\n".join([*problems[:_SHOWN_PROBLEMS], *([f"... and {more} more"] if more > 0 else [])]))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the report of the folder named on the command line."""
+    parser = ArgumentParser(
+        prog="python -m lightning_asyncpp.tools.ablation.report", description="Tables and plots of an ablation."
+    )
+    parser.add_argument("folder", type=Path, help=f"folder with {RESULTS} and {CURVES}")
+    folder = parser.parse_args(argv).folder
+    try:
+        write_report(folder)
+    except ResultsError as error:
+        sys.exit(str(error))
+    print(f"Wrote {folder / TABLE} and {len(list(folder.glob('*.svg')))} plots.")
+
+
+if __name__ == "__main__":
+    main()

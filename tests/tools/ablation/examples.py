@@ -1,0 +1,73 @@
+"""Hand-made runs of an ablation, as objects and as the CSV files that the runner writes."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+from lightning_asyncpp.tools.ablation.report import CURVE_COLUMNS, RESULT_COLUMNS
+from lightning_asyncpp.tools.ablation.summary import Run
+
+
+def run(
+    loss, seed=1, lr=0.01, *, optimizer="Muon", correction="none", delay="1", stages=None, momentum=None, steps=600
+):
+    cell = f"{optimizer}-{momentum}-{delay}-{stages}-{correction}-{lr:g}-{seed}"
+    return Run("demo", optimizer, correction, delay, stages, momentum, lr, seed, loss, steps, 40.0, cell)
+
+
+def seeds(losses, **row):
+    """A run per loss, with seeds 1, 2, ..."""
+    return [run(loss, seed, **row) for seed, loss in enumerate(losses, start=1)]
+
+
+def search(losses, seed=1, **row):
+    """A run per learning rate, from a dict of losses."""
+    return [run(loss, seed, lr, **row) for lr, loss in losses.items()]
+
+
+def write_results(folder, runs):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        [
+            r.table, r.optimizer, r.correction, r.delay, "" if r.stages is None else r.stages,
+            "" if r.momentum is None else r.momentum, r.lr, r.seed, "diverged" if r.loss is None else "finished",
+            "" if r.loss is None else r.loss, r.steps, r.seconds, r.cell,
+        ]
+        for r in runs
+    ]  # fmt: skip
+    return _write(folder / "results.csv", RESULT_COLUMNS, lines)
+
+
+def write_curves(folder, runs):
+    """Curves that fall exponentially to each run's loss, validated every 50 steps."""
+    lines = []
+    for r in runs:
+        for step in range(0, r.steps + 1, 50):
+            value = math.nan if r.loss is None else r.loss + 4 * math.exp(-step / 80)
+            lines.append([r.cell, step, "val_loss", value])
+            lines.append([r.cell, step, "train_loss", value - 0.1])
+    return _write(folder / "curves.csv", CURVE_COLUMNS, lines)
+
+
+def _write(path: Path, columns, lines):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([columns, *lines])
+    return path
+
+
+def whole_grid(optimizers=(("AdamW", 1.8, 0.3), ("Muon", 1.5, 0.05))):
+    """Optimizers (name, loss, gap) with momentum swept, depth varied, one correction: data for every plot."""
+    runs = []
+    for optimizer, sync, gap in optimizers:
+        for momentum in (0.5, 0.9):
+            rows = [("0", None, "none", 0), ("1", None, "none", gap), ("1", None, "EF", 0.4 * gap)]
+            rows += [("pipedream", stages, "none", 0.2 * stages * gap) for stages in (2, 4, 8)]
+            for delay, stages, correction, more in rows:
+                row = {"optimizer": optimizer, "momentum": momentum, "delay": delay, "stages": stages}
+                row |= {"correction": correction}
+                loss = sync + more * (1.5 - momentum)
+                runs += search({0.003: loss + 0.1, 0.03: None if more else loss + 0.2}, **row)
+                runs += seeds([loss, loss + 0.01, loss - 0.02], **row)
+    return runs

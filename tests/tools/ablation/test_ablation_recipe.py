@@ -1,0 +1,181 @@
+"""Recipes of ablations: what they mean, and every mistake at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.tools.ablation import command as ablate
+from lightning_asyncpp.tools.ablation.check import find_problems
+from lightning_asyncpp.tools.ablation.config import cell_config, cell_name
+from lightning_asyncpp.tools.ablation.recipe import Recipe, load_recipe
+from lightning_asyncpp.tools.ablation.rows import Row, make_rows
+from lightning_asyncpp.tools.ablation.yaml_files import read_yaml, write_yaml
+from tests.tools.ablation.small import ADAMW, EF, FIT, write_ablation
+
+
+def load(folder: Path, **changes: Any) -> Recipe:
+    return load_recipe(write_ablation(folder, text=False, **changes))
+
+
+def problems(folder: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        load(folder, **changes)
+    return str(error.value)
+
+
+def test_rows_are_the_product_and_nothing_is_corrected_without_a_delay(tmp_path: Path) -> None:
+    adamw = ADAMW | {"momentum": {"argument": "betas.0", "values": [0.5, 0.9]}}
+    recipe = load(
+        tmp_path, optimizers={"A": adamw, "B": ADAMW}, corrections={"none": None, "EF": EF},
+        delays=[0, 1, {"delay": "pipedream", "stages": 4}],
+    )  # fmt: skip
+    names = [row.name for row in make_rows(recipe)]
+    assert len(names) == len(set(names)) == 3 * (1 + 2 + 2)
+    assert "B_delay0_EF" not in names
+    assert "A_momentum0.5_delaypipedream-stages4_EF" in names
+
+
+def test_what_is_left_out_has_the_documented_defaults(tmp_path: Path) -> None:
+    recipe = load(tmp_path, delays=None, output=None, lr_extensions=None)
+    assert [delay.text for delay in recipe.delays] == ["0", "1"]
+    assert (recipe.output, recipe.metric, recipe.lr_extensions) == (Path("runs/ablation"), "val_loss", 2)
+    assert [c.config for c in recipe.optimizers[0].corrections] == [None]
+
+
+def test_corrections_of_an_optimizer_replace_those_of_all(tmp_path: Path) -> None:
+    own = ADAMW | {"corrections": {"none": None}}
+    recipe = load(tmp_path, optimizers={"A": own, "B": ADAMW}, corrections={"none": None, "EF": EF}, delays=[1])
+    assert [row.name for row in make_rows(recipe)] == ["A_delay1_none", "B_delay1_none", "B_delay1_EF"]
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    told = problems(
+        tmp_path, recipe="missing.yaml", lr_extension=1, seeds=[1, 1, -2], delays=[-1, 1, 1, {"stages": 2}],
+        optimizers={
+            "A": ADAMW | {"lr": []}, "B": ADAMW | {"lr": [-0.1]}, "C": {"lr": [0.1]}, "D": ADAMW | {"learning_rate": 1},
+            "E": ADAMW | {"momentum": {"argument": "gammas.0", "values": [0.5]}}, "F/G": ADAMW,
+            "H": ADAMW | {"init_args": {"lr": 0.1}},
+        },
+        corrections={"EF": EF | {"lr": "smae"}},
+    )  # fmt: skip
+    for wanted in (
+        "missing.yaml cannot be read",
+        "lr_extension: unknown key; did you mean 'lr_extensions'?",
+        "seeds: names 1 twice",
+        "seeds: -2 is not",
+        "delays: -1 has no delay",
+        "delays: names 1 twice",
+        "delays: {'stages': 2} has no delay",
+        "optimizers.A.lr: must be a list with at least one entry",
+        "optimizers.B.lr: -0.1 is not a learning rate",
+        "optimizers.C.class_path: is missing",
+        "optimizers.D.learning_rate: unknown key",
+        "optimizers.E.momentum.argument: gammas.0: there is no list 'gammas'",
+        "'F/G' may have letters",
+        "optimizers.H.init_args.lr: is set from the list `lr`",
+        "corrections.EF.lr: must be 'same' or 'search', got 'smae'",
+    ):
+        assert wanted in told, f"{wanted}\nis not in\n{told}"
+
+
+@pytest.mark.parametrize("lr", [[float("nan")], [float("inf")], ["fast"], [True], 0.1, [0.0]])
+def test_only_lists_of_positive_finite_numbers_are_learning_rates(tmp_path: Path, lr: object) -> None:
+    assert "optimizers.A.lr" in problems(tmp_path, optimizers={"A": ADAMW | {"lr": lr}})
+
+
+def test_names_given_twice_are_refused(tmp_path: Path) -> None:
+    path = write_ablation(tmp_path, text=False)
+    path.write_text(path.read_text() + "\nname: again\n")
+    with pytest.raises(ConfigurationError, match="'name' appears twice"):
+        load_recipe(path)
+
+
+def test_the_same_lr_needs_an_uncorrected_row(tmp_path: Path) -> None:
+    assert "needs the uncorrected rows" in problems(tmp_path, corrections={"EF": EF | {"lr": "same"}})
+
+
+def test_the_parser_of_fit_finds_wrong_classes_and_arguments_before_anything_runs(tmp_path: Path) -> None:
+    recipe = load(
+        tmp_path, optimizers={
+            "A": ADAMW, "B": ADAMW | {"class_path": "torch.optim.AdamWW"},
+            "C": ADAMW | {"init_args": {"wieght_decay": 0.1}}, "D": ADAMW | {"class_path": "torch.nn.Linear"},
+        },
+        corrections={"none": None, "EF": EF | {"init_args": {"strenght": 1.0}}},
+        delays=[1, {"delay": "pipedream"}, {"delay": 1, "stagess": 2}],
+    )  # fmt: skip
+    found = find_problems(recipe)
+    for where, what in (
+        ("optimizers.B", "there is no class 'torch.optim.AdamWW'"),
+        ("optimizers.C", "wieght_decay"),
+        ("optimizers.D", "no torch optimizer"),
+        ("corrections.EF", "strenght"),
+        ("delays: {'delay': 'pipedream'}", "stages"),
+        ("delays: {'delay': 1, 'stagess': 2}", "stagess"),
+    ):
+        assert any(problem.startswith(where) and what in problem for problem in found), (where, found)
+    assert len(found) == 6
+
+
+def test_a_wrong_base_recipe_is_told_once(tmp_path: Path) -> None:
+    recipe = load(tmp_path)
+    fit = read_yaml(tmp_path / "fit.yaml")
+    fit["trainer"]["max_stepss"] = 3
+    write_yaml(tmp_path / "fit.yaml", fit)
+    (problem,) = find_problems(load_recipe(recipe.path))
+    assert problem.startswith("recipe: ")
+    assert "max_stepss" in problem
+
+
+def test_the_command_ends_with_all_problems_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_ablation(tmp_path, text=False, metricc="loss", optimizers={"A": ADAMW | {"class_path": "no.such"}})
+    with pytest.raises(SystemExit) as end:
+        ablate.main([str(path), "--gpus", ",", "--workers", "2"])
+    assert end.value.code == 2
+    printed = capsys.readouterr().err
+    for wanted in ("metricc: unknown key; did you mean 'metric'?", "there is no class 'no.such'", "names no GPU"):
+        assert wanted in printed
+
+
+def test_the_name_of_a_run_changes_with_all_that_decides_its_result(tmp_path: Path) -> None:
+    def name(recipe: Recipe, lr: float = 0.1, seed: int = 1, row: int = 0) -> str:
+        return cell_name(recipe, make_rows(recipe)[row], lr, seed)
+
+    recipe = load(tmp_path, delays=[0, 1])
+    first = name(recipe)
+    assert name(load(tmp_path, delays=[0, 1], lr_extensions=3, output="elsewhere")) == first
+    fit = read_yaml(tmp_path / "fit.yaml")
+    others = [name(recipe, lr=0.2), name(recipe, seed=2), name(recipe, row=1), name(load(tmp_path, diverged_above=5.0))]
+    fit["trainer"]["max_steps"] = 13
+    write_yaml(tmp_path / "fit.yaml", fit)
+    others.append(name(load_recipe(recipe.path)))
+    assert len({first, *others}) == 6
+
+
+def test_a_run_sets_only_what_the_grid_is_about(tmp_path: Path) -> None:
+    recipe = load(tmp_path, seed_arguments=["data.init_args.seed"], delays=[{"delay": "pipedream", "stages": 2}])
+    config = cell_config(recipe, row_of(recipe), 0.01, 5)
+    assert config["seed_everything"] == config["data"]["init_args"]["seed"] == 5
+    assert config["trainer"]["strategy"] == {
+        "class_path": "lightning_asyncpp.DelayedGradientStrategy",
+        "init_args": {"delay": "pipedream", "stages": 2},
+    }
+    assert "callbacks" not in config["trainer"]
+    assert config["trainer"]["max_steps"] == FIT["trainer"]["max_steps"]
+    assert config["model"]["init_args"]["config"] == FIT["model"]["init_args"]["config"]
+    assert recipe.base["trainer"]["callbacks"] == FIT["trainer"]["callbacks"]
+
+
+def row_of(recipe: Recipe) -> Row:
+    return make_rows(recipe)[0]
+
+
+def test_numbers_and_texts_survive_yaml_as_the_parser_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "in.yaml").write_text("a: 1e-3\nb: '1e-3'\nc: 2024-01-01\nd: .5\ne: 1.0e+9\n")
+    content = read_yaml(tmp_path / "in.yaml")
+    assert content == {"a": 0.001, "b": "1e-3", "c": "2024-01-01", "d": 0.5, "e": 1e9}
+    write_yaml(tmp_path / "out.yaml", content)
+    assert read_yaml(tmp_path / "out.yaml") == content

@@ -1,0 +1,153 @@
+"""What is concluded from runs: chosen learning rates, gaps, shares and when there is none; answers worked by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_asyncpp.tools.ablation.summary import Ablation, Group, Verdict, band, difference, share_recovered
+from tests.tools.ablation.examples import run, search, seeds
+
+MUON = Group("Muon", None)
+
+
+def the_result(runs):
+    (result,) = Ablation.of(runs).results.values()
+    return result
+
+
+def results(sync, delayed, corrected):
+    runs = [*seeds(sync, delay="0"), *seeds(delayed), *seeds(corrected, correction="EF")]
+    ablation = Ablation.of(runs)
+    return ablation.sync(MUON), ablation.constant(MUON, "1", "none"), ablation.constant(MUON, "1", "EF")
+
+
+def test_the_lr_with_the_lowest_loss_on_the_search_seed_is_chosen_whatever_other_seeds_say():
+    searched = search({0.001: 2.0, 0.01: 1.5, 0.1: 1.8}, seed=7)
+    result = the_result([run(9.0, seed=1), run(1.0, seed=2), *searched, run(0.5, seed=3, lr=0.1)])
+    assert result.lr == 0.01
+    assert dict(result.search) == {0.001: 2.0, 0.01: 1.5, 0.1: 1.8}
+    assert dict(result.loss.values) == {1: 9.0, 2: 1.0, 7: 1.5}
+
+
+def test_of_equal_losses_the_lower_lr_is_chosen_and_a_diverged_one_never():
+    assert the_result(search({0.1: 1.5, 0.01: 1.5, 0.001: 1.6})).lr == 0.01
+    assert the_result(search({0.001: 1.7, 0.01: None, 0.1: None})).lr == 0.001
+
+
+def test_a_single_lr_is_used_even_if_a_seed_diverged_at_it():
+    result = the_result(seeds([None, 1.5, 1.7]))
+    assert result.lr == 0.01
+    assert (result.loss.mean, result.loss.diverged) == (1.6, 1)
+
+
+def test_without_a_finished_run_in_the_search_there_is_no_lr():
+    result = the_result(search({0.01: None, 0.1: None}))
+    assert (result.lr, result.best, result.loss.mean, result.at_edge) == (None, None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("losses", "at_edge"),
+    [
+        ({0.001: 1.5, 0.01: 1.6, 0.1: 1.7}, True),
+        ({0.001: 1.7, 0.01: 1.6, 0.1: 1.5}, True),
+        ({0.001: 1.7, 0.01: 1.5, 0.1: 1.6}, False),
+        ({0.001: 1.7, 0.01: 1.5, 0.1: None}, False),  # what diverged was tried: not the edge
+        ({0.01: 1.5}, False),
+    ],
+)
+def test_the_edge_is_the_lowest_or_highest_of_several_lrs(losses, at_edge):
+    assert the_result(search(losses)).at_edge is at_edge
+
+
+def test_mean_and_sample_standard_deviation():
+    loss = the_result(seeds([1.0, 2.0, 4.0])).loss
+    assert loss.mean == pytest.approx(7 / 3)
+    assert loss.std == pytest.approx(math.sqrt((16 + 1 + 25) / 9 / 2))
+    assert the_result(seeds([1.0])).loss.std is None
+
+
+def test_gaps_are_paired_by_seed_over_the_seeds_that_both_have():
+    sync, delayed, _ = results([1.0, 2.0], [1.1, 2.3, 9.0], [1.0])
+    gap = difference(delayed, sync)
+    assert dict(gap.values) == pytest.approx({1: 0.1, 2: 0.3})
+    assert gap.std == pytest.approx(math.sqrt(0.02))  # that of 0.1, 0.3; unpaired it would be above 0.7
+
+
+def test_shares_are_computed_per_seed():
+    share = share_recovered(*results([1.0, 2.0, 3.0], [1.2, 2.3, 3.25], [1.1, 2.06, 3.05]))
+    assert share.verdict is Verdict.RECOVERED
+    assert dict(share.spread.values) == pytest.approx({1: 0.5, 2: 0.8, 3: 0.8})
+    assert share.spread.std == pytest.approx(math.sqrt(0.03))
+
+
+def test_a_gap_smaller_than_twice_its_spread_has_no_share():
+    # Gaps 0.1 - x, 0.1, 0.1 + x have mean 0.1 and standard deviation x.
+    within, above = (share_recovered(*results([1.0] * 3, [1.1 - x, 1.1, 1.1 + x], [1.0] * 3)) for x in (0.051, 0.049))
+    assert (within.verdict, within.spread.mean) == (Verdict.WITHIN_NOISE, None)
+    assert (above.verdict, above.spread.mean) == (Verdict.RECOVERED, pytest.approx(1.0))
+
+
+def test_a_gap_that_changes_sign_is_noise_and_one_below_zero_is_none():
+    mixed = share_recovered(*results([1.0] * 6, [0.99, *[1.1] * 5], [1.0] * 6))
+    assert mixed.verdict is Verdict.WITHIN_NOISE
+    below = share_recovered(*results([1.0, 1.0], [0.9, 0.91], [1.0, 1.0]))
+    assert below.verdict is Verdict.NO_GAP
+
+
+def test_one_seed_gives_a_share_without_a_spread():
+    share = share_recovered(*results([1.0], [1.4], [1.1]))
+    assert (share.spread.mean, share.spread.std) == (pytest.approx(0.75), None)
+
+
+def test_diverged_seeds_are_counted_and_left_out_of_gaps_and_shares():
+    sync, delayed, corrected = results([1.0, 1.0, 1.0], [1.2, None, 1.2], [1.1, 1.1, None])
+    gap, share = difference(delayed, sync), share_recovered(sync, delayed, corrected)
+    assert (set(gap.values), gap.diverged) == ({1, 3}, 1)
+    assert (set(share.spread.values), share.spread.diverged) == ({1}, 2)
+    nothing = share_recovered(*results([1.0], [None], [1.1]))
+    assert (nothing.verdict, nothing.spread.diverged) == (Verdict.DIVERGED, 1)
+
+
+def test_without_a_shared_seed_there_is_no_share():
+    ablation = Ablation.of([run(1.0, 1, delay="0"), run(1.2, 2), run(1.1, 2, correction="EF")])
+    share = share_recovered(*(ablation.results[row] for row in ablation.results))
+    assert share.verdict is Verdict.NOT_SHARED
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.5, 5), st.floats(0.5, 0.6)), min_size=2, max_size=5),
+    st.floats(-1, 2),
+)
+def test_the_share_put_in_comes_out(pairs, fraction):
+    sync = [base for base, _ in pairs]
+    delayed = [base + gap for base, gap in pairs]
+    corrected = [base + (1 - fraction) * gap for base, gap in pairs]
+    share = share_recovered(*results(sync, delayed, corrected))
+    assert share.spread.mean == pytest.approx(fraction, abs=1e-9)
+    assert share.spread.std == pytest.approx(0, abs=1e-9)
+
+
+def test_conclusions_do_not_depend_on_the_order_of_runs():
+    runs = [*search({0.001: 1.4, 0.01: 1.2}, delay="0"), *seeds([1.3, 1.4]), *seeds([1.25, 1.3], correction="EF")]
+    shuffled = runs.copy()
+    random.Random(0).shuffle(shuffled)
+    assert dict(Ablation.of(shuffled).results) == dict(Ablation.of(runs).results)
+
+
+def test_a_delay_with_further_settings_is_the_constant_one_only_where_it_is_the_only_one():
+    settings = {"delay": "1 micro_batches=4"}
+    alone = Ablation.of([run(1.0, delay="0"), run(1.2, **settings)])
+    assert alone.constant(MUON, "1", "none").loss.mean == 1.2
+    both = Ablation.of([run(1.0, delay="0"), run(1.1), run(1.2, **settings)])
+    assert both.constant(MUON, "1", "none").loss.mean == 1.1
+
+
+def test_the_band_holds_mean_and_extremes_at_the_steps_that_all_curves_have():
+    curves = [[(0, 5.0), (10, 2.0), (20, 1.0)], [(0, 6.0), (10, math.nan), (20, 2.0), (30, 1.0)]]
+    assert band(curves) == [(0, 5.5, 5.0, 6.0), (20, 1.5, 1.0, 2.0)]
+    assert band([]) == []
