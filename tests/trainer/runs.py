@@ -20,13 +20,41 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
-from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.optim import (
+    MARS,
+    SOAP,
+    Adan,
+    DelayCompensation,
+    ErrorFeedback,
+    GradientExtrapolation,
+    LearningRateDiscount,
+    Lion,
+    MuonAdamW,
+    NesterovLookAhead,
+    NorMuonAdamW,
+    WeightPrediction,
+)
 from tests.pipeline.cases import DIM, make_model
 
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9)),
     "muon": functools.partial(MuonAdamW, lr=0.02, weight_decay=0.05),
     "sgd": functools.partial(torch.optim.SGD, lr=0.05),
+    "normuon": functools.partial(NorMuonAdamW, lr=0.02, newton_schulz_dtype="float32"),
+    "soap": functools.partial(SOAP, lr=0.02, precondition_frequency=3),
+    "adan": functools.partial(Adan, lr=0.02),
+    "lion": functools.partial(Lion, lr=0.003),
+    "mars": functools.partial(MARS, lr=0.02),
+}
+CORRECTIONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "feedback": ErrorFeedback,
+    "feedback-2": functools.partial(ErrorFeedback, strength=2.0, anneal=True, match_lr=True, buffer_dtype="bfloat16"),
+    "prediction": functools.partial(WeightPrediction, smoothing=0.5),
+    "prediction-momentum": functools.partial(WeightPrediction, source="momentum"),
+    "look-ahead": functools.partial(NesterovLookAhead, momentum=0.9),
+    "discount": functools.partial(LearningRateDiscount, anneal_steps=5, staleness=2.0),
+    "compensation": functools.partial(DelayCompensation, strength=2.0, adaptive=True),
+    "extrapolation": GradientExtrapolation,
 }
 
 
@@ -50,6 +78,7 @@ class Run:
     callbacks: tuple[tuple[Callable[..., L.Callback], dict[str, Any]], ...] = ()
     optimizer: str = "adamw"
     error_feedback: bool = False
+    correction: str = ""
     scheduler: str = ""
     dropout: float = 0.0
     dataset: str = "samples"
@@ -64,8 +93,8 @@ class Run:
         return BASES[self.optimizer](parameters)
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        if self.error_feedback:
-            return ErrorFeedback(parameters, BASES[self.optimizer])
+        if name := self.correction or ("feedback" if self.error_feedback else ""):
+            return CORRECTIONS[name](parameters, base=BASES[self.optimizer])
         return self.make_base(parameters)
 
 

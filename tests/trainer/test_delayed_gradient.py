@@ -19,7 +19,7 @@ from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, fit, make_scheduler
+from tests.trainer.runs import CORRECTIONS, Net, Run, fit, make_scheduler
 
 
 class Branches(Net):
@@ -155,6 +155,27 @@ def test_in_micro_batches_it_is_bitwise_the_pipeline(pools: Pools, stages: int, 
     assert losses(emulated["records"]) == pytest.approx(losses(pipeline[0]["records"]), rel=1e-6)
     for name, value in pipeline[0]["callback_metrics"].items():
         assert emulated["callback_metrics"][name] == pytest.approx(value, rel=1e-2 if "bf16" in precision else 1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["normuon", "soap", "adan", "lion", "mars"])
+def test_every_optimizer_steps_in_the_pipeline_as_here(pools: Pools, optimizer: str) -> None:
+    check_against_the_pipeline(pools, Run(Net, optimizer=optimizer, error_feedback=True))
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_correction_acts_in_the_pipeline_as_here(pools: Pools, correction: str) -> None:
+    check_against_the_pipeline(pools, Run(Net, optimizer="muon", correction=correction))
+
+
+def check_against_the_pipeline(pools: Pools, run: Run) -> None:
+    """Bitwise, with everything that an optimizer may notice."""
+    run = replace(
+        run, strategy="async", options={"micro_batches": 3}, scheduler="decay-step", samples=60,
+        trainer={"gradient_clip_val": 0.4},
+    )  # fmt: skip
+    pipeline = pools.run(3, fit, run)
+    emulated = train(delayed(run, delay=1, micro_batches=3))
+    assert_equal_weights(emulated["weights"], joined_weights(pipeline, 3))
 
 
 @pytest.mark.parametrize("error_feedback", [False, True])
