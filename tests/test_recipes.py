@@ -15,9 +15,15 @@ import yaml
 
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.data.unigram import unigram_loss
+from lightning_asyncpp.tools.ablation.check import find_problems
+from lightning_asyncpp.tools.ablation.recipe import load_recipe
+from lightning_asyncpp.tools.ablation.rows import make_rows
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+OF_ABLATIONS = sorted((ROOT / "recipes" / "ablation").glob("*.yaml"))
+TRAINED = [path for path in OF_ABLATIONS if path.stem in ("small", "medium")]
+ABLATIONS = [path for path in OF_ABLATIONS if path not in TRAINED]
 STRUCTURE = {
     "trainer",
     "model",
@@ -39,7 +45,7 @@ def run(*arguments: str, cwd: Path, timeout: int = 280) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES + TRAINED, ids=lambda path: path.stem)
 def test_every_key_has_a_comment_above(path: Path) -> None:
     lines = path.read_text().splitlines()
     bare = []
@@ -48,6 +54,22 @@ def test_every_key_has_a_comment_above(path: Path) -> None:
         if key and key.group(1) not in STRUCTURE and not above.lstrip().startswith("#"):
             bare.append(line.strip())
     assert not bare
+
+
+@pytest.mark.parametrize("path", ABLATIONS, ids=lambda path: path.stem)
+def test_ablations_are_valid_and_explain_their_keys(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    assert make_rows(recipe)
+    lines = path.read_text().splitlines()
+    keys = [(above, line) for above, line in zip(["", *lines], lines) if re.match(r"\w+:", line)]
+    assert all(above.startswith("#") for above, _ in keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ABLATIONS, ids=lambda path: path.stem)
+def test_every_training_of_an_ablation_can_be_configured(path: Path) -> None:
+    assert find_problems(load_recipe(path)) == []
 
 
 def test_the_synchronous_twin_differs_in_the_strategy_alone() -> None:
