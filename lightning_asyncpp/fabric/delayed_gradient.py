@@ -56,7 +56,8 @@ class DelayedGradientStrategy(DDPStrategy):
         delay: updates between the weights of a gradient and the weights that it is applied to: a number, or
             ``"pipedream"`` or ``"fresh_last_stage"``; see :class:`lightning_asyncpp.DelayedGradientStrategy`.
         stages: number of stages of the last two.
-        stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order.
+        stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order, or
+            with ``micro_batches`` as a pipeline cuts the model, if it can.
         micro_batches: micro-batches that :meth:`training_step` cuts a batch into; ``None``: an ordinary loop.
         nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
         split_batch, micro_batch_weight, loss_reduction: as for the pipeline strategies, for ``micro_batches``.

@@ -15,6 +15,9 @@ class AsyncPipelineStrategy(PipelineStrategy):
         lookahead: extra micro-batches in flight; hides latency and jitter, costs activation memory, never changes the
             delay. Default: 1 where it is allowed, else 0.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
+        fresh_last_stage: let the last stage run without delay, which costs nothing and needs no second copy of its
+            weights: its updates are applied before its next mini-batch. Its gradients are then clipped by the norm of
+            the whole gradient one mini-batch earlier.
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
         split_batch: (batch, parts) -> that many micro-batches, ``None`` for an empty slot. Default: the model's method
             of that name, else every tensor is cut along its first dimension.

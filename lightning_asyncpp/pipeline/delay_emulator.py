@@ -15,6 +15,7 @@ from lightning_asyncpp.pipeline.delayed_weights import DelayedWeights, check_sam
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
 from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
+from lightning_asyncpp.pipeline.units import stages_of_parameters
 from lightning_asyncpp.pipeline.update import clip_coefficient, squared_norm
 
 
@@ -44,8 +45,10 @@ class DelayEmulator:
         _check_optimizer(optimizer)
         self.settings, self.optimizer, self.micro_batches = settings, optimizer, micro_batches
         self.mini_batch = 0
+        self._last_norm: float | None = None
         self.names = {parameter: name for name, parameter in module.named_parameters()}
-        self.weights = DelayedWeights(dict(zip(self.names, settings.of_parameters(list(self.names.values())))))
+        delays = settings.of_parameters(list(self.names.values()), self._pipeline_stages())
+        self.weights = DelayedWeights(dict(zip(self.names, delays)))
         self._track()
         self._tell_delay()
 
@@ -75,6 +78,7 @@ class DelayEmulator:
             with self._lend(before):
                 step()
         if micro_batches is not None:
+            self._last_norm = micro_batches.norm()
             micro_batches.clear()
         self.mini_batch += 1
         return finite
@@ -83,12 +87,14 @@ class DelayEmulator:
         """Clip a gradient that was summed over micro-batches, as a pipeline clips it; returns the norm before."""
         assert self.micro_batches is not None
         self.micro_batches.complete()
-        factor = clip_coefficient(self.micro_batches.norm, max_norm)
-        if factor < 1.0:
-            for parameter in self.names:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        return torch.tensor(self.micro_batches.norm)
+        norm = self.micro_batches.norm()
+        delayed = clip_coefficient(norm, max_norm)
+        ahead = clip_coefficient(self._norm_known_ahead(), max_norm) if self._steps_ahead else delayed
+        for parameter in self.names:
+            factor = ahead if self.weights.delays[parameter] == 0 else delayed
+            if parameter.grad is not None and factor < 1.0:
+                parameter.grad.mul_(factor)
+        return torch.tensor(norm)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds beyond weights and optimizer: the older weights and the counters."""
@@ -99,6 +105,7 @@ class DelayEmulator:
         }
         if self.micro_batches is not None:
             state["micro_batch"], state["seed"] = self.micro_batches.next_micro_batch, self.micro_batches.seed
+            state["norm"] = self._last_norm
         return state
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -116,10 +123,35 @@ class DelayEmulator:
         if self.micro_batches is not None:
             self.micro_batches.next_micro_batch = int(state["micro_batch"])
             self.micro_batches.seed = int(state["seed"])
+            self._last_norm = state["norm"]
+
+    @property
+    def _steps_ahead(self) -> bool:
+        return self.settings.delay == "fresh_last_stage"
+
+    def _norm_known_ahead(self) -> float:
+        """What a last stage clips by that does not wait for the others: the norm of the mini-batch before."""
+        if self._last_norm is not None:
+            return self._last_norm
+        assert self.micro_batches is not None
+        return self.micro_batches.norm({name for p, name in self.names.items() if self.weights.delays[p] == 0})
 
     def _same_on_resume(self) -> dict[str, Any]:
         settings = self.settings
         return {"delay": settings.delay, "stages": settings.stages, "micro_batches": settings.micro_batches}
+
+    def _pipeline_stages(self) -> dict[str, int] | None:
+        """Stages as a pipeline cuts the model, where batches are cut as a pipeline does and the model can be, too."""
+        stages, model = self.settings.stages, None if self.micro_batches is None else self.micro_batches.model
+        if stages is None or model is None or self.settings.stage_of is not None:
+            return None
+        try:
+            of_model = stages_of_parameters(model, stages)
+        except ConfigurationError:
+            return None
+        names = {id(p): name for p, name in self.names.items()}
+        parameters = dict(model.named_parameters())
+        return {names[id(parameters[name])]: stage for name, stage in of_model.items() if name in parameters}
 
     def _track(self) -> None:
         # Anew at every update: a callback may have added a group of parameters that were frozen until now.
@@ -144,8 +176,7 @@ class DelayEmulator:
         return lend(before) if callable(lend) and before else nullcontext()
 
     def _is_finite(self, micro_batches: MicroBatchGradient | None) -> bool:
-        squares = micro_batches.squares if micro_batches is not None else squared_norm(self._gradients())
-        return math.isfinite(squares)
+        return micro_batches.finite if micro_batches is not None else math.isfinite(squared_norm(self._gradients()))
 
     def _gradients(self) -> dict[str, Tensor]:
         gradients = {name: p.grad for p, name in self.names.items() if p.grad is not None}

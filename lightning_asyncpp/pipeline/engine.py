@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.transport import Transport
-from lightning_asyncpp.pipeline.update import PendingUpdate, StopFlags, message_length
+from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, gradient_norm, message_length
 from lightning_asyncpp.pipeline.weights import WeightVersions
 
 
@@ -54,8 +55,10 @@ class Engine:
         self, stage: Stage, mesh: Mesh, settings: ResolvedSettings, seed: int, device: torch.device, hooks: UserHooks
     ) -> None:
         self.stage, self.mesh, self.settings = stage, mesh, settings
-        self.schedule = Schedule(mesh.stage, mesh.num_stages, settings.lookahead, settings.delay)
-        self.weights = WeightVersions(stage.parameters, room=1 + settings.delay)
+        self.delay = 0 if settings.steps_ahead(mesh.stage) else settings.delay
+        self.schedule = Schedule(mesh.stage, mesh.num_stages, settings.lookahead, self.delay)
+        self.weights = WeightVersions(stage.parameters, room=1 + self.delay)
+        self.last_norm: float | None = None
         transport = None
         if mesh.num_stages > 1:
             transport = Transport(mesh, device, settings.settings.max_message_bytes)
@@ -143,6 +146,8 @@ class Engine:
         updates = []
         while self._closed and self._closed[0].index < self._open.index - self.settings.delay:
             updates.append(self._apply(self._closed.popleft(), apply))
+        if self._steps_ahead and self._closed:
+            self._step_ahead(self._closed[-1], apply)
         return updates
 
     def drain(self, apply: Callable[[Update], None]) -> list[Update]:
@@ -190,12 +195,16 @@ class Engine:
         """Counters of a drained engine; the weights are the module's, the older ones :meth:`WeightVersions.older`'s."""
         if not self.idle:
             raise RuntimeError("the state of a pipeline can be taken only when it is drained")
-        return {"mini_batch": self._open.index, "micro_batch": self.next_forward, "version": self.weights.newest}
+        return {
+            "mini_batch": self._open.index, "micro_batch": self.next_forward, "version": self.weights.newest,
+            "norm": self.last_norm,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any], older: dict[str, Tensor] | None) -> None:
         """Take up counters and the older weights; the parameters were loaded before."""
         self.next_forward = self.next_backward = state["micro_batch"]
         self._open = MiniBatch(state["mini_batch"], state["micro_batch"])
+        self.last_norm = state.get("norm")
         self.weights.restore(state["version"], older)
 
     def release(self) -> None:
@@ -290,16 +299,42 @@ class Engine:
             if mini_batch.pending is not None:
                 mini_batch.pending.poll()
 
+    @property
+    def _steps_ahead(self) -> bool:
+        return self.settings.steps_ahead(self.mesh.stage)
+
+    def _step_ahead(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> None:
+        """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
+
+        A gradient that is not finite is left alone: the control message will stop all ranks.
+        """
+        if mini_batch.stepped or mini_batch.pending is None or mini_batch.ticket is None:
+            return
+        weight, squares = mini_batch.pending.reduce_now()
+        norm = gradient_norm(squares, weight) if self.last_norm is None else self.last_norm
+        message = ControlMessage(weight, norm, True, 0, 0, mini_batch.payload)
+        update = Update(mini_batch.index, mini_batch.ticket, message, False, self.weights.advance())
+        if math.isfinite(squares) and weight:
+            gradients = mini_batch.pending.gradients
+            with self._gradients_set(gradients, weight), self.runner.span(Kind.UPDATE, mini_batch.index):
+                apply(update)
+        mini_batch.stepped = True
+
     def _apply(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> Update:
         assert mini_batch.pending is not None
+        if self._steps_ahead:
+            self._step_ahead(mini_batch, apply)
         assert mini_batch.ticket is not None
         message = mini_batch.pending.finish()
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
         gradients = mini_batch.pending.gradients
+        self.last_norm = message.norm
         if not message.finite and self.settings.settings.nonfinite_gradients == "stop":
-            raise NonFiniteGradientError(_non_finite(mini_batch.index, self.mesh.stage, gradients))
+            raise NonFiniteGradientError(_non_finite(mini_batch.index, self.mesh.stage, gradients, mini_batch.stepped))
         skipped = not message.finite or message.weight == 0
+        if self._steps_ahead:
+            return Update(mini_batch.index, mini_batch.ticket, message, skipped, None)
         update = Update(mini_batch.index, mini_batch.ticket, message, skipped, self.weights.advance())
         if not skipped:
             with self._gradients_set(gradients, message.weight), self.runner.span(Kind.UPDATE, mini_batch.index):
@@ -336,10 +371,11 @@ def _refuse_gradient(gradient: Tensor) -> Tensor:
     )
 
 
-def _non_finite(mini_batch: int, stage: int, gradients: dict[str, Tensor | None]) -> str:
+def _non_finite(mini_batch: int, stage: int, gradients: dict[str, Tensor | None], stepped: bool) -> str:
     bad = [name for name, g in gradients.items() if g is not None and not bool(torch.isfinite(g).all())]
     where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
     return (
-        f"the gradient of mini-batch {mini_batch} holds NaN or Inf ({where}); the weights are those before its update."
+        f"the gradient of mini-batch {mini_batch} holds NaN or Inf ({where}); the weights are those before its update"
+        f"{', but for this last stage, which steps ahead' if stepped else ''}."
         " Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
     )

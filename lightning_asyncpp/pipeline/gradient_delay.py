@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +24,8 @@ class DelaySettings:
             2019); ``"fresh_last_stage"``: those of the last stage are fresh, all others one update old.
         stages: number of stages P of the last two; ``None`` with a constant delay.
         stage_of: parameter name -> its stage, 0 first; ``None`` cuts the parameters, in their order, into P runs of
-            equal numbers (as ``torch.tensor_split`` does).
+            equal numbers (as ``torch.tensor_split`` does), or with ``micro_batches`` as a pipeline cuts the model, if
+            it can.
         micro_batches: cut batches into as many pieces, and sum and clip gradients as a pipeline does; ``None`` leaves
             batches and arithmetic as Lightning has them.
         nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
@@ -50,8 +51,12 @@ class DelaySettings:
         if problems := self.problems():
             raise ConfigurationError.from_problems(problems)
 
-    def of_parameters(self, names: Sequence[str]) -> list[int]:
+    def of_parameters(self, names: Sequence[str], of_pipeline: Mapping[str, int] | None = None) -> list[int]:
         """Delays of the parameters ``names``, which are in the model's order.
+
+        Args:
+            names: of the parameters.
+            of_pipeline: parameter name -> stage of a pipeline, where there is one.
 
         Raises:
             ConfigurationError: there are fewer parameters than stages, or ``stage_of`` returns no stage.
@@ -60,7 +65,8 @@ class DelaySettings:
             return [self.delay] * len(names)
         assert self.stages is not None
         last = self.stages - 1
-        stages = self._stages_of(names)
+        complete = of_pipeline is not None and all(name in of_pipeline for name in names)
+        stages = [of_pipeline[name] for name in names] if of_pipeline and complete else self._stages_of(names)
         if self.delay == "pipedream":
             return [last - stage for stage in stages]
         return [0 if stage == last else 1 for stage in stages]

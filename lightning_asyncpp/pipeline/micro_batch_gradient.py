@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_asyncpp.pipeline.mini_batch import BatchOutput
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
 from lightning_asyncpp.pipeline.runner import Step, UserHooks, loss_of
 from lightning_asyncpp.pipeline.units import pipeline_units
-from lightning_asyncpp.pipeline.update import gradient_norm, squared_norm
+from lightning_asyncpp.pipeline.update import gradient_norm
 
 
 class MicroBatchGradient:
@@ -52,8 +53,8 @@ class MicroBatchGradient:
         self.seed, self.device, self.replica, self.replicas = seed, device, replica, replicas
         self.next_micro_batch = 0
         self.weight = 0.0
-        self.squares = 0.0
         self._sums: dict[str, Tensor | None] = {}
+        self._norms: dict[str, float] = {}
         self._complete = False
 
     @property
@@ -101,17 +102,27 @@ class MicroBatchGradient:
         gradients = dict(self._sums)
         if self.replicas > 1:
             gradients = self._reduced(gradients)
-        self.squares = squared_norm(gradients)
+        present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        self._norms = dict(zip(present, foreach.norms(list(present.values()), torch.float64)))
         if self.weight:
-            foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], self.weight)
+            foreach.divide_(list(present.values()), self.weight)
         for name, gradient in gradients.items():
             self.parameters[name].grad = gradient
         self._complete = True
 
+    def norm(self, names: Collection[str] | None = None) -> float:
+        """2-norm of the mean gradient, once it is complete: fp64 sums, rounded to fp32.
+
+        Args:
+            names: of the parameters whose gradients count; default: all.
+        """
+        squares = math.fsum(n**2 for name, n in self._norms.items() if names is None or name in names)
+        return gradient_norm(squares, self.weight)
+
     @property
-    def norm(self) -> float:
-        """2-norm of the mean gradient, once it is complete: fp64 sums, rounded to fp32."""
-        return gradient_norm(self.squares, self.weight)
+    def finite(self) -> bool:
+        """Whether every element of the gradient is, once it is complete."""
+        return math.isfinite(math.fsum(norm**2 for norm in self._norms.values()))
 
     def clear(self) -> None:
         """Begin the next mini-batch."""

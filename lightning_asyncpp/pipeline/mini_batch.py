@@ -30,6 +30,7 @@ class MiniBatch:
         payload: what the last stage attaches to the control message.
         exchange: of its control messages, once it is complete.
         pending: its gradient on the way to the optimizer, once complete.
+        stepped: whether this stage has stepped ahead of the others.
     """
 
     index: int
@@ -40,6 +41,7 @@ class MiniBatch:
     payload: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     exchange: ControlSum | None = None
     pending: PendingUpdate | None = None
+    stepped: bool = False
 
 
 @dataclass(frozen=True)

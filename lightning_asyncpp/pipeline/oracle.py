@@ -6,7 +6,7 @@ It shares no code with the engine but the derivation of seeds. A pipeline whose 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ def train_reference(
     after_update: Callable[[], None] | None = None,
     weight: Callable[[Any], float] = number_of_samples,
     skip_nonfinite: bool = False,
+    fresh: Collection[nn.Parameter] = (),
     seed: int = 0,
     first_micro_batch: int = 0,
 ) -> list[float]:
@@ -51,6 +52,8 @@ def train_reference(
         after_update: called after every update, for schedulers.
         weight: micro-batch -> its weight in the mean loss.
         skip_nonfinite: leave weights and optimizer alone where a gradient is not finite.
+        fresh: parameters of a last stage without delay: their gradients are taken at W_t, and clipped by the norm of
+            the whole gradient one mini-batch earlier (the first time, by the norm of their own); no error feedback.
         seed: the run's seed; replica 0's random numbers are drawn.
         first_micro_batch: k of the first micro-batch.
 
@@ -62,19 +65,28 @@ def train_reference(
     previous_step: Weights | None = None  # u_{t-1}
     losses = []
     k = first_micro_batch
+    is_fresh = [any(p is q for q in fresh) for p in parameters]
+    norm: float | None = None  # of the whole gradient, one mini-batch ago
     for t, batches in enumerate(mini_batches):
-        _load(parameters, versions[max(t - delay, 0)])
+        stale = versions[max(t - delay, 0)]
+        _load(parameters, [new if is_new else old for is_new, new, old in zip(is_fresh, versions[t], stale)])
         slots = [piece for batch in batches for piece in split_batch(batch, micro_batches)]
         gradient, total, loss = _gradient(model, parameters, step, slots, weight, seed, k)
         losses.append(loss / total if total else math.nan)
         k += len(slots)
         _load(parameters, versions[t])
         if _usable(gradient, total, skip_nonfinite):
-            _set_gradient(parameters, gradient, total, max_norm)
+            own = [g if is_new else None for is_new, g in zip(is_fresh, gradient)]
+            before = _norm(own, total) if norm is None else norm
+            norm = _norm(gradient, total)
+            norms = [before if is_new else norm for is_new in is_fresh]
+            _set_gradient(parameters, gradient, total, norms, max_norm)
             optimizer.step()
             optimizer.zero_grad()
             if error_feedback is not None:
-                previous_step = _feed_back(parameters, versions[t], previous_step, error_feedback)
+                previous_step = _feed_back(parameters, versions[t], previous_step, error_feedback, is_fresh)
+        else:
+            norm = 0.0
         versions.append(_copy(parameters))
         if after_update is not None:
             after_update()
@@ -133,25 +145,37 @@ def _usable(gradient: Sequence[Tensor | None], total: float, skip_nonfinite: boo
     return finite and total > 0
 
 
-def _set_gradient(
-    parameters: Sequence[nn.Parameter], gradient: Sequence[Tensor | None], total: float, max_norm: float | None
-) -> None:
+def _norm(gradient: Sequence[Tensor | None], total: float) -> float:
     squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in gradient if g is not None)
-    norm = float(torch.tensor(math.sqrt(squares) / total, dtype=torch.float32))
-    clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-    for parameter, g in zip(parameters, gradient):
+    return float(torch.tensor(math.sqrt(squares) / total, dtype=torch.float32))
+
+
+def _set_gradient(
+    parameters: Sequence[nn.Parameter],
+    gradient: Sequence[Tensor | None],
+    total: float,
+    norms: Sequence[float],
+    max_norm: float | None,
+) -> None:
+    for parameter, g, norm in zip(parameters, gradient, norms):
+        clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
         parameter.grad = None if g is None else (g / total) * clip
 
 
 def _feed_back(
-    parameters: Sequence[nn.Parameter], before: Weights, previous: Weights | None, strength: float
+    parameters: Sequence[nn.Parameter],
+    before: Weights,
+    previous: Weights | None,
+    strength: float,
+    is_fresh: Sequence[bool],
 ) -> Weights:
-    """Correct the step just taken; returns it as it was (u_t)."""
+    """Correct the step just taken where it was delayed; returns it as it was (u_t)."""
     taken = [b - p.detach() for b, p in zip(before, parameters)]
     if previous is not None:
         with torch.no_grad():
-            for parameter, now, then in zip(parameters, taken, previous):
-                parameter.sub_((now - then) * strength)
+            for parameter, now, then, is_new in zip(parameters, taken, previous, is_fresh):
+                if not is_new:
+                    parameter.sub_((now - then) * strength)
     return taken
 
 

@@ -111,7 +111,7 @@ class PipelineSession:
         self.optimizer = optimizer
         self._office = TicketOffice(optimizer)
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
-            set_delay(self.settings.delay)
+            set_delay(self.running().delay)
 
     @contextmanager
     def user_step(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ class PipelineSettings:
         lookahead: extra micro-batches in flight; ``None`` takes 1 where it is allowed (asynchronous only), else 0.
         data_parallel_size: number of replicas of the pipeline, D.
         delay: 1 for PipeDream-2BW, 0 for a flush per mini-batch.
+        fresh_last_stage: let the last stage run without delay: its newest weights are ready before its next mini-batch.
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer unchanged.
         metric_slots: how many values ``self.log`` may hand over per batch.
         max_message_bytes: largest activation message that a stage accepts, in bytes.
@@ -30,6 +31,7 @@ class PipelineSettings:
     nonfinite_gradients: Literal["stop", "skip"] = "stop"
     metric_slots: int = 64
     max_message_bytes: int = 2**34
+    fresh_last_stage: bool = False
 
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
         """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
@@ -58,7 +60,7 @@ class PipelineSettings:
 
     def with_delay(self, delay: int) -> PipelineSettings:
         """The same pipeline with another delay: how a synchronous twin is made."""
-        return replace(self, delay=delay)
+        return replace(self, delay=delay, fresh_last_stage=self.fresh_last_stage and delay > 0)
 
     def _problems_alone(self) -> list[str]:
         problems = []
@@ -72,6 +74,13 @@ class PipelineSettings:
             problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
         if self.delay not in (0, 1):
             problems.append(f"delay={self.delay} must be 0 or 1")
+        if self.fresh_last_stage and self.delay == 0:
+            problems.append("fresh_last_stage=True has no meaning without a delay: all stages are fresh; leave it out")
+        if self.fresh_last_stage and self.nonfinite_gradients == "skip":
+            problems.append(
+                "fresh_last_stage=True steps the last stage before it is known whether the gradients of the others are"
+                " finite, so nonfinite_gradients='skip' could not leave its update out; use 'stop'"
+            )
         if self.max_message_bytes < 1:
             problems.append(f"max_message_bytes={self.max_message_bytes} must be at least 1")
         if self.metric_slots < 1:
@@ -88,6 +97,11 @@ class PipelineSettings:
     def _problems_of_schedule(self, num_stages: int, micro_batches: int, lookahead: int) -> list[str]:
         if self.delay == 0:
             return []
+        if self.fresh_last_stage and num_stages == 1:
+            return [
+                "fresh_last_stage=True with one stage would be synchronous training; use more stages, or strategy"
+                " 'sync_pipeline'"
+            ]
         if micro_batches < num_stages:
             return [
                 f"micro_batches={micro_batches} is smaller than the number of stages ({num_stages}): without a flush"
@@ -121,3 +135,7 @@ class ResolvedSettings:
     def delay(self) -> int:
         """Updates between the weights of a gradient and the weights that it is applied to."""
         return self.settings.delay
+
+    def steps_ahead(self, stage: int) -> bool:
+        """Whether ``stage`` applies its updates before its next mini-batch, ahead of the others."""
+        return self.settings.fresh_last_stage and stage == self.num_stages - 1

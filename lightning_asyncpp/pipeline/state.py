@@ -51,6 +51,7 @@ def pipeline_state(session: PipelineSession) -> dict[str, Any]:
         "num_stages": engine.mesh.num_stages,
         "data_parallel_size": engine.mesh.num_replicas,
         "delay": engine.settings.delay,
+        "fresh_last_stage": engine.settings.settings.fresh_last_stage,
         "micro_batches": engine.settings.micro_batches,
         "seed": engine.runner.seed,
         "engine": engine.state_dict(),
@@ -69,19 +70,21 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
         engine.weights.restore(0, None)
         return
     problems = [
-        f"the checkpoint was written with {name}={state[name]}, this run has {value}: resuming with another value is"
-        f" not supported yet; use {name}={state[name]}"
+        f"the checkpoint was written with {name}={state.get(name, False)}, this run has {value}: resuming with another"
+        f" value is not supported yet; use {name}={state.get(name, False)}"
         for name, value in (
             ("data_parallel_size", engine.mesh.num_replicas),
             ("delay", engine.settings.delay),
+            ("fresh_last_stage", engine.settings.settings.fresh_last_stage),
             ("micro_batches", engine.settings.micro_batches),
         )
-        if state[name] != value
+        if state.get(name, False) != value
     ]
     if problems:
         raise ConfigurationError.from_problems(problems)
     older: dict[str, Tensor] = state["older_weights"]
-    own = {name: older[name] for name in engine.weights.parameters} if older else None
+    has_older = older and engine.weights.room > 1
+    own = {name: older[name] for name in engine.weights.parameters} if has_older else None
     engine.load_state_dict(state["engine"], own)
     engine.runner.seed = session.seed = int(state["seed"])
 

@@ -79,6 +79,20 @@ def spread(units: Sequence[Unit], num_stages: int) -> list[int]:
     return [end - start for start, end in zip(starts, [*starts[1:], len(units)])]
 
 
+def stages_of_parameters(model: nn.Module, num_stages: int) -> dict[str, int]:
+    """Stage of every parameter of ``model``, by its name there, as a pipeline of so many stages cuts it.
+
+    Raises:
+        ConfigurationError: the model cannot be cut so.
+    """
+    units = pipeline_units(model)
+    counts = spread(units, num_stages)
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    return {
+        f"{unit.name}.{name}": stage for unit, stage in zip(units, stages) for name, _ in unit.module.named_parameters()
+    }
+
+
 def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str = "self.model") -> list[str]:
     """Trainable parameters that no unit holds, which no stage would train: what they are and how to mend it."""
     owned = {id(p) for unit in units for p in unit.module.parameters()}

@@ -97,6 +97,7 @@ class PendingUpdate:
     _works: list[dist.Work] = field(default_factory=list)
     _buckets: GradientBuckets | None = None
     _message: Tensor | None = None
+    _squares: float = 0.0
 
     def launch(self) -> None:
         """Start the reduction over the replicas, or with one replica the control message."""
@@ -112,6 +113,24 @@ class PendingUpdate:
         """Send the control message if the reduction is done by now."""
         if self._message is None and all(work.is_completed() for work in self._works):
             self._launch_message()
+
+    def reduce_now(self) -> tuple[float, float]:
+        """Wait for the replicas, not for the other stages; the control message is sent.
+
+        Returns:
+            The sum of the weights over the replicas, on a last stage, and this stage's sum of squares.
+        """
+        if self._message is None:
+            self._launch_message()
+        weight = self.weight
+        group = self.mesh.groups.data_parallel if self.mesh.groups is not None else None
+        if group is not None:
+            device = next((tensor.device for tensor in self.like.values()), torch.device("cpu"))
+            total = torch.tensor([weight], dtype=torch.float64, device=device)
+            with lost_peers():
+                dist.all_reduce(total, group=group)
+            weight = float(total)
+        return weight, self._squares
 
     def finish(self) -> ControlMessage:
         """Wait for the control message and read it."""
@@ -139,7 +158,7 @@ class PendingUpdate:
                 self.exchange.send(self._message)
 
     def _compose(self) -> Tensor:
-        squares = squared_norm(self.gradients)
+        self._squares = squares = squared_norm(self.gradients)
         finite = math.isfinite(squares)
         message = torch.zeros(message_length(self.mesh, self.payload), dtype=torch.float64, device="cpu")
         if self.mesh.replica == 0 and finite:  # every replica holds the same reduced gradient

@@ -53,7 +53,8 @@ class DelayedGradientStrategy(DDPStrategy):
             et al., SOSP 2019), which stashes the weights of the forward for the backward; ``"fresh_last_stage"``: 0
             for the last stage and 1 for the others.
         stages: number of stages P of the last two.
-        stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order.
+        stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order, or
+            with ``micro_batches`` as a pipeline cuts ``self.model``, if it can.
         micro_batches: cut every batch into so many micro-batches and compute as a pipeline does; ``None``: whole
             batches, in Lightning's arithmetic.
         nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.

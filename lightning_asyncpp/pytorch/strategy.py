@@ -65,6 +65,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         micro_batches: int | None = None,
         lookahead: int | None = None,
         data_parallel_size: int = 1,
+        fresh_last_stage: bool = False,
         nonfinite_gradients: Literal["stop", "skip"] = "stop",
         metric_slots: int = 64,
         max_message_bytes: int = 2**34,
@@ -95,6 +96,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
                 data_parallel_size=data_parallel_size,
                 delay=self.delay,
                 nonfinite_gradients=nonfinite_gradients,
+                fresh_last_stage=fresh_last_stage,
                 metric_slots=metric_slots,
                 max_message_bytes=max_message_bytes,
             ),
@@ -384,6 +386,9 @@ class AsyncPipelineStrategy(PipelineStrategy):
         lookahead: extra micro-batches in flight; hides latency and jitter, costs activation memory, never changes the
             delay. Default: 1 where it is allowed, else 0.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
+        fresh_last_stage: let the last stage run without delay, which costs nothing and needs no second copy of its
+            weights: its updates are applied before its next mini-batch. Its gradients are then clipped by the norm of
+            the whole gradient one mini-batch earlier.
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
         metric_slots: how many names ``self.log`` may log per training batch.
         max_message_bytes: largest activation message that a stage accepts, in bytes.

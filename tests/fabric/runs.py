@@ -35,6 +35,7 @@ class Run:
         self.strategy = (AsyncPipelineStrategy if case.delay else SyncPipelineStrategy)(
             micro_batches=case.micro_batches,
             lookahead=case.lookahead,
+            fresh_last_stage=case.fresh,
             data_parallel_size=case.data_parallel_size,
             nonfinite_gradients="skip" if case.nan_at is not None else "stop",
             micro_batch_weight=case.weight,

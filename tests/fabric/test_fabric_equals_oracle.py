@@ -50,6 +50,16 @@ def test_weights_are_the_oracles(pools: Pools, num_stages: int, name: str) -> No
         assert results[0]["losses"] == pytest.approx(losses, rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_fresh_last_stage_has_the_weights_of_the_oracle(pools: Pools, num_stages: int) -> None:
+    case = Case(
+        3, fresh=True, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, batch_sizes=BATCHES
+    )  # fmt: skip
+    results = pools.run(num_stages, runs.train, case, (1, 2))
+    assert_same_weights(results, run_oracle(case, num_stages)[0])
+    assert_same_norms(results)
+
+
 @pytest.mark.parametrize("num_stages", STAGES)
 def test_a_loaded_run_goes_on_as_the_uninterrupted_one(pools: Pools, num_stages: int, tmp_path: Path) -> None:
     path = str(tmp_path / "run.ckpt")

@@ -109,6 +109,7 @@ class Case:
     checkpointing: bool = False
     spare: bool = False
     same_data: bool = False  # all replicas read replica 0's batches
+    fresh: bool = False  # a last stage without delay
     seed: int = 5
 
     def batch(self, index: int, replica: int = 0) -> dict[str, Tensor]:

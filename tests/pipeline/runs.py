@@ -18,6 +18,7 @@ from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.stage import cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
+from lightning_asyncpp.pipeline.units import stages_of_parameters
 from lightning_asyncpp.pipeline.update import clip_coefficient
 from tests.pipeline.cases import Case, make_model
 
@@ -29,6 +30,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     settings = PipelineSettings(
         micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
         delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
+        fresh_last_stage=case.fresh,
     ).resolved(mesh.world_size)  # fmt: skip
     model = make_model(case.dropout, case.spare)
     stage = cut(model, mesh.stage, mesh.num_stages, case.seed, torch.device("cpu"))
@@ -38,13 +40,12 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     engine = Engine(stage, mesh, settings, case.seed, torch.device("cpu"), hooks)
     optimizer = case.make_optimizer(list(model.named_parameters()))
     if case.error_feedback is not None:
-        optimizer.set_delay(case.delay)  # type: ignore[attr-defined]
+        optimizer.set_delay(engine.delay)  # type: ignore[attr-defined]
     scheduler = case.make_scheduler(optimizer)
     office = TicketOffice(optimizer)
     norms: list[float] = []
 
     def apply(update: Update) -> None:
-        norms.append(update.message.norm)
         if case.max_norm is not None:
             factor = clip_coefficient(update.message.norm, case.max_norm)
             for p in model.parameters():
@@ -56,29 +57,35 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
         with office.redeemed(update.ticket), lend:
             optimizer.step()
 
+    def take(updates: list[Update]) -> None:
+        norms.extend(update.message.norm for update in updates if not update.skipped)
+
     losses = []
     for mini_batch in case.mini_batches:
         outputs = []
         for i in mini_batch:
             outputs.append(engine.run(case.batch(i, mesh.replica), case.step(model)))
             if i in case.drains and i != mini_batch[-1]:
-                engine.drain(apply)
+                take(engine.drain(apply))
         if mesh.is_last:
             sums = [(output.mean_loss() or 0.0) * sum(output.weights) for output in outputs]
             losses.append(float(sum(sums)) / max(sum(sum(o.weights) for o in outputs), 1e-9))
         engine.close(office.file())
-        engine.apply_due(apply)
+        take(engine.apply_due(apply))
         if scheduler is not None:
             scheduler.step()
         if mini_batch[-1] in case.drains:
-            engine.drain(apply)
-    engine.drain(apply)
+            take(engine.drain(apply))
+    take(engine.drain(apply))
     weights = {name: p.detach().clone() for name, p in stage.parameters.items()}
     return {"weights": weights, "losses": losses, "norms": norms, "replica": mesh.replica, "stage": mesh.stage}
 
 
-def run_oracle(case: Case) -> tuple[dict[str, Tensor], list[float]]:
-    """Run a case in this process; with replicas their micro-batches are simply more micro-batches."""
+def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list[float]]:
+    """Run a case in this process; with replicas their micro-batches are simply more micro-batches.
+
+    The number of stages matters to a fresh last stage alone.
+    """
     assert case.data_parallel_size == 1 or (not case.dropout and not case.random_input)
     model = make_model(case.dropout, case.spare)
     optimizer = case.make_base(list(model.named_parameters()))
@@ -86,12 +93,15 @@ def run_oracle(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     batches = [
         [case.batch(i, r) for i in indices for r in range(case.data_parallel_size)] for indices in case.mini_batches
     ]
+    named = dict(model.named_parameters())
+    stages = stages_of_parameters(model, num_stages) if case.fresh else {}
     losses = train_reference(
         model, case.step(model), batches, optimizer,
         micro_batches=case.micro_batches, delay=case.delay, max_norm=case.max_norm,
         error_feedback=case.error_feedback if case.delay else None,
         after_update=scheduler.step if scheduler is not None else None,
         weight=case.weight, skip_nonfinite=case.nan_at is not None, seed=case.seed,
+        fresh=[named[name] for name, stage in stages.items() if stage == num_stages - 1],
     )  # fmt: skip
     return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 def check(pools: Pools, num_stages: int, case: Case) -> None:
     results = pools.run(case, num_stages)
-    weights, losses = run_oracle(case)
+    weights, losses = run_oracle(case, num_stages)
     assert_same_weights(results, weights)
     assert_same_losses(results, losses)
     assert_same_norms(results)
@@ -101,6 +102,16 @@ def test_asynchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> Non
 
 @parametrized(over(STAGES_SYNCHRONOUS, synchronous))
 def test_synchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+def with_fresh_last_stage(num_stages: int) -> list[tuple[int, Case]]:
+    kept = [case for _, case in asynchronous(num_stages) if case.nan_at is None]
+    return [(num_stages, replace(case, fresh=True, drains=(i % 3,))) for i, case in enumerate(kept)]
+
+
+@parametrized(over((2, 3, 4), with_fresh_last_stage))
+def test_fresh_last_stage(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 

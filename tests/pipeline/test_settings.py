@@ -41,6 +41,23 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         " lower it, or use micro_batches >= 5",
     ),
     (
+        {"fresh_last_stage": True, "nonfinite_gradients": "skip"},
+        2,
+        "fresh_last_stage=True steps the last stage before it is known whether the gradients of the others are finite,"
+        " so nonfinite_gradients='skip' could not leave its update out; use 'stop'",
+    ),
+    (
+        {"fresh_last_stage": True, "delay": 0},
+        2,
+        "fresh_last_stage=True has no meaning without a delay: all stages are fresh; leave it out",
+    ),
+    (
+        {"fresh_last_stage": True},
+        1,
+        "fresh_last_stage=True with one stage would be synchronous training; use more stages, or strategy"
+        " 'sync_pipeline'",
+    ),
+    (
         {"micro_batches": -1, "lookahead": -2, "data_parallel_size": 3, "nonfinite_gradients": "", "metric_slots": -3},
         4,
         "5 problems:\n"
@@ -116,3 +133,10 @@ def test_a_synchronous_twin_differs_in_the_delay_alone() -> None:
     twin = settings.with_delay(0)
     assert twin.delay == 0
     assert twin.with_delay(1) == settings
+
+
+def test_a_fresh_last_stage_steps_ahead_in_training_alone() -> None:
+    settings = PipelineSettings(fresh_last_stage=True)
+    assert [settings.resolved(3).steps_ahead(stage) for stage in range(3)] == [False, False, True]
+    assert not PipelineSettings().resolved(3).steps_ahead(2)
+    assert not settings.with_delay(0).resolved(3).steps_ahead(2)

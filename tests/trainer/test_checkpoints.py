@@ -65,11 +65,19 @@ def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_
     assert [(step, m["train_loss_step"]) for step, m in resumed[0]["records"] if "train_loss_step" in m] == losses[5:]
 
 
+@pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("stages", [2, 3])
-def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, tmp_path: Path) -> None:
+def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, fresh: bool, tmp_path: Path) -> None:
     """The mini-batch after the checkpoint runs on the older weights, which the checkpoint holds too."""
-    run = replace(RUN, module=ResumableNet, callbacks=(saving(tmp_path, every_n_train_steps=every),), trainer=TRAINER)
+    options = {"fresh_last_stage": True} if fresh else {}
+    run = replace(
+        RUN,
+        options=options,
+        module=ResumableNet,
+        callbacks=(saving(tmp_path, every_n_train_steps=every),),
+        trainer=TRAINER,
+    )
     whole = pools.run(stages, fit, run)
     for step in (3, 9):
         resumed = pools.run(stages, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt")))

@@ -28,6 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "pipedream": {"delay": "pipedream", "stages": 3},
     "fresh": {"delay": "fresh_last_stage", "stages": 2},
     "micro-batches": {"delay": 1, "micro_batches": 3},
+    "fresh-in-micro-batches": {"delay": "fresh_last_stage", "stages": 2, "micro_batches": 3},
     "two-in-micro-batches": {"delay": 2, "micro_batches": 3},
 }
 
