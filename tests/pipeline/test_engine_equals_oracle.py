@@ -110,8 +110,14 @@ def with_fresh_last_stage(num_stages: int) -> list[tuple[int, Case]]:
     return [(num_stages, replace(case, fresh=True, drains=(i % 3,))) for i, case in enumerate(kept)]
 
 
-@parametrized(over((2, 3, 4), with_fresh_last_stage))
+@parametrized(over((2, 3), with_fresh_last_stage))
 def test_fresh_last_stage(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+@pytest.mark.slow
+@parametrized(with_fresh_last_stage(4))
+def test_fresh_last_stage_of_four(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 

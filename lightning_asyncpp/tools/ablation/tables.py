@@ -22,6 +22,7 @@ from lightning_asyncpp.tools.ablation.summary import (
 )
 
 NOT_RUN = "not run yet"
+_MOST_BESIDE = 2  # corrections that the main table has columns for
 EDGE, ONE_LR = "†", "‡"
 _NOTES = {
     EDGE: f"{EDGE} edge of the search: the best learning rate is the lowest or the highest one tried.",
@@ -50,9 +51,23 @@ def main_table(ablation: Ablation) -> str:
     if not shown:
         return ""
     header = [*_group_header(ablation), "sync", "async", "gap"]
-    for correction in _used(ablation):
+    for correction in _beside(ablation):
         header += [f"async + {correction}", f"{correction} recovers"]
     lines = [_main_line(ablation, group) for group in shown]
+    return _with_notes(_markdown(header, lines), ablation, _MAIN_NOTE)
+
+
+def correction_table(ablation: Ablation) -> str:
+    """A line per correction at a delay of one update; empty where they fit beside the losses of the main table."""
+    if len(_used(ablation)) <= _MOST_BESIDE:
+        return ""
+    header = [*_group_header(ablation), "correction", "loss", "gap to sync", "recovers"]
+    lines = [
+        _correction_line(ablation, group, correction)
+        for group in ablation.groups
+        for correction in [UNCORRECTED, *_used(ablation)]
+        if ablation.constant(group, "1", correction) is not None
+    ]
     return _with_notes(_markdown(header, lines), ablation, _MAIN_NOTE)
 
 
@@ -85,11 +100,13 @@ def search_table(ablation: Ablation) -> str:
 
 TABLES: Mapping[str, Callable[[Ablation], str]] = {
     "main": main_table,
+    "corrections": correction_table,
     "delays": delay_table,
     "search": search_table,
 }
 TITLES = {
     "main": "No delay, a delay of one update, and corrections",
+    "corrections": "Corrections side by side",
     "delays": "Other delays",
     "search": "The search for the learning rate",
 }
@@ -164,10 +181,18 @@ def _main_line(ablation: Ablation, group: Group) -> list[str]:
     seeds = _seed_count(ablation)
     sync, delayed = ablation.sync(group), ablation.constant(group, "1", UNCORRECTED)
     cells = [loss_cell(sync, seeds), loss_cell(delayed, seeds), gap_cell(delayed, sync)]
-    for correction in _used(ablation):
+    for correction in _beside(ablation):
         corrected = ablation.constant(group, "1", correction)
         cells += [loss_cell(corrected, seeds), share_cell(sync, delayed, corrected)]
     return _group_names(ablation, group) + cells
+
+
+def _correction_line(ablation: Ablation, group: Group, correction: str) -> list[str]:
+    sync, delayed = ablation.sync(group), ablation.constant(group, "1", UNCORRECTED)
+    result = ablation.constant(group, "1", correction)
+    share = "" if correction == UNCORRECTED else share_cell(sync, delayed, result)
+    cells = [loss_cell(result, _seed_count(ablation)), gap_cell(result, sync), share]
+    return [*_group_names(ablation, group), correction, *cells]
 
 
 def _delay_line(ablation: Ablation, row: Row) -> list[str]:
@@ -208,6 +233,12 @@ def _row_order(ablation: Ablation) -> Callable[[Row], tuple[int, bool, str, int,
         row.stages or 0,
         corrections.index(row.correction),
     )
+
+
+def _beside(ablation: Ablation) -> list[str]:
+    """Corrections that have columns in the main table."""
+    used = _used(ablation)
+    return used if len(used) <= _MOST_BESIDE else []
 
 
 def _used(ablation: Ablation) -> list[str]:

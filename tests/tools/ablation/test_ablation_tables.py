@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from lightning_asyncpp.tools.ablation.summary import Ablation
-from lightning_asyncpp.tools.ablation.tables import TITLES, delay_table, main_table, page, search_table
+from lightning_asyncpp.tools.ablation.tables import (
+    TITLES,
+    correction_table,
+    delay_table,
+    main_table,
+    page,
+    search_table,
+)
 from tests.tools.ablation.examples import run, search, seeds, whole_grid
 
 
@@ -67,6 +74,23 @@ def test_a_row_that_diverged_at_every_lr_says_so():
     line = cells(main_table(Ablation.of(runs)))["Muon"]
     assert line[1:3] == ["diverged at all 2 lrs", "a run diverged"]
     assert line[4] == "a run diverged"
+
+
+def test_many_corrections_have_a_line_each_instead_of_columns():
+    runs = [*seeds([1.5, 1.5], delay="0"), *seeds([1.7, 1.7])]
+    for name, loss in (("EF", 1.6), ("EF-2", 1.55)):
+        runs += seeds([loss, loss], correction=name)
+    assert correction_table(Ablation.of(runs)) == ""
+    runs += seeds([1.7, None], correction="look-ahead")
+    assert main_table(Ablation.of(runs)).startswith("| optimizer | sync | async | gap |\n")
+    table = correction_table(Ablation.of(runs)).splitlines()
+    assert table[0] == "| optimizer | correction | loss | gap to sync | recovers |"
+    assert table[2:6] == [
+        "| Muon | none | 1.700 ± 0.000 (0.01 ‡) | +0.200 ± 0.000 |  |",
+        "| Muon | EF | 1.600 ± 0.000 (0.01 ‡) | +0.100 ± 0.000 | 50 ± 0 % |",
+        "| Muon | EF-2 | 1.550 ± 0.000 (0.01 ‡) | +0.050 ± 0.000 | 75 ± 0 % |",
+        "| Muon | look-ahead | 1 of 2 diverged, else 1.700 (0.01 ‡) | +0.200, 1 of 2 diverged | 0 %, 1 diverged |",
+    ]
 
 
 def test_a_gap_within_noise_has_no_share():
