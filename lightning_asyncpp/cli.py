@@ -71,15 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _with_optimizer(arguments: Sequence[str]) -> list[str]:
     """Let ``--optimizer ...`` stand for the module's argument of that name."""
     short, full = "--optimizer", "--model.init_args.optimizer"
-
-    def written_out(argument: str) -> str:
-        rest = argument[len(short) :]
-        if not argument.startswith(short) or rest[:1] not in ("=", ".", ""):
-            return argument
-        name, equals, value = rest.partition("=")
-        return full + name + equals + _WHOLE_MODEL.get(value, value)
-
-    return [written_out(argument) for argument in arguments]
+    written_out = []
+    value_follows = False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if value_follows:
+            written_out.append(_WHOLE_MODEL.get(argument, argument))
+            value_follows = False
+        elif name == short or name.startswith(f"{short}."):
+            written_out.append(full + name[len(short) :] + equals + _WHOLE_MODEL.get(value, value))
+            value_follows = not equals
+        else:
+            written_out.append(argument)
+    return written_out
 
 
 def _quiet() -> None:

@@ -57,7 +57,7 @@ def test_error_feedback_takes_a_short_name_too(name, capsys, monkeypatch):
 @pytest.mark.parametrize(("name", "path"), [("Muon", "MuonAdamW"), ("NorMuon", "NorMuonAdamW")])
 def test_the_name_of_a_rule_for_matrices_means_the_optimizer_of_a_whole_model(name, path, capsys, monkeypatch):
     assert parsed(capsys, monkeypatch, f"--optimizer={name}")["class_path"] == f"lightning_asyncpp.optim.{path}"
-    wrapped = parsed(capsys, monkeypatch, "--optimizer=ErrorFeedback", f"--optimizer.base={name}")
+    wrapped = parsed(capsys, monkeypatch, "--optimizer", "ErrorFeedback", "--optimizer.base", name)
     assert wrapped["init_args"]["base"]["class_path"] == f"lightning_asyncpp.optim.{path}"
     full = parsed(capsys, monkeypatch, "--optimizer=torch.optim.Muon")
     assert full["class_path"] == "torch.optim.Muon"
