@@ -16,11 +16,11 @@ from torchmetrics import MeanSquaredError
 
 from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy
 from lightning_asyncpp.cli import AsyncppCLI
+from tests.trainer.delays import train
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights
 from tests.trainer.runs import Net, Run, fit
 from tests.trainer.test_checkpoints import ResumableNet, saving
-from tests.trainer.test_delayed_gradient import train
 
 WAYS: dict[str, dict[str, Any]] = {
     "one": {"delay": 1},

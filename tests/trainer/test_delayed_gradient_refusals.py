@@ -1,0 +1,83 @@
+"""Emulated delays: what cannot be trained so is refused, with every reason at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy
+from tests.trainer.delays import Branches, train
+from tests.trainer.runs import Run
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        ({"delay": -1}, ["delay=-1 must be 0 or more"]),
+        ({"delay": "pipedreams"}, ["delay='pipedreams' must be", "pipedream, fresh_last_stage", "needs stages"]),
+        ({"delay": "pipedream"}, ["delay='pipedream' needs stages", "got None"]),
+        ({"delay": "pipedream", "stages": 0}, ["needs stages", "got 0"]),
+        ({"delay": 1, "stages": 4}, ["stages has no meaning with delay=1"]),
+        ({"delay": 1, "stage_of": len}, ["stage_of has no meaning with delay=1"]),
+        (
+            {"delay": -2, "micro_batches": 0, "nonfinite_gradients": "hide"},
+            ["3 problems", "delay=-2", "micro_batches=0", "nonfinite_gradients='hide'"],
+        ),
+    ],
+)
+def test_wrong_arguments_are_named_all_at_once(options: dict[str, Any], messages: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        DelayedGradientStrategy(**options)
+    assert all(message in str(caught.value) for message in messages)
+
+
+class Manual(Branches):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+        self.loss_reduction = "median"
+
+
+class TwoOptimizers(Branches):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.mix.parameters()), torch.optim.SGD(self.convolution.parameters())]
+
+
+class ByLBFGS(Branches):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class ForeignParameters(Branches):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(nn.Linear(2, 3).parameters())
+
+
+class NoGradient(Branches):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"].detach()
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "messages"),
+    [
+        (Manual, {"micro_batches": 2}, ["2 problems", "automatic_optimization=False", "loss_reduction='median'"]),
+        (ByLBFGS, {}, ["LBFGS evaluates the loss several times"]),
+        (ForeignParameters, {}, ["2 tensor(s), the first of shape (3, 2), that are no parameters"]),
+        (NoGradient, {"micro_batches": 2}, ["does not depend on the module's parameters"]),
+        (Branches, {"delay": "pipedream", "stages": 99}, ["stages=99 is more than the module has parameters (12)"]),
+        (Branches, {"delay": "pipedream", "stages": 2, "stage_of": len}, ["stage_of('scale') returned 5", "0 to 1"]),
+    ],
+)
+def test_what_cannot_be_trained_so_is_refused(module: Any, options: dict[str, Any], messages: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        train(Run(module, "delayed", options))
+    assert all(message in str(caught.value) for message in messages), caught.value
+
+
+def test_several_optimizers_are_refused() -> None:
+    with pytest.raises((ConfigurationError, RuntimeError), match="multiple optimizers"):
+        train(Run(TwoOptimizers, "delayed"))
