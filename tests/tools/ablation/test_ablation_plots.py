@@ -33,7 +33,7 @@ def axes_of(figure):
 def test_a_whole_grid_gives_every_plot_and_the_same_bytes_again(tmp_path):
     runs = whole_grid([("Muon", 1.5, 0.05)])
     first, second = tmp_path / "first", tmp_path / "second"
-    assert draw(first, runs) == ["gaps.svg", "curves.svg", "lr.svg", "momentum.svg", "depth.svg"]
+    assert draw(first, runs) == ["gaps.svg", "curves.svg", "lr.svg", "lr_gap.svg", "momentum.svg", "depth.svg"]
     with matplotlib.rc_context({"font.size": 20, "axes.grid": False}):  # the user's own settings do not show
         names = draw(second, runs)
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
@@ -49,6 +49,11 @@ def test_a_whole_grid_gives_every_plot_and_the_same_bytes_again(tmp_path):
         ([run(1.5, delay="0"), run(1.6)], False, ["gaps.svg"]),
         (search({0.01: 1.5, 0.1: 1.6}), False, ["lr.svg"]),
         (search({0.01: None, 0.1: None}), True, []),
+        (
+            [*search({0.1: 1.5, 0.2: 1.6}, delay="0"), *search({0.2: 1.7, 0.4: 2})],
+            False,
+            ["gaps.svg", "lr.svg", "lr_gap.svg"],
+        ),
         ([run(1.5, momentum=0.9)], False, []),  # no sync row to measure the gap from
         ([run(1.5, delay="0", momentum=0.9), run(1.6, momentum=0.9)], False, ["gaps.svg", "momentum.svg"]),
         ([run(1.5, delay="0"), run(1.6, delay="pipedream", stages=4)], False, []),  # one depth
@@ -133,3 +138,9 @@ def test_a_depth_at_which_a_seed_diverged_has_a_cross_at_the_top():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["4", "8"]
     assert "a seed diverged" in [text.get_text() for text in figure.legends[0].get_texts()]
     assert plots.draw_depth(Ablation.of([r for r in runs if r.loss is None or r.delay == "0"])) is None
+
+
+def test_the_gap_at_equal_learning_rates_leaves_out_what_has_no_pair():
+    without = {0.1: 1.5, 0.2: 1.6, 0.4: None}
+    points = plots._gaps_by_learning_rate(without, {0.2: 1.9, 0.1: None, 0.4: 2.0, 0.8: 2.0})
+    assert [(lr, gap.mean, gap.diverged) for lr, gap in points] == [(0.1, None, 1), (0.2, pytest.approx(0.3), 0)]
