@@ -13,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -20,7 +21,7 @@ from typing_extensions import override
 
 from lightning_asyncpp.fabric import delayed_refusals as refusals
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
-from lightning_asyncpp.pipeline.delay_emulator import DelayEmulator
+from lightning_asyncpp.pipeline.delay_emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
@@ -111,6 +112,8 @@ class DelayedGradientStrategy(DDPStrategy):
         }
         self._module: Module | None = None
         self._in_step = False
+        self._resumed = False
+        self._loaded_state: dict[str, Any] | None = None
         self._awaits_backward = False
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -148,7 +151,8 @@ class DelayedGradientStrategy(DDPStrategy):
         if self._module is not None:
             raise ConfigurationError(refusals.SECOND_MODULE)
         self._module = module
-        module.register_forward_pre_hook(self._before_forward)
+        # Traced by torch.compile, the exchange of weights would not happen.
+        module.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
         if not self._alone and self.settings.micro_batches is None:
             return super().setup_module(module)
         drop_backward_sync_control(self)
@@ -168,6 +172,8 @@ class DelayedGradientStrategy(DDPStrategy):
         if self._module is None or self.emulator is not None:
             raise ConfigurationError(refusals.NO_MODULE if self._module is None else refusals.SECOND_OPTIMIZER)
         self.emulator = DelayEmulator(self.settings, self._module, optimizer, self._micro_batch_gradient(self._module))
+        if self._loaded_state is not None:  # by a load before this
+            self.emulator.load_state_dict(self._loaded_state)
         return optimizer
 
     def _micro_batch_gradient(self, module: Module) -> MicroBatchGradient | None:
@@ -183,9 +189,8 @@ class DelayedGradientStrategy(DDPStrategy):
             micro_batch_weight=chosen("micro_batch_weight", number_of_samples),
             loss_reduction=chosen("loss_reduction", "mean"),
         )
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         return MicroBatchGradient(
-            parameters, module, hooks, self.settings.micro_batches,
+            dict(module.named_parameters()), module, hooks, self.settings.micro_batches,
             self.broadcast(seed_of_run()), self.root_device, self.global_rank, self.world_size,
         )  # fmt: skip
 
@@ -227,16 +232,28 @@ class DelayedGradientStrategy(DDPStrategy):
         """
         emulator = self._running("optimizer.step()")
         closure = kwargs.pop("closure", None)
+        if closure is not None and self._is_plain:
+            return self.precision.optimizer_step(optimizer, closure=closure, **kwargs)
         if emulator.micro_batches is not None and not emulator.micro_batches.pending:
             raise ConfigurationError(refusals.NOTHING_TO_STEP)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            kwargs["closure"] = CallOnce(loss, type(optimizer).__name__)
         scaled = getattr(self.precision, "scaler", None) is not None
-        emulator.update(lambda: self.precision.optimizer_step(optimizer, **kwargs), check_finite=not scaled)
+        if not emulator.update(lambda: self.precision.optimizer_step(optimizer, **kwargs), check_finite=not scaled):
+            rank_zero_warn(
+                f"mini-batch {emulator.mini_batch - 1}: its gradient holds NaN or Inf; the update was skipped"
+            )
         self._awaits_backward = False
         return loss
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether there is nothing to emulate: optimizers may then evaluate their closure as often as they like."""
+        settings = self.settings
+        return settings.delay == 0 and settings.micro_batches is None and settings.nonfinite_gradients == "stop"
 
     # -- a loop of the pipeline strategies ------------------------------------------------------------------------
 
@@ -341,10 +358,13 @@ class DelayedGradientStrategy(DDPStrategy):
             ConfigurationError: the checkpoint was written under another delay.
         """
         remainder = super().load_checkpoint(path, state, strict, weights_only)
-        if self.emulator is not None and isinstance(state, dict):
+        if isinstance(state, dict):
             saved = remainder.pop(STATE, None)
-            if any(isinstance(value, Optimizer) for value in state.values()):
-                self.emulator.load_state_dict(saved)
+            self._resumed = self._resumed or any(isinstance(value, Optimizer) for value in state.values())
+            if self._resumed:  # the weights may come by another call, before or after
+                self._loaded_state = saved
+                if self.emulator is not None:
+                    self.emulator.load_state_dict(saved)
         return remainder
 
     @override

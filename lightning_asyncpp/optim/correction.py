@@ -65,6 +65,7 @@ class DelayCorrection(Optimizer):
 
     Raises:
         TypeError: ``base`` is not a callable that returns an optimizer.
+        ValueError: ``base`` holds the same correction.
     """
 
     state_name: ClassVar[str]
@@ -78,9 +79,16 @@ class DelayCorrection(Optimizer):
         optimizer = base(params)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"`base` must return a torch Optimizer, but it returned {type(optimizer).__name__}")
+        self._check_nesting(optimizer)
         super().__init__([torch.zeros(())], {})  # a stand-in: groups, state and defaults are the base's
         self._memory = Memory(buffers={name: {} for name in self.buffer_names})
         self._adopt(optimizer)
+
+    def _check_nesting(self, optimizer: Optimizer) -> None:
+        while isinstance(optimizer, DelayCorrection):
+            if optimizer.state_name == self.state_name:
+                raise ValueError(f"{type(self).__name__} inside {type(self).__name__}: use one, with more strength")
+            optimizer = optimizer.base
 
     # -- what a subclass does -------------------------------------------------------------------------------------
 
@@ -106,7 +114,8 @@ class DelayCorrection(Optimizer):
             memory.reset()
             if not memory.announced:
                 rank_zero_info(
-                    f"{type(self).__name__}: gradients are not delayed, so nothing is corrected: the base steps alone."
+                    f"{type(self).__name__}: the gradients of this process are not delayed, so it corrects nothing:"
+                    " the base steps alone."
                 )
                 memory.announced = True
         memory.delay = delay if isinstance(delay, int) else dict(delay)
@@ -155,6 +164,7 @@ class DelayCorrection(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._pass_groups_on()
         if self.delay == 0:
             self.base.step()
             return loss
@@ -176,12 +186,14 @@ class DelayCorrection(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer."""
         if hasattr(self, "base"):
+            self._pass_groups_on()
             self.base.add_param_group(param_group)
         else:  # called by torch while this object is being made
             super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base's state dict and under ``state_name`` the buffers by parameter index."""
+        self._pass_groups_on()
         index = {p: i for i, p in enumerate(self._parameters())}
         own: dict[str, Any] = {"steps": self._memory.steps, "learning_rates": list(self._memory.learning_rates)}
         for name, tensors in self._memory.buffers.items():
@@ -196,8 +208,10 @@ class DelayCorrection(Optimizer):
                 " go on from it with a fresh correction, load it into the wrapped optimizer: `.base.load_state_dict"
                 "(state)`"
             )
+        self._pass_groups_on()
         saved = state_dict[self.state_name]
-        buffers = {name: self._read_buffers(name, saved[name]) for name in self.buffer_names}
+        kept = self.buffer_names if self.delay > 0 else ()
+        buffers = {name: self._read_buffers(name, saved[name]) for name in kept}
         self.base.load_state_dict({key: value for key, value in state_dict.items() if key != self.state_name})
         self._share_groups(self.base)
         self._memory.reset()
@@ -226,6 +240,11 @@ class DelayCorrection(Optimizer):
     def _share_groups(self, optimizer: Optimizer) -> None:
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
+
+    def _pass_groups_on(self) -> None:
+        """Let the base have the groups that somebody assigned here, as Lightning's finetuning callbacks do."""
+        if self.base.param_groups is not self.param_groups:
+            self.base.param_groups = self.param_groups
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

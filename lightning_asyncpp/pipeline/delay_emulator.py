@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.delayed_weights import DelayedWeights, check_same_delay
@@ -42,10 +43,11 @@ class DelayEmulator:
         optimizer: Optimizer,
         micro_batches: MicroBatchGradient | None = None,
     ) -> None:
-        _check_optimizer(optimizer)
+        _check_parameters(module)
         self.settings, self.optimizer, self.micro_batches = settings, optimizer, micro_batches
         self.mini_batch = 0
         self._last_norm: float | None = None
+        self._updating = False
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         delays = settings.of_parameters(list(self.names.values()), self._pipeline_stages())
         self.weights = DelayedWeights(dict(zip(self.names, delays)))
@@ -73,15 +75,25 @@ class DelayEmulator:
         finite = not check_finite or self._is_finite(micro_batches)
         if not finite and self.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(self._non_finite())
-        before = self.weights.advance()
-        if finite and (micro_batches is None or micro_batches.weight):
-            with self._lend(before):
-                step()
+        self._updating = True
+        try:
+            before = self.weights.advance()
+            if finite and (micro_batches is None or micro_batches.weight):
+                with self._lend(before):
+                    step()
+        finally:
+            self._updating = False
         if micro_batches is not None:
-            self._last_norm = micro_batches.norm()
+            if micro_batches.weight:
+                self._last_norm = micro_batches.norm()
             micro_batches.clear()
         self.mini_batch += 1
         return finite
+
+    def check_finite(self) -> None:
+        """Raise NonFiniteGradientError if the gradient that the parameters hold is not finite."""
+        if not self._is_finite(None):
+            raise NonFiniteGradientError(self._non_finite())
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip a gradient that was summed over micro-batches, as a pipeline clips it; returns the norm before."""
@@ -97,7 +109,16 @@ class DelayEmulator:
         return torch.tensor(norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds beyond weights and optimizer: the older weights and the counters."""
+        """What a checkpoint holds beyond weights and optimizer: the older weights and the counters.
+
+        Raises:
+            RuntimeError: an update is being applied, and the weights that its gradient was taken at are gone.
+        """
+        if self._updating:
+            raise RuntimeError(
+                "a checkpoint cannot be taken while an update is applied (in on_before_optimizer_step, or around"
+                " optimizer.step): the run could not go on from it as it did; save in on_train_batch_end"
+            )
         state: dict[str, Any] = {
             **self._same_on_resume(),
             "mini_batch": self.mini_batch,
@@ -138,7 +159,10 @@ class DelayEmulator:
 
     def _same_on_resume(self) -> dict[str, Any]:
         settings = self.settings
-        return {"delay": settings.delay, "stages": settings.stages, "micro_batches": settings.micro_batches}
+        return {
+            "delay": settings.delay, "stages": settings.stages, "micro_batches": settings.micro_batches,
+            "delays": {name: self.weights.delays[p] for p, name in self.names.items()},
+        }  # fmt: skip
 
     def _pipeline_stages(self) -> dict[str, int] | None:
         """Stages as a pipeline cuts the model, where batches are cut as a pipeline does and the model can be, too."""
@@ -180,7 +204,8 @@ class DelayEmulator:
 
     def _gradients(self) -> dict[str, Tensor]:
         gradients = {name: p.grad for p, name in self.names.items() if p.grad is not None}
-        return {name: g.coalesce().values() if g.is_sparse else g for name, g in gradients.items()}
+        dense = {name: g.coalesce().values() if g.is_sparse else g for name, g in gradients.items()}
+        return {name: torch.view_as_real(g) if g.is_complex() else g for name, g in dense.items()}
 
     def _non_finite(self) -> str:
         bad = [name for name, gradient in self._gradients().items() if not bool(torch.isfinite(gradient).all())]
@@ -190,9 +215,36 @@ class DelayEmulator:
         )
 
 
-def _check_optimizer(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
+class CallOnce:
+    """A closure for optimizers that returns what is known already, and refuses to be evaluated again.
+
+    Args:
+        result: of the one evaluation.
+        name: of the optimizer's class, for the message.
+    """
+
+    def __init__(self, result: Any, name: str) -> None:
+        self.result, self.name, self.calls = result, name, 0
+
+    def __call__(self) -> Any:
+        """Return the result.
+
+        Raises:
+            ConfigurationError: the second time.
+        """
+        self.calls += 1
+        if self.calls > 1:
+            raise ConfigurationError(
+                f"{self.name} evaluates the loss several times per step, but a delayed gradient is one per step; use an"
+                " optimizer whose step() evaluates its closure once"
+            )
+        return self.result
+
+
+def _check_parameters(module: nn.Module) -> None:
+    lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
         raise ConfigurationError(
-            "LBFGS evaluates the loss several times per step, but a delayed gradient is one per step; use an optimizer"
-            " whose step() needs no closure"
+            f"parameters have no shape yet ({', '.join(lazy[:5])}): older versions of them cannot be kept; run one"
+            " forward before training (a lazy layer gets its shape there)"
         )

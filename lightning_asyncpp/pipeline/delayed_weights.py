@@ -67,6 +67,17 @@ class DelayedWeights:
         finally:
             self.come_forward()
 
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        """Let the parameters hold the newest weights for a while, between a forward and its backward too."""
+        was_stale = self._stale
+        self.come_forward()
+        try:
+            yield
+        finally:
+            if was_stale:
+                self.go_back()
+
     @torch.no_grad()
     def advance(self) -> dict[nn.Parameter, Tensor]:
         """Make W_{t+1}, equal to W_t, the newest version: the optimizer then steps on it.
@@ -86,24 +97,17 @@ class DelayedWeights:
 
     def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, list[Tensor]]:
         """Weights older than the newest, oldest first, by parameter name; parameters whose versions are equal lack."""
-        self.come_forward()
         return {names[p]: [v.detach().clone() for v in versions][:-1] for p, versions in self._versions.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, list[Tensor]], names: Mapping[nn.Parameter, str]) -> None:
         """Take the parameters, as they were just loaded, for the newest weights, and ``state`` for those before.
 
-        Raises:
-            ConfigurationError: the state belongs to other delays.
+        The state belongs to the same delays.
         """
         self.come_forward()
-        for parameter, delay in self.delays.items():
-            if len(state.get(names[parameter], [])) > delay:
-                raise ConfigurationError(
-                    f"the checkpoint holds {len(state[names[parameter]])} older weights of {names[parameter]!r}, whose"
-                    f" gradients are {delay} updates old in this run: resume with the delay, the stages and the"
-                    " stage_of that it was written with"
-                )
+        # Also of parameters that no optimizer holds yet: a callback may add their group later.
+        self.track(p for p in self.delays if names[p] in state)
         for parameter, versions in self._versions.items():
             older = state.get(names[parameter], [])
             versions.clear()
@@ -117,11 +121,19 @@ def check_same_delay(saved: Mapping[str, Any], present: Mapping[str, Any]) -> No
     Raises:
         ConfigurationError: naming every setting that differs.
     """
+    before, now = saved.get("delays", {}), present.get("delays", {})
+    moved = [name for name in now if before.get(name, now[name]) != now[name]]
     problems = [
+        f"in the checkpoint the gradients of {name!r} were {before[name]} updates old, in this run they are"
+        f" {now[name]}: use the stage_of that it was written with"
+        for name in moved[:1]
+        if saved.get("delay") == present["delay"] and saved.get("stages") == present["stages"]
+    ]
+    problems += [
         f"the checkpoint was written with {name}={saved.get(name)!r}, this run has {value!r}: the weights that it needs"
         f" are not there; use {name}={saved.get(name)!r}, or load only the weights"
         for name, value in present.items()
-        if saved.get(name) != value
+        if name != "delays" and saved.get(name) != value
     ]
     if problems:
         raise ConfigurationError.from_problems(problems)

@@ -329,7 +329,8 @@ class Engine:
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
         gradients = mini_batch.pending.gradients
-        self.last_norm = message.norm
+        if message.weight:
+            self.last_norm = message.norm
         if not message.finite and self.settings.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(_non_finite(mini_batch.index, self.mesh.stage, gradients, mini_batch.stepped))
         skipped = not message.finite or message.weight == 0

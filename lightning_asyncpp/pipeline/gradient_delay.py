@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
@@ -39,9 +39,16 @@ class DelaySettings:
 
     def problems(self) -> list[str]:
         """What is wrong with the settings, each with its mend."""
+        if problems := self._type_problems():
+            return problems
         problems = self._delay_problems()
         if self.micro_batches is not None and self.micro_batches < 1:
             problems.append(f"micro_batches={self.micro_batches} must be at least 1, or None for whole batches")
+        if self.delay == "fresh_last_stage" and self.nonfinite_gradients == "skip":
+            problems.append(
+                "delay='fresh_last_stage' steps the last stage before it is known whether the gradients of the others"
+                " are finite, so nonfinite_gradients='skip' could not leave its update out; use 'stop'"
+            )
         if self.nonfinite_gradients not in POLICIES:
             problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
         return problems
@@ -70,6 +77,19 @@ class DelaySettings:
         if self.delay == "pipedream":
             return [last - stage for stage in stages]
         return [0 if stage == last else 1 for stage in stages]
+
+    def _type_problems(self) -> list[str]:
+        problems = []
+        for name in ("delay", "stages", "micro_batches"):
+            value = getattr(self, name)
+            may_be_other = isinstance(value, str) if name == "delay" else value is None
+            if not _is_whole(value) and not may_be_other:
+                more = f" or one of {', '.join(KINDS)}" if name == "delay" else ""
+                problems.append(f"{name}={value!r} must be a whole number{more}")
+        function: Any = self.stage_of
+        if function is not None and not callable(function):
+            problems.append(f"stage_of={function!r} must be a function from a parameter's name to its stage")
+        return problems
 
     def _delay_problems(self) -> list[str]:
         by_stage = isinstance(self.delay, str)
@@ -104,6 +124,10 @@ class DelaySettings:
                 f"stage_of({name!r}) returned {stage!r}: stages are numbered from 0 to {self.stages - 1}"
             )
         return stages
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _equal_runs(count: int, parts: int) -> list[int]:

@@ -28,7 +28,7 @@ class MicroBatchGradient:
     that a pipeline could cut between, every layer from (seed, layer, replica, k).
 
     Args:
-        parameters: name -> parameter, of all that may be trained.
+        parameters: name -> parameter, of all that may ever be trained.
         model: what the step calls; None if it is no single module.
         hooks: how the user cuts and weighs batches.
         count: micro-batches per batch, m.
@@ -99,7 +99,13 @@ class MicroBatchGradient:
         """Reduce over the replicas and divide by the sum of the weights; the parameters' ``grad`` holds the result."""
         if self._complete:
             return
-        gradients = dict(self._sums)
+        gradients = {name: gradient for name, gradient in self._sums.items() if self.parameters[name].requires_grad}
+        sparse = [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]
+        if sparse:
+            raise ConfigurationError(
+                f"sparse gradients ({', '.join(sparse[:5])}) cannot be summed as a pipeline does: make them dense"
+                " (sparse=False), or leave micro_batches out"
+            )
         if self.replicas > 1:
             gradients = self._reduced(gradients)
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
@@ -116,13 +122,13 @@ class MicroBatchGradient:
         Args:
             names: of the parameters whose gradients count; default: all.
         """
-        squares = math.fsum(n**2 for name, n in self._norms.items() if names is None or name in names)
+        squares = math.fsum(n * n for name, n in self._norms.items() if names is None or name in names)
         return gradient_norm(squares, self.weight)
 
     @property
     def finite(self) -> bool:
         """Whether every element of the gradient is, once it is complete."""
-        return math.isfinite(math.fsum(norm**2 for norm in self._norms.values()))
+        return math.isfinite(math.fsum(norm * norm for norm in self._norms.values()))
 
     def clear(self) -> None:
         """Begin the next mini-batch."""

@@ -85,8 +85,6 @@ def train_reference(
             optimizer.zero_grad()
             if error_feedback is not None:
                 previous_step = _feed_back(parameters, versions[t], previous_step, error_feedback, is_fresh)
-        else:
-            norm = 0.0
         versions.append(_copy(parameters))
         if after_update is not None:
             after_update()

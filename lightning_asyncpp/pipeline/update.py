@@ -56,7 +56,7 @@ class StopFlags:
 def squared_norm(gradients: Mapping[str, Tensor | None]) -> float:
     """Sum of squares over all gradients, in fp64."""
     present = [gradient for gradient in gradients.values() if gradient is not None]
-    return math.fsum(norm**2 for norm in foreach.norms(present, torch.float64))
+    return math.fsum(norm * norm for norm in foreach.norms(present, torch.float64))
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:

@@ -22,7 +22,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.delay_emulator import DelayEmulator
+from lightning_asyncpp.pipeline.delay_emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
@@ -99,6 +99,7 @@ class DelayedGradientStrategy(DDPStrategy):
         self.settings = DelaySettings(delay, stages, stage_of, micro_batches, nonfinite_gradients)
         self.settings.check()
         self.emulator: DelayEmulator | None = None
+        self._emulated: LightningModule | None = None
         self._micro_batch_log: MicroBatchLog | None = None
         self._loaded_state: Mapping[str, Any] | None = None
 
@@ -139,14 +140,16 @@ class DelayedGradientStrategy(DDPStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         if problems := _problems(self.settings, self._module, trainer):
             raise ConfigurationError.from_problems(problems)
-        self.emulator = None
+        training = trainer.state.fn == TrainerFn.FITTING
+        if training or self._emulated is not self._module:
+            self.emulator = self._emulated = None
         if self._alone:
             if self.settings.micro_batches is None:  # else the order of a pipeline's data, too
                 private.keep_samplers(trainer)
             super(ParallelStrategy, self).setup(trainer)
         else:
             super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if training:
             self._start()
 
     def _start(self) -> None:
@@ -162,6 +165,9 @@ class DelayedGradientStrategy(DDPStrategy):
             self._micro_batch_log = MicroBatchLog(module, self.world_size)
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches)
+        self._emulated = module
+        self.emulator.load_state_dict(self._loaded_state)
+        self._loaded_state = None
 
     def _micro_batch_gradient(self, count: int) -> MicroBatchGradient:
         module = self._module
@@ -172,9 +178,8 @@ class DelayedGradientStrategy(DDPStrategy):
             forward_context=self.precision_plugin.train_step_context,
         )
         network = getattr(module, "model", None)
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         return MicroBatchGradient(
-            parameters, network if isinstance(network, nn.Module) else None, hooks, count,
+            dict(module.named_parameters()), network if isinstance(network, nn.Module) else None, hooks, count,
             self.broadcast(seed_of_run()), self.root_device, self.global_rank, self.world_size,
         )  # fmt: skip
 
@@ -196,6 +201,8 @@ class DelayedGradientStrategy(DDPStrategy):
         if self.settings.micro_batches is not None:
             with weights.stale():
                 return self._micro_batched_step(args, kwargs)
+        if private.skips_backward(self._module.trainer):  # a pass for the statistics of batch norm alone
+            return super().training_step(*args, **kwargs)
         weights.go_back()
         try:
             output = super().training_step(*args, **kwargs)
@@ -213,9 +220,9 @@ class DelayedGradientStrategy(DDPStrategy):
             micro_batches.restore()  # zero_grad() came between
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
             return self.precision_plugin.post_backward(closure_loss, self._module)
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         try:
+            self.pre_backward(closure_loss)
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
             self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
         finally:
             self._running.weights.come_forward()
@@ -232,10 +239,15 @@ class DelayedGradientStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Take the gradient, where it belongs, and apply it to the newest weights."""
+        if self._is_plain:
+            return super().optimizer_step(optimizer, self._checked(closure), model, **kwargs)
         result = closure()
+        if private.skips_backward(self._module.trainer):
+            return result
+        once = CallOnce(result, type(optimizer).__name__)
 
         def step() -> None:
-            super(DelayedGradientStrategy, self).optimizer_step(optimizer, lambda: result, model, **kwargs)
+            super(DelayedGradientStrategy, self).optimizer_step(optimizer, once, model, **kwargs)
 
         # With a loss scale the precision plugin looks for infinities itself, and leaves such steps out.
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
@@ -244,6 +256,21 @@ class DelayedGradientStrategy(DDPStrategy):
                 f"mini-batch {self._running.mini_batch - 1}: its gradient holds NaN or Inf; the update was skipped"
             )
         return result
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether there is nothing to emulate: optimizers may then evaluate their closure as often as they like."""
+        settings = self.settings
+        return settings.delay == 0 and settings.micro_batches is None and settings.nonfinite_gradients == "stop"
+
+    def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def checked() -> Any:
+            result = closure()
+            if getattr(self.precision_plugin, "scaler", None) is None:
+                self._running.check_finite()
+            return result
+
+        return checked
 
     def _micro_batched_step(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         micro_batches, log = self._running.micro_batches, self._micro_batch_log
@@ -265,10 +292,13 @@ class DelayedGradientStrategy(DDPStrategy):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    @property
     @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The newest weights, also in hooks between a forward and its backward."""
+        if self.emulator is None:
+            return super().lightning_module_state_dict()
+        with self.emulator.weights.newest():
+            return super().lightning_module_state_dict()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -285,8 +315,9 @@ class DelayedGradientStrategy(DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
-        if self.emulator is not None:
+        if self.emulator is not None and self._emulated is self._module:  # a callback rolls a running training back
             self.emulator.load_state_dict(self._loaded_state)
+            self._loaded_state = None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -302,6 +333,11 @@ class DelayedGradientStrategy(DDPStrategy):
         if self.emulator is not None:
             self.emulator.weights.come_forward()
         super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        super().teardown()
 
     @classmethod
     @override

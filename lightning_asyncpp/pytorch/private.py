@@ -123,3 +123,9 @@ def keep_samplers(trainer: Trainer) -> None:
     connector = required(trainer, "_accelerator_connector", "leave samplers as they are in a single process")
     required(connector, "use_distributed_sampler", "leave samplers as they are in a single process")
     connector.use_distributed_sampler = False
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether the training loop runs forwards only, as StochasticWeightAveraging has it in its extra epoch."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    return bool(required(loop, "_skip_backward", "know that no backward follows a training step"))

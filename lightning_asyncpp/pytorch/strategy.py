@@ -352,6 +352,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self.step_metrics.disconnect()
         self._placeholder_hooks.release()
         self.session.finish()

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
-from torch import Tensor
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
 
-from lightning_asyncpp import DelayedGradientStrategy
+from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
 from tests.trainer.delays import Branches, by_the_rule, delayed, train
 from tests.trainer.reference import assert_equal_weights
-from tests.trainer.runs import Net, Run, val_loaders
+from tests.trainer.runs import Net, Run, loader, val_loaders
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -212,3 +214,127 @@ def test_evaluation_needs_nothing() -> None:
     assert trainer.validate(module, val_loaders(run), verbose=False) == plain.validate(
         module, val_loaders(run), verbose=False
     )
+
+
+class SavesInHooks(L.Callback):
+    """Saves where the parameters hold older weights, and notes the newest ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.newest: dict[int, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.newest[trainer.global_step] = module.mix.weight.detach().clone()
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def test_a_checkpoint_between_forward_and_backward_holds_the_newest_weights_and_changes_nothing(tmp_path: Path) -> None:
+    run = Run(Branches, "delayed", {"delay": 2}, samples=60)
+    saves = SavesInHooks(tmp_path)
+    saved = train(replace(run, callbacks=((lambda: saves, {}),)))
+    assert_equal_weights(saved["weights"], train(run)["weights"])
+    for step in (1, 4, 6):
+        state = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["state_dict"]
+        assert torch.equal(state["mix.weight"], saves.newest[step])
+
+
+class SavesBeforeTheStep(L.Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        trainer.save_checkpoint("nowhere.ckpt")
+
+
+def test_a_checkpoint_while_the_update_is_applied_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="save in on_train_batch_end"):
+        train(Run(Branches, "delayed", callbacks=((SavesBeforeTheStep, {}),)))
+
+
+class Thaws(FrozenAtFirst):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.mix.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.mix.requires_grad_(self.current_epoch > 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_parameters_that_thaw_are_trained_in_micro_batches_too() -> None:
+    run = Run(Thaws, "delayed", {"delay": 0, "micro_batches": 1}, trainer={"max_epochs": 2})
+    whole = train(replace(run, options={"delay": 0}))
+    for name, array in train(run)["weights"].items():
+        np.testing.assert_allclose(array, whole["weights"][name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_the_extra_pass_of_weight_averaging_runs_on_the_averaged_weights() -> None:
+    """Statistics of batch norm after it are those of a forward over the training set with the final weights."""
+    run = Run(
+        Branches, "delayed", {"delay": 2}, samples=16, batch_size=16, trainer={"max_epochs": 4},
+        callbacks=((StochasticWeightAveraging, {"swa_lrs": 0.05, "swa_epoch_start": 2}),),
+    )  # fmt: skip
+    trained = train(run)
+    module = Branches(run)
+    module.load_state_dict({name: torch.from_numpy(array) for name, array in trained["weights"].items()}, strict=False)
+    x = loader(run).dataset.x
+    mean = module.convolution[0](x.unsqueeze(1)).mean((0, 2))
+    np.testing.assert_allclose(trained["buffers"]["convolution.1.running_mean"], mean.detach(), rtol=1e-4, atol=1e-6)
+
+
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class ByTwice(Branches):
+    def configure_optimizers(self) -> Any:
+        return Twice(self.parameters(), lr=0.05)
+
+
+def test_optimizers_that_evaluate_twice_work_without_delay_and_are_refused_with_one() -> None:
+    run = Run(ByTwice, "plain")
+    assert_equal_weights(train(delayed(run, delay=0))["weights"], train(run)["weights"])
+    with pytest.raises(ConfigurationError, match="evaluates the loss several times per step"):
+        train(delayed(run, delay=1))
+
+
+def test_evaluating_in_between_does_not_lose_the_older_weights(tmp_path: Path) -> None:
+    run = Run(Net, "delayed", {"delay": 2}, val_samples=(8,))
+    trainer = L.Trainer(
+        strategy=DelayedGradientStrategy(delay=2), accelerator="cpu", devices=1, logger=False, max_epochs=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Net(run)
+    trainer.fit(module, loader(run))
+    trainer.validate(module, val_loaders(run), verbose=False)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    state = torch.load(tmp_path / "after.ckpt", weights_only=True)["delayed_gradient"]
+    assert state["mini_batch"] == 5
+    assert all(len(older) == 2 for older in state["older_weights"].values())
+
+
+def test_a_precision_plugin_is_given_back_as_it_was() -> None:
+    plugin = MixedPrecision("bf16-mixed", "cpu")
+    run = Run(Net, "delayed", {"micro_batches": 2}, trainer={"plugins": [plugin], "gradient_clip_val": 0.1})
+    train(run)
+    assert "clip_grad_by_norm" not in vars(plugin)
+
+
+class ComplexNet(Branches):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.phase = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.phase * self.phase.conj()).real
+
+
+def test_complex_parameters_are_trained() -> None:
+    run = Run(ComplexNet, "plain", optimizer="sgd")
+    assert_equal_weights(train(delayed(run, delay=0))["weights"], train(run)["weights"])
+    train(delayed(run, delay=2))

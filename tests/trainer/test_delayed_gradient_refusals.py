@@ -20,6 +20,12 @@ from tests.trainer.runs import Run
         ({"delay": "pipedreams"}, ["delay='pipedreams' must be", "pipedream, fresh_last_stage", "needs stages"]),
         ({"delay": "pipedream"}, ["delay='pipedream' needs stages", "got None"]),
         ({"delay": "pipedream", "stages": 0}, ["needs stages", "got 0"]),
+        ({"delay": 1.5, "stages": True}, ["2 problems", "delay=1.5 must be a whole number", "stages=True must be"]),
+        ({"micro_batches": "4", "stage_of": 3}, ["micro_batches='4' must be a whole", "stage_of=3 must be a function"]),
+        (
+            {"delay": "fresh_last_stage", "stages": 2, "nonfinite_gradients": "skip"},
+            ["steps the last stage before it is known", "use 'stop'"],
+        ),
         ({"delay": 1, "stages": 4}, ["stages has no meaning with delay=1"]),
         ({"delay": 1, "stage_of": len}, ["stage_of has no meaning with delay=1"]),
         (
@@ -51,6 +57,12 @@ class ByLBFGS(Branches):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Lazy(Branches):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.late = nn.LazyLinear(2)
+
+
 class ForeignParameters(Branches):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(nn.Linear(2, 3).parameters())
@@ -66,6 +78,7 @@ class NoGradient(Branches):
     [
         (Manual, {"micro_batches": 2}, ["2 problems", "automatic_optimization=False", "loss_reduction='median'"]),
         (ByLBFGS, {}, ["LBFGS evaluates the loss several times"]),
+        (Lazy, {}, ["parameters have no shape yet (late.weight, late.bias)"]),
         (ForeignParameters, {}, ["2 tensor(s), the first of shape (3, 2), that are no parameters"]),
         (NoGradient, {"micro_batches": 2}, ["does not depend on the module's parameters"]),
         (Branches, {"delay": "pipedream", "stages": 99}, ["stages=99 is more than the module has parameters (12)"]),

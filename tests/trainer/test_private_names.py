@@ -39,6 +39,9 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_first_loop_iter": (
         lambda t: t._logger_connector, lambda t: private.update_logged(t, "hook", "name", 0.0, 1.0)
     ),
+    "_accelerator_connector": (lambda t: t, private.keep_samplers),
+    "use_distributed_sampler": (lambda t: t._accelerator_connector, private.keep_samplers),
+    "_skip_backward": (lambda t: t.fit_loop.epoch_loop.automatic_optimization, private.skips_backward),
     "_current_fx_name": (lambda t: t.lightning_module, lambda t: private.current_hook(t.lightning_module)),
 }  # fmt: skip
 
