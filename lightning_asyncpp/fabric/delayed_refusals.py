@@ -22,7 +22,8 @@ FORWARD_BEFORE_BACKWARD = (
 LATE_BACKWARD = (
     "fabric.backward() without a training forward since the last update, evaluation or checkpoint: the parameters hold"
     " other weights by now than in the forward, and the gradient would mix both; run all backwards directly after"
-    " their forwards, through the model that fabric.setup returned, in training mode"
+    " their forwards, and run these by calling the model that fabric.setup returned, model(...), in training mode:"
+    " calls of its methods or submodules are not seen"
 )
 BACKWARD = (
     "fabric.backward(): with micro_batches, strategy.training_step(step_fn, batch) runs the backward passes itself;"

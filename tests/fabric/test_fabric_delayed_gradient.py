@@ -48,11 +48,16 @@ class Loop:
     """An ordinary Fabric loop over two batches per update."""
 
     def __init__(
-        self, strategy: Any, precision: Any = "32-true", devices: int = 1, error_feedback: bool = True
+        self,
+        strategy: Any,
+        precision: Any = "32-true",
+        devices: int = 1,
+        error_feedback: bool = True,
+        wrap: Callable[[nn.Module], nn.Module] = lambda net: net,
     ) -> None:
         self.fabric = L.Fabric(strategy=strategy, devices=devices, accelerator="cpu", precision=precision)
         self.fabric.launch()
-        net = make_net()
+        net = wrap(make_net())
         self.model, self.optimizer = self.fabric.setup(net, make_optimizer(net, error_feedback))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.evaluated: list[float] = []
@@ -180,6 +185,38 @@ def test_loading_weights_alone_makes_all_versions_equal(tmp_path: Path) -> None:
     fresh.model.train()
     fresh.loss(0)
     assert_equal([p.detach() for p in fresh.model.parameters()], first.weights)  # and so are the older ones
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+def test_model_and_optimizer_may_be_loaded_one_after_the_other(order: tuple[str, str], tmp_path: Path) -> None:
+    whole = Loop(DelayedGradientStrategy(delay=2))
+    whole.train(stop=3)
+    whole.fabric.save(tmp_path / "run.ckpt", whole.state)
+    whole.train(start=3)
+    resumed = Loop(DelayedGradientStrategy(delay=2))
+    nn.init.zeros_(resumed.model.inner.weight)
+    for name in (*order, "scheduler"):
+        resumed.fabric.load(tmp_path / "run.ckpt", {name: resumed.state[name]})
+    resumed.train(start=3)
+    assert_equal(resumed.weights, whole.weights)
+
+
+def test_a_compiled_model_follows_the_rule() -> None:
+    """Traced, the exchange of weights before a forward would not happen."""
+    plain = Loop(DelayedGradientStrategy(delay=2))
+    plain.train()
+    compiled = Loop(DelayedGradientStrategy(delay=2), wrap=lambda net: torch.compile(net, backend="aot_eager"))
+    compiled.train()
+    for a, b in zip(compiled.weights, plain.weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_skipped_update_is_told() -> None:
+    loop = Loop(DelayedGradientStrategy(nonfinite_gradients="skip"))
+    loop.train(stop=2)
+    loop.fabric.backward(loop.loss(0) * float("nan"))
+    with pytest.warns(UserWarning, match="mini-batch 2: its gradient holds NaN or Inf; the update was skipped"):
+        loop.optimizer.step()
 
 
 CASES = {

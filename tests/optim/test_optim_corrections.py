@@ -393,3 +393,31 @@ def test_a_state_of_another_correction_is_refused(case):
 def test_the_momentum_of_an_unknown_optimizer_is_refused():
     with pytest.raises(TypeError, match=r"knows the momentum of MuonAdamW, .*, not of Lion"):
         WeightPrediction(make_params().items(), Lion, source="momentum")
+
+
+def test_groups_assigned_to_the_wrapper_reach_the_base():
+    """Lightning's finetuning callbacks assign them when a run goes on."""
+    params, added = make_params(), nn.Parameter(torch.ones(2))
+    optimizer = ErrorFeedback(params.items(), partial(torch.optim.SGD, lr=0.1))
+    groups = [*optimizer.param_groups, {**optimizer.param_groups[0], "params": [added], "lr": 0.0}]
+    optimizer.param_groups = groups
+    train(optimizer, params, range(2))
+    assert optimizer.base.param_groups is groups
+    assert len(optimizer.state_dict()["param_groups"]) == 2
+
+
+def test_a_correction_inside_itself_is_refused():
+    with pytest.raises(ValueError, match="ErrorFeedback inside ErrorFeedback"):
+        ErrorFeedback(make_params().items(), partial(ErrorFeedback, base=BASES["adamw"]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_loads_without_delay_and_its_buffers_are_dropped(case):
+    correction, _, options = CASES[case]
+    params = make_params()
+    optimizer = correction(params.items(), BASES["adamw"], **options)
+    train(optimizer, params, range(3))
+    fresh = correction(make_params().items(), BASES["adamw"], **options)
+    fresh.set_delay(0)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert not any(fresh.state_dict()[correction.state_name].get(name) for name in correction.buffer_names)

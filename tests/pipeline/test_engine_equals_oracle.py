@@ -115,6 +115,15 @@ def test_fresh_last_stage(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 
+@pytest.mark.parametrize("empty", [(0,), (2,)])
+def test_a_fresh_last_stage_is_clipped_after_a_batch_without_samples(pools: Pools, empty: tuple[int, ...]) -> None:
+    sizes = tuple(0 if i in empty else 6 for i in range(5))
+    case = Case(3, fresh=True, batch_sizes=sizes, max_norm=0.01, optimizer="counting", drains=(1,))
+    check(pools, 2, case)
+    unclipped = run_oracle(replace(case, max_norm=None), 2)[0]
+    assert any((a != b).any() for a, b in zip(unclipped.values(), run_oracle(case, 2)[0].values()))
+
+
 @pytest.mark.slow
 @parametrized(with_fresh_last_stage(4))
 def test_fresh_last_stage_of_four(pools: Pools, num_stages: int, case: Case) -> None:
