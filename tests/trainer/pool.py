@@ -31,11 +31,16 @@ class Outcome:
     trace: str = ""
 
 
+# Every Trainer and Fabric makes process groups, whose threads live as long as the process: hundreds would take the cores.
+SCENARIOS_PER_POOL = 40
+
+
 class TrainerPool:
     """``world_size`` processes in which Lightning sees externally started ranks; their process group is made once."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.scenarios = 0
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["tests.trainer.runs"])
         self._tasks = [context.SimpleQueue() for _ in range(world_size)]
@@ -50,6 +55,7 @@ class TrainerPool:
 
     def outcomes(self, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Outcome]:
         """Run a scenario on all ranks; what it came to on each, by rank."""
+        self.scenarios += 1
         for task in self._tasks:
             task.put((scenario, args))
         outcomes: dict[int, Outcome] = {}
@@ -79,6 +85,9 @@ class Pools:
 
     def outcomes(self, world_size: int, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Outcome]:
         """Run a scenario on ``world_size`` ranks, errors included."""
+        pool = self._pools.get(world_size)
+        if pool is not None and pool.scenarios >= SCENARIOS_PER_POOL:
+            self._pools.pop(world_size).close()
         if world_size not in self._pools:
             self._pools[world_size] = TrainerPool(world_size)
         try:
