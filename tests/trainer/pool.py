@@ -31,7 +31,7 @@ class Outcome:
     trace: str = ""
 
 
-# Every Trainer and Fabric makes process groups, whose threads live as long as the process: hundreds would take the cores.
+# Every Trainer and Fabric makes process groups, whose threads live as long as the process: hundreds take the cores.
 SCENARIOS_PER_POOL = 40
 
 
