@@ -32,7 +32,7 @@ class Outcome:
 
 
 # Every Trainer and Fabric makes process groups, whose threads live as long as the process: hundreds take the cores.
-SCENARIOS_PER_POOL = 40
+SCENARIOS_PER_POOL = 80
 
 
 class TrainerPool:
