@@ -35,7 +35,13 @@ def parsed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *argu
     return yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["optimizer"]
 
 
-@pytest.mark.parametrize(("name", "path"), OPTIMIZERS.items())
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        item if item[0] in ("AdamW", "SOAP") else pytest.param(*item, marks=pytest.mark.slow)
+        for item in OPTIMIZERS.items()
+    ],
+)
 def test_a_short_name_finds_the_class_and_its_arguments(name, path, capsys, monkeypatch):
     config = parsed(capsys, monkeypatch, f"--optimizer={name}", "--optimizer.lr=0.004", "--optimizer.weight_decay=0.2")
     assert config["class_path"] == path

@@ -65,9 +65,10 @@ def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_
     assert [(step, m["train_loss_step"]) for step, m in resumed[0]["records"] if "train_loss_step" in m] == losses[5:]
 
 
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(
+    ("stages", "fresh"), [(2, False), (3, False), (2, True), pytest.param(3, True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("stages", [2, 3])
 def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, fresh: bool, tmp_path: Path) -> None:
     """The mini-batch after the checkpoint runs on the older weights, which the checkpoint holds too."""
     options = {"fresh_last_stage": True} if fresh else {}
