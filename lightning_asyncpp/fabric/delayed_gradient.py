@@ -232,7 +232,7 @@ class DelayedGradientStrategy(DDPStrategy):
         """
         emulator = self._running("optimizer.step()")
         closure = kwargs.pop("closure", None)
-        if closure is not None and self._is_plain:
+        if closure is not None and self.settings.is_plain:
             return self.precision.optimizer_step(optimizer, closure=closure, **kwargs)
         if emulator.micro_batches is not None and not emulator.micro_batches.pending:
             raise ConfigurationError(refusals.NOTHING_TO_STEP)
@@ -248,12 +248,6 @@ class DelayedGradientStrategy(DDPStrategy):
             )
         self._awaits_backward = False
         return loss
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether there is nothing to emulate: optimizers may then evaluate their closure as often as they like."""
-        settings = self.settings
-        return settings.delay == 0 and settings.micro_batches is None and settings.nonfinite_gradients == "stop"
 
     # -- a loop of the pipeline strategies ------------------------------------------------------------------------
 

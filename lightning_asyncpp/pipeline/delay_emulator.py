@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.units import stages_of_parameters
 from lightning_asyncpp.pipeline.update import clip_coefficient, squared_norm
+from lightning_asyncpp.pipeline.weights import lent
 
 
 class DelayEmulator:
@@ -79,7 +79,7 @@ class DelayEmulator:
         try:
             before = self.weights.advance()
             if finite and (micro_batches is None or micro_batches.weight):
-                with self._lend(before):
+                with lent(self.optimizer, before):
                     step()
         finally:
             self._updating = False
@@ -193,11 +193,6 @@ class DelayEmulator:
             return
         delay = self.settings.delay
         set_delay(delay if isinstance(delay, int) else dict(self.weights.delays))
-
-    def _lend(self, before: dict[nn.Parameter, Tensor]) -> Any:
-        # An optimizer that compares weights before and after its step need not copy them: the older version is alive.
-        lend: Any = getattr(self.optimizer, "weights_before", None)
-        return lend(before) if callable(lend) and before else nullcontext()
 
     def _is_finite(self, micro_batches: MicroBatchGradient | None) -> bool:
         return micro_batches.finite if micro_batches is not None else math.isfinite(squared_norm(self._gradients()))

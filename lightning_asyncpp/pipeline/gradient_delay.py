@@ -53,6 +53,11 @@ class DelaySettings:
             problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
         return problems
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to emulate: optimizers may then evaluate their closure as often as they like."""
+        return self.delay == 0 and self.micro_batches is None and self.nonfinite_gradients == "stop"
+
     def check(self) -> None:
         """Raise ConfigurationError with all :meth:`problems`, if there are any."""
         if problems := self.problems():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettin
 from lightning_asyncpp.pipeline.stage import Stage, cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.update import clip_coefficient
+from lightning_asyncpp.pipeline.weights import lent
 
 ApplyStep = Callable[[], None]
 
@@ -224,17 +225,10 @@ class PipelineSession:
         assert self._office is not None
         self._update = update
         try:
-            with self._office.redeemed(update.ticket), self._lend(update):
+            with self._office.redeemed(update.ticket), lent(self.optimizer, update.weights_before):
                 step()
         finally:
             self._update = None
-
-    @contextmanager
-    def _lend(self, update: Update) -> Iterator[None]:
-        # An optimizer that compares weights before and after its step need not copy them: the older version is alive.
-        lend: Any = getattr(self.optimizer, "weights_before", None)
-        with lend(update.weights_before) if callable(lend) and update.weights_before is not None else nullcontext():
-            yield
 
     def _copy_from_first_replica(self, stage: Stage) -> None:
         mesh = self._connected()

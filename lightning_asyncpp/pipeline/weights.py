@@ -7,6 +7,8 @@ point at the newest version. Re-pointing the data of one set under a live graph 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +79,17 @@ class WeightVersions:
                     leaf.copy_(source[name])
             for name, parameter in self.parameters.items():
                 parameter.data = self._slots[newest % self.room][name].data
+
+
+def lent(optimizer: Any, weights: Mapping[nn.Parameter, Tensor] | None) -> AbstractContextManager[None]:
+    """Lend the weights before a step, which are alive as the older version, to an optimizer that wants to compare.
+
+    Args:
+        optimizer: one with ``weights_before(weights)`` would copy them otherwise; any other needs nothing.
+        weights: parameter -> its weights before the step; None or empty: there is no older version.
+    """
+    lend = getattr(optimizer, "weights_before", None)
+    return lend(weights) if callable(lend) and weights else nullcontext()
 
 
 def _leaf(data: Tensor) -> Tensor:

@@ -239,7 +239,7 @@ class DelayedGradientStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Take the gradient, where it belongs, and apply it to the newest weights."""
-        if self._is_plain:
+        if self.settings.is_plain:
             return super().optimizer_step(optimizer, self._checked(closure), model, **kwargs)
         result = closure()
         if private.skips_backward(self._module.trainer):
@@ -256,12 +256,6 @@ class DelayedGradientStrategy(DDPStrategy):
                 f"mini-batch {self._running.mini_batch - 1}: its gradient holds NaN or Inf; the update was skipped"
             )
         return result
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether there is nothing to emulate: optimizers may then evaluate their closure as often as they like."""
-        settings = self.settings
-        return settings.delay == 0 and settings.micro_batches is None and settings.nonfinite_gradients == "stop"
 
     def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def checked() -> Any:
