@@ -70,3 +70,8 @@ def cell_name(recipe: Recipe, row: Row, lr: float, seed: int) -> str:
     }
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:10]
     return re.sub(r"[^\w.+=-]", "-", f"{row.name}_lr{lr:g}_seed{seed}_{digest}")
+
+
+def digest_of(name: str) -> str:
+    """The part of a training's name that tells what it trains."""
+    return name.rpartition("_")[2]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lightning_asyncpp.tools.ablation.cell import CELL
-from lightning_asyncpp.tools.ablation.config import cell_config, cell_name, with_places
+from lightning_asyncpp.tools.ablation.config import cell_config, cell_name, digest_of, with_places
 from lightning_asyncpp.tools.ablation.recipe import Recipe
 from lightning_asyncpp.tools.ablation.recorder import PROGRESS
 from lightning_asyncpp.tools.ablation.results import CellResult, read_result, write_tables
@@ -100,8 +100,10 @@ class Table:
         return self._names[key]
 
     def cell_folder(self, key: CellKey) -> Path:
-        """Folder of a training; tables of one output share those that they have in common."""
-        return self.folder.parent / CELLS / self.name(key)
+        """Folder of a training; tables of one output share what they have in common, whatever they call it."""
+        cells, name = self.folder.parent / CELLS, self.name(key)
+        same = (folder for folder in cells.glob(f"*_{digest_of(name)}") if read_result(folder) is not None)
+        return next(same, cells / name)
 
     def make_cell(self, key: CellKey, accelerator: str) -> Path:
         """Make the folder of a training anew; what an interrupted one left there is discarded."""

@@ -65,7 +65,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table_of(folder: Path, lrs: list[float], **changes: Any) -> Table:
-    path = write_ablation(folder, text=False, optimizers={"AdamW": ADAMW | {"lr": lrs}}, **changes)
+    path = write_ablation(folder, text=False, **({"optimizers": {"AdamW": ADAMW | {"lr": lrs}}} | changes))
     recipe = load_recipe(path)
     return Table(recipe, make_rows(recipe), folder / "out" / "tiny")
 
@@ -153,6 +153,16 @@ def test_a_changed_recipe_runs_what_it_changes_and_leaves_the_rest_out_of_the_ta
     _, told = run(table)
     assert told.names == ["0.3/1:finished"]
     assert [row["lr"] for row in results_of(table.folder)] == ["0.2", "0.3"]
+
+
+@pytest.mark.usefixtures("pretend")
+def test_what_another_row_of_another_name_has_trained_is_taken_over(tmp_path: Path) -> None:
+    run(table_of(tmp_path, [0.1, 0.2]))
+    beta = {"argument": "betas.0", "values": [0.9, 0.5]}
+    table = table_of(tmp_path, [0.1, 0.2], optimizers={"other": ADAMW | {"lr": [0.1, 0.2], "momentum": beta}})
+    _, told = run(table)
+    assert sorted(told.names) == ["0.1/1:finished", "0.2/1:finished"]  # of the momentum that is new
+    assert [row["optimizer"] for row in results_of(table.folder)] == ["other"] * 4
 
 
 @pytest.mark.usefixtures("pretend")
