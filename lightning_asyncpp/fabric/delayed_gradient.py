@@ -7,13 +7,11 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -22,19 +20,18 @@ from typing_extensions import override
 from lightning_asyncpp.fabric import delayed_refusals as refusals
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.pipeline.delay_emulator import CallOnce, DelayEmulator
+from lightning_asyncpp.pipeline.delayed_strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
-from lightning_asyncpp.pipeline.randomness import seed_of_run
 from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.session import check_norm_type
 
 STATE = "delayed_gradient"
 
 
-class DelayedGradientStrategy(DDPStrategy):
+class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
     """Emulates the gradient delay of asynchronous pipelines, on one device or under DDP, for any model.
 
     An ordinary Fabric loop stays as it is::
@@ -118,16 +115,6 @@ class DelayedGradientStrategy(DDPStrategy):
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _alone(self) -> bool:
-        return self.num_nodes * self.num_processes == 1
-
-    @override
-    def _configure_launcher(self) -> None:
-        # One process needs no launcher, and so works in notebooks too.
-        if not self._alone:
-            super()._configure_launcher()
-
     @override
     def setup_environment(self) -> None:
         if self._alone:
@@ -156,10 +143,8 @@ class DelayedGradientStrategy(DDPStrategy):
         if not self._alone and self.settings.micro_batches is None:
             return super().setup_module(module)
         drop_backward_sync_control(self)
-        if self._alone:
-            return module
-        for tensor in module.state_dict().values():  # gradients are reduced once, at the update
-            dist.broadcast(tensor.detach(), src=0)
+        if not self._alone:
+            self._share_weights(module)
         return module
 
     @override
@@ -171,28 +156,22 @@ class DelayedGradientStrategy(DDPStrategy):
         """
         if self._module is None or self.emulator is not None:
             raise ConfigurationError(refusals.NO_MODULE if self._module is None else refusals.SECOND_OPTIMIZER)
-        self.emulator = DelayEmulator(self.settings, self._module, optimizer, self._micro_batch_gradient(self._module))
+        micro_batches = self._micro_batch_gradient(self._module, self._module, self._hooks(self._module))
+        self.emulator = DelayEmulator(self.settings, self._module, optimizer, micro_batches)
         if self._loaded_state is not None:  # by a load before this
             self.emulator.load_state_dict(self._loaded_state)
         return optimizer
 
-    def _micro_batch_gradient(self, module: Module) -> MicroBatchGradient | None:
-        if self.settings.micro_batches is None:
-            return None
-
+    def _hooks(self, module: Module) -> UserHooks:
         def chosen(name: str, default: Any) -> Any:
             given = self._given_hooks[name]
             return getattr(module, name, default) if given is None else given
 
-        hooks = UserHooks(
+        return UserHooks(
             split_batch=chosen("split_batch", split_batch),
             micro_batch_weight=chosen("micro_batch_weight", number_of_samples),
             loss_reduction=chosen("loss_reduction", "mean"),
         )
-        return MicroBatchGradient(
-            dict(module.named_parameters()), module, hooks, self.settings.micro_batches,
-            self.broadcast(seed_of_run()), self.root_device, self.global_rank, self.world_size,
-        )  # fmt: skip
 
     def _before_forward(self, module: Module, _: Any) -> None:
         if self.emulator is None or self._in_step:
@@ -241,11 +220,7 @@ class DelayedGradientStrategy(DDPStrategy):
             with torch.enable_grad():
                 loss = closure()
             kwargs["closure"] = CallOnce(loss, type(optimizer).__name__)
-        scaled = getattr(self.precision, "scaler", None) is not None
-        if not emulator.update(lambda: self.precision.optimizer_step(optimizer, **kwargs), check_finite=not scaled):
-            rank_zero_warn(
-                f"mini-batch {emulator.mini_batch - 1}: its gradient holds NaN or Inf; the update was skipped"
-            )
+        self._update(lambda: self.precision.optimizer_step(optimizer, **kwargs), self.precision)
         self._awaits_backward = False
         return loss
 

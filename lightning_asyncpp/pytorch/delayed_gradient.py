@@ -9,25 +9,22 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.pipeline.delay_emulator import CallOnce, DelayEmulator
+from lightning_asyncpp.pipeline.delayed_strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
-from lightning_asyncpp.pipeline.randomness import seed_of_run
 from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.state import GATHERED_OPTIMIZER
 from lightning_asyncpp.pytorch import private
@@ -36,7 +33,7 @@ from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
 _STATE = "delayed_gradient"
 
 
-class DelayedGradientStrategy(DDPStrategy):
+class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
     """Emulates the gradient delay of asynchronous pipelines, on one device or under DDP, for any LightningModule.
 
     Mini-batch t runs forward and backward on W_{max(t-d, 0)}, and W_{t+1} = W_t - U(g_t): the trajectory of a pipeline,
@@ -105,16 +102,6 @@ class DelayedGradientStrategy(DDPStrategy):
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _alone(self) -> bool:
-        return self.num_nodes * self.num_processes == 1
-
-    @override
-    def _configure_launcher(self) -> None:
-        # One process needs no launcher, and so works in notebooks too.
-        if not self._alone:
-            super()._configure_launcher()
-
     @override
     def setup_environment(self) -> None:
         if self._alone:
@@ -131,10 +118,8 @@ class DelayedGradientStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         if self.settings.micro_batches is None:
             super().configure_ddp()
-            return
-        # Gradients summed over micro-batches are reduced once, at the update.
-        for tensor in self._module.state_dict().values():
-            dist.broadcast(tensor.detach(), src=0)
+        else:
+            self._share_weights(self._module)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -159,9 +144,10 @@ class DelayedGradientStrategy(DDPStrategy):
                 f"configure_optimizers returned {len(self.optimizers)} optimizers: a delayed gradient has exactly one"
                 " update; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
             )
-        micro_batches = None
-        if self.settings.micro_batches is not None:
-            micro_batches = self._micro_batch_gradient(self.settings.micro_batches)
+        network = getattr(module, "model", None)
+        network = network if isinstance(network, nn.Module) else None
+        micro_batches = self._micro_batch_gradient(module, network, self._hooks())
+        if micro_batches is not None:
             self._micro_batch_log = MicroBatchLog(module, self.world_size)
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches)
@@ -169,19 +155,14 @@ class DelayedGradientStrategy(DDPStrategy):
         self.emulator.load_state_dict(self._loaded_state)
         self._loaded_state = None
 
-    def _micro_batch_gradient(self, count: int) -> MicroBatchGradient:
+    def _hooks(self) -> UserHooks:
         module = self._module
-        hooks = UserHooks(
+        return UserHooks(
             split_batch=getattr(module, "split_batch", split_batch),
             micro_batch_weight=getattr(module, "micro_batch_weight", number_of_samples),
             loss_reduction=getattr(module, "loss_reduction", "mean"),
             forward_context=self.precision_plugin.train_step_context,
         )
-        network = getattr(module, "model", None)
-        return MicroBatchGradient(
-            dict(module.named_parameters()), network if isinstance(network, nn.Module) else None, hooks, count,
-            self.broadcast(seed_of_run()), self.root_device, self.global_rank, self.world_size,
-        )  # fmt: skip
 
     @property
     def _module(self) -> LightningModule:
@@ -249,12 +230,7 @@ class DelayedGradientStrategy(DDPStrategy):
         def step() -> None:
             super(DelayedGradientStrategy, self).optimizer_step(optimizer, once, model, **kwargs)
 
-        # With a loss scale the precision plugin looks for infinities itself, and leaves such steps out.
-        scaled = getattr(self.precision_plugin, "scaler", None) is not None
-        if not self._running.update(step, check_finite=not scaled):
-            rank_zero_warn(
-                f"mini-batch {self._running.mini_batch - 1}: its gradient holds NaN or Inf; the update was skipped"
-            )
+        self._update(step, self.precision_plugin)
         return result
 
     def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -1,0 +1,71 @@
+"""What the Trainer's and Fabric's ``delayed_gradient`` strategies share: one process or DDP, and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_asyncpp.pipeline.delay_emulator import DelayEmulator
+from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
+from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
+from lightning_asyncpp.pipeline.randomness import seed_of_run
+from lightning_asyncpp.pipeline.runner import UserHooks
+
+
+class DelayedStrategyMixin:
+    """Comes before one of Lightning's DDP strategies, which is left out of it where there is one process only.
+
+    Attributes:
+        settings: the user's choices; checked.
+        emulator: keeps the older weights; ``None`` before there is an optimizer.
+    """
+
+    settings: DelaySettings
+    emulator: DelayEmulator | None
+
+    @property
+    def _alone(self) -> bool:
+        return bool(self.num_nodes * self.num_processes == 1)  # type: ignore[attr-defined]
+
+    def _configure_launcher(self) -> None:
+        # One process needs no launcher, and so works in notebooks too.
+        if not self._alone:
+            super()._configure_launcher()  # type: ignore[misc]
+
+    def _share_weights(self, module: nn.Module) -> None:
+        """Take rank 0's weights, as DDP does; for gradients that are reduced once, at the update."""
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor.detach(), src=0)
+
+    def _micro_batch_gradient(
+        self, module: nn.Module, network: nn.Module | None, hooks: UserHooks
+    ) -> MicroBatchGradient | None:
+        """Sums gradients as a pipeline does; ``None`` with whole batches.
+
+        Args:
+            module: whose parameters are trained.
+            network: what a pipeline would cut, if anything.
+            hooks: the user's functions for micro-batches.
+        """
+        if self.settings.micro_batches is None:
+            return None
+        seed = self.broadcast(seed_of_run())  # type: ignore[attr-defined]
+        device: torch.device = self.root_device  # type: ignore[attr-defined]
+        rank, ranks = self.global_rank, self.world_size  # type: ignore[attr-defined]
+        parameters = dict(module.named_parameters())
+        return MicroBatchGradient(parameters, network, hooks, self.settings.micro_batches, seed, device, rank, ranks)
+
+    def _update(self, step: Callable[[], Any], precision: Any) -> None:
+        """Apply the complete gradient, and say so where it is left out."""
+        assert self.emulator is not None
+        # With a loss scale the precision plugin looks for infinities itself, and leaves such steps out.
+        scaled = getattr(precision, "scaler", None) is not None
+        if not self.emulator.update(step, check_finite=not scaled):
+            rank_zero_warn(
+                f"mini-batch {self.emulator.mini_batch - 1}: its gradient holds NaN or Inf; the update was skipped"
+            )
