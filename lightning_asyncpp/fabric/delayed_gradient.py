@@ -58,6 +58,9 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             with ``micro_batches`` as a pipeline cuts the model, if it can.
         micro_batches: micro-batches that :meth:`training_step` cuts a batch into; ``None``: an ordinary loop.
         nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
+        last_stage_norm: with ``"fresh_last_stage"`` and ``micro_batches``, what the last stage is clipped by: the norm
+            of the mini-batch ``"before"``, as in the pipeline (``None`` means it too), of its ``"own"`` gradients, or
+            the ``"exact"`` one, for comparison.
         split_batch, micro_batch_weight, loss_reduction: as for the pipeline strategies, for ``micro_batches``.
         find_unused_parameters: as in DDP.
         process_group_backend, timeout, start_method: as in DDP.
@@ -75,6 +78,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         stage_of: Callable[[str], int] | None = None,
         micro_batches: int | None = None,
         nonfinite_gradients: Literal["stop", "skip"] = "stop",
+        last_stage_norm: Literal["before", "own", "exact"] | None = None,
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         micro_batch_weight: Callable[[Any], float] | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
@@ -99,7 +103,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
         )
-        self.settings = DelaySettings(delay, stages, stage_of, micro_batches, nonfinite_gradients)
+        self.settings = DelaySettings(delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm)
         self.settings.check()
         self.emulator: DelayEmulator | None = None
         self._given_hooks = {

@@ -101,7 +101,7 @@ class DelayEmulator:
         self.micro_batches.complete()
         norm = self.micro_batches.norm()
         delayed = clip_coefficient(norm, max_norm)
-        ahead = clip_coefficient(self._norm_known_ahead(), max_norm) if self._steps_ahead else delayed
+        ahead = clip_coefficient(self._last_stage_norm(norm), max_norm) if self._steps_ahead else delayed
         for parameter in self.names:
             factor = ahead if self.weights.delays[parameter] == 0 else delayed
             if parameter.grad is not None and factor < 1.0:
@@ -150,9 +150,12 @@ class DelayEmulator:
     def _steps_ahead(self) -> bool:
         return self.settings.delay == "fresh_last_stage"
 
-    def _norm_known_ahead(self) -> float:
-        """What a last stage clips by that does not wait for the others: the norm of the mini-batch before."""
-        if self._last_norm is not None:
+    def _last_stage_norm(self, exact: float) -> float:
+        """What a fresh last stage is clipped by: by default the norm of the mini-batch before."""
+        chosen = self.settings.last_stage_norm
+        if chosen == "exact":
+            return exact
+        if chosen != "own" and self._last_norm is not None:
             return self._last_norm
         assert self.micro_batches is not None
         return self.micro_batches.norm({name for p, name in self.names.items() if self.weights.delays[p] == 0})

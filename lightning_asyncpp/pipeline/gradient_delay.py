@@ -12,6 +12,7 @@ Delay = int | Literal["pipedream", "fresh_last_stage"]
 StageOf = Callable[[str], int]
 KINDS = ("pipedream", "fresh_last_stage")
 POLICIES = ("stop", "skip")
+NORMS = ("before", "own", "exact")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class DelaySettings:
         micro_batches: cut batches into as many pieces, and sum and clip gradients as a pipeline does; ``None`` leaves
             batches and arithmetic as Lightning has them.
         nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
+        last_stage_norm: what a fresh last stage is clipped by: ``"before"``, the norm of the mini-batch before (in the
+            first one, of its own gradients), as in the pipeline; ``"own"``, the norm of its own gradients; ``"exact"``,
+            the norm of the whole gradient, which no pipeline could know in time. ``None``: ``"before"`` with
+            ``micro_batches``, else exact, as Lightning clips.
     """
 
     delay: Delay = 1
@@ -36,6 +41,7 @@ class DelaySettings:
     stage_of: StageOf | None = None
     micro_batches: int | None = None
     nonfinite_gradients: str = "stop"
+    last_stage_norm: str | None = None
 
     def problems(self) -> list[str]:
         """What is wrong with the settings, each with its mend."""
@@ -51,7 +57,7 @@ class DelaySettings:
             )
         if self.nonfinite_gradients not in POLICIES:
             problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
-        return problems
+        return problems + self._norm_problems()
 
     @property
     def is_plain(self) -> bool:
@@ -112,6 +118,19 @@ class DelaySettings:
                 f" of {', '.join(KINDS)}"
             )
         return problems
+
+    def _norm_problems(self) -> list[str]:
+        norm = self.last_stage_norm
+        if norm is None:
+            return []
+        if norm not in NORMS:
+            return [f"last_stage_norm={norm!r} must be one of {', '.join(NORMS)}, or None for the pipeline's"]
+        if self.delay != "fresh_last_stage" or self.micro_batches is None:
+            return [
+                f"last_stage_norm={norm!r} has a meaning only with delay='fresh_last_stage' and micro_batches: leave it"
+                " out, or give those"
+            ]
+        return []
 
     def _stages_of(self, names: Sequence[str]) -> list[int]:
         assert self.stages is not None

@@ -55,6 +55,9 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         micro_batches: cut every batch into so many micro-batches and compute as a pipeline does; ``None``: whole
             batches, in Lightning's arithmetic.
         nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
+        last_stage_norm: with ``"fresh_last_stage"`` and ``micro_batches``, what the last stage is clipped by: the norm
+            of the mini-batch ``"before"``, as in the pipeline (``None`` means it too), of its ``"own"`` gradients, or
+            the ``"exact"`` one, for comparison.
         find_unused_parameters: as in DDP; with whole batches on several devices.
         process_group_backend, timeout, start_method: as in DDP.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
@@ -72,6 +75,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         stage_of: Callable[[str], int] | None = None,
         micro_batches: int | None = None,
         nonfinite_gradients: Literal["stop", "skip"] = "stop",
+        last_stage_norm: Literal["before", "own", "exact"] | None = None,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -93,7 +97,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
         )
-        self.settings = DelaySettings(delay, stages, stage_of, micro_batches, nonfinite_gradients)
+        self.settings = DelaySettings(delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm)
         self.settings.check()
         self.emulator: DelayEmulator | None = None
         self._emulated: LightningModule | None = None

@@ -260,6 +260,30 @@ def test_a_loop_of_the_pipeline_strategies_is_bitwise_the_oracle(name: str) -> N
         torch.testing.assert_close(output, model(case.batch(0)["x"]))
 
 
+@pytest.mark.parametrize("chosen", [None, "before", "own", "exact"])
+def test_a_fresh_last_stage_is_clipped_by_the_chosen_norm(chosen: Any) -> None:
+    strategy = DelayedGradientStrategy("fresh_last_stage", 2, micro_batches=3, last_stage_norm=chosen)
+    fabric = L.Fabric(strategy=strategy, devices=1, accelerator="cpu")
+    fabric.launch()
+    model = fabric.setup_module(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    first, last = list(model.parameters())[:2], list(model.parameters())[2:]
+    before = None
+    for t in range(3):
+        strategy.training_step(lambda b: F.mse_loss(model(b[0]), b[1]), batch(t))
+        fabric.clip_gradients(model, optimizer, max_norm=1e6)  # completes them and changes nothing
+        gradients = {p: p.grad.clone() for p in (*first, *last)}
+        exact, own = (torch.stack([gradients[p].norm() for p in stage]).norm() for stage in ((*first, *last), last))
+        norm = {"own": own, "exact": exact}.get(chosen, own if before is None else before)
+        fabric.clip_gradients(model, optimizer, max_norm=0.01)
+        for parameters, divisor in ((first, exact), (last, norm)):
+            for p in parameters:
+                torch.testing.assert_close(p.grad, gradients[p] * 0.01 / divisor, rtol=1e-3, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = exact
+
+
 def train_under_ddp(delay: int | None) -> list[Any]:
     """On this rank of a pool."""
     strategy = "ddp" if delay is None else DelayedGradientStrategy(delay=delay)

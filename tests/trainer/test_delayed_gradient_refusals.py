@@ -26,6 +26,12 @@ from tests.trainer.runs import Run
             {"delay": "fresh_last_stage", "stages": 2, "nonfinite_gradients": "skip"},
             ["steps the last stage before it is known", "use 'stop'"],
         ),
+        (
+            {"delay": "fresh_last_stage", "stages": 2, "last_stage_norm": "own"},
+            ["last_stage_norm='own' has a meaning only"],
+        ),
+        ({"micro_batches": 2, "last_stage_norm": "own"}, ["only with delay='fresh_last_stage' and micro_batches"]),
+        ({"last_stage_norm": "old"}, ["last_stage_norm='old' must be one of before, own, exact"]),
         ({"delay": 1, "stages": 4}, ["stages has no meaning with delay=1"]),
         ({"delay": 1, "stage_of": len}, ["stage_of has no meaning with delay=1"]),
         (
