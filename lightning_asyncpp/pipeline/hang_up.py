@@ -41,9 +41,10 @@ def hang_up_soon(mesh: Mesh, error: BaseException) -> None:
 
 def _hang_up(groups: list[dist.ProcessGroup]) -> None:
     for group in groups:
-        for rank in dist.get_process_group_ranks(group):
-            if rank != dist.get_rank():
-                _wait_in_vain(group, rank)
+        with suppress(KeyError):  # nothing used the group any more, and it is gone
+            for rank in dist.get_process_group_ranks(group):
+                if rank != dist.get_rank():
+                    _wait_in_vain(group, rank)
 
 
 def _wait_in_vain(group: dist.ProcessGroup, rank: int) -> None:

@@ -5,7 +5,9 @@ Rank 0 is the last stage of the first replica: the loss is there first, for the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -83,6 +85,7 @@ class Mesh:
         groups.data_parallel = self._one_of([self._stage_ranks(s) for s in range(self.num_stages)], timeout)
         groups.last_stages = self._one_of([self._stage_ranks(self.num_stages - 1)], timeout)
         self.groups = groups
+        weakref.finalize(groups, _destroy, groups.on_host())
 
     def _connect_neighbours(self, groups: Groups, timeout: timedelta | None) -> None:
         for replica in range(self.num_replicas):
@@ -160,6 +163,16 @@ def _new_group(
     group = dist.new_group(ranks, timeout=timeout, backend=backend)
     # Ranks outside a group get a placeholder, which no caller here ever uses.
     return group  # type: ignore[return-value]
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    """Let go of groups on gloo that nothing uses any more; torch keeps them, with their threads, until it is told to.
+
+    Not those on NCCL: ranks come here when they collect their garbage, and its communicators end together.
+    """
+    for group in groups:
+        with suppress(ValueError, AssertionError):  # somebody destroyed all groups
+            dist.destroy_process_group(group)
 
 
 def started(work: dist.Work | None) -> dist.Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import sys
 import traceback
@@ -31,16 +32,11 @@ class Outcome:
     trace: str = ""
 
 
-# Every Trainer and Fabric makes process groups, whose threads live as long as the process: hundreds take the cores.
-SCENARIOS_PER_POOL = 80
-
-
 class TrainerPool:
     """``world_size`` processes in which Lightning sees externally started ranks; their process group is made once."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.scenarios = 0
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["tests.trainer.runs"])
         self._tasks = [context.SimpleQueue() for _ in range(world_size)]
@@ -55,7 +51,6 @@ class TrainerPool:
 
     def outcomes(self, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Outcome]:
         """Run a scenario on all ranks; what it came to on each, by rank."""
-        self.scenarios += 1
         for task in self._tasks:
             task.put((scenario, args))
         outcomes: dict[int, Outcome] = {}
@@ -85,9 +80,6 @@ class Pools:
 
     def outcomes(self, world_size: int, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Outcome]:
         """Run a scenario on ``world_size`` ranks, errors included."""
-        pool = self._pools.get(world_size)
-        if pool is not None and pool.scenarios >= SCENARIOS_PER_POOL:
-            self._pools.pop(world_size).close()
         if world_size not in self._pools:
             self._pools[world_size] = TrainerPool(world_size)
         try:
@@ -125,6 +117,7 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=20))
+    gc.freeze()
     while True:
         scenario, args = tasks.get()
         try:
@@ -134,3 +127,4 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
             outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
         sys.stdout.flush()
         results.put((rank, outcome))
+        gc.collect()  # a Trainer's process groups, whose threads would take the cores, go with it

@@ -1,0 +1,40 @@
+"""The process groups of a Trainer or a Fabric go with it: each keeps threads that wake a hundred times a second."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from lightning_asyncpp.fabric import AsyncPipelineStrategy
+from tests.trainer.pool import Pools
+from tests.trainer.runs import Net, Run, fit
+
+
+def threads_after(kind: str) -> int:
+    """Threads of this rank, once what was trained is gone."""
+    if kind == "trainer":
+        fit(Run(Net, "async", {"micro_batches": 2}))
+    else:
+        strategy = AsyncPipelineStrategy(micro_batches=2)
+        fabric = Fabric(strategy=strategy, devices=torch.distributed.get_world_size(), accelerator="cpu")
+        fabric.launch()
+        fabric.setup_module(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        del fabric, strategy
+    gc.collect()
+    time.sleep(0.2)  # a thread that was told to end is listed until it has
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_no_thread_outlives_its_run(pools: Pools, kind: str) -> None:
+    pools.run(2, threads_after, kind)
+    first, *others = [pools.run(2, threads_after, kind) for _ in range(3)]
+    assert all(now <= then for later in others for then, now in zip(first, later))
