@@ -14,11 +14,13 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
 
-ASYNC, ASYNC_CLIPPED, ASYNC_FABRIC, SYNC = "async", "async+clip", "async+fabric", "sync"
+ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+clip", "async+fresh", "async+fabric"
+SYNC = "sync"
 ONE_F_ONE_B, GPIPE, FLOOR = "1f1b", "gpipe", "floor"
 TITLES = {
     ASYNC: "async_pipeline, through the Trainer",
     ASYNC_CLIPPED: "async_pipeline, clipping on",
+    ASYNC_FRESH: "async_pipeline, fresh last stage",
     ASYNC_FABRIC: "async_pipeline, in a Fabric loop",
     SYNC: "sync_pipeline, through the Trainer",
     ONE_F_ONE_B: "torch Schedule1F1B",

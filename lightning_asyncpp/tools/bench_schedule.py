@@ -25,6 +25,7 @@ from lightning_asyncpp.tools.bench_job import (
     ASYNC,
     ASYNC_CLIPPED,
     ASYNC_FABRIC,
+    ASYNC_FRESH,
     FLOOR,
     GPIPE,
     ONE_F_ONE_B,
@@ -68,6 +69,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--forward-ms", type=PositiveFloat, default=20.0, help="sleep of a forward, in ms")
     parser.add_argument("--backward-ms", type=PositiveFloat, default=40.0, help="sleep of a backward, in ms")
     parser.add_argument("--clip", action="store_true", help="run the asynchronous pipeline with clipping as well")
+    parser.add_argument("--fresh-last-stage", action="store_true", help="and with a fresh last stage")
     parser.add_argument("--trace", type=str | None, default=None, help="write the engine's spans to this JSON file")
     parser.add_argument("--svg", type=str | None, default=None, help="draw the measured timelines to this file")
     return parser
@@ -75,7 +77,8 @@ def _parser() -> ArgumentParser:
 
 def _job(arguments: Namespace) -> Job:
     clipped = [ASYNC_CLIPPED] if arguments.clip else []
-    systems = (ASYNC, *clipped, ASYNC_FABRIC, SYNC, ONE_F_ONE_B, GPIPE, FLOOR)
+    fresh = [ASYNC_FRESH] if arguments.fresh_last_stage else []
+    systems = (ASYNC, *clipped, *fresh, ASYNC_FABRIC, SYNC, ONE_F_ONE_B, GPIPE, FLOOR)
     return Job(
         "sleep", arguments.stages, arguments.micro_batches, systems,
         arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead,

@@ -23,6 +23,7 @@ from lightning_asyncpp.tools.bench_job import (
     ASYNC,
     ASYNC_CLIPPED,
     ASYNC_FABRIC,
+    ASYNC_FRESH,
     FLOOR,
     GPIPE,
     ONE_F_ONE_B,
@@ -83,12 +84,10 @@ class _Marks(L.Callback):
 def run_trainer(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
     """Run one of our strategies through an ordinary Trainer."""
     meter = Trace(-1)
-    strategy_class = SyncPipelineStrategy if system == SYNC else AsyncPipelineStrategy
-    lookahead = None if system == SYNC else job.lookahead
     marks = _Marks(job.traced)
     trainer = L.Trainer(
         accelerator="cpu", devices=job.stages, plugins=[LightningEnvironment()], callbacks=[marks],
-        strategy=strategy_class(micro_batches=job.micro_batches, lookahead=lookahead),
+        strategy=_strategy(job, system),
         gradient_clip_val=1e-3 if system == ASYNC_CLIPPED else None, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
@@ -98,6 +97,13 @@ def run_trainer(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader(job.batches(), batch_size=None))  # type: ignore[arg-type]
     return RankRun(system, marks.stage, meter.spans, marks.times, marks.trace.spans if marks.trace else [])
+
+
+def _strategy(job: Job, system: str) -> SyncPipelineStrategy | AsyncPipelineStrategy:
+    if system == SYNC:
+        return SyncPipelineStrategy(micro_batches=job.micro_batches)
+    fresh = system == ASYNC_FRESH
+    return AsyncPipelineStrategy(micro_batches=job.micro_batches, lookahead=job.lookahead, fresh_last_stage=fresh)
 
 
 def run_fabric(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
@@ -156,6 +162,7 @@ def run_floor(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
 RUNNERS: dict[str, Callable[[Job, str, LayerFactory], RankRun]] = {
     ASYNC: run_trainer,
     ASYNC_CLIPPED: run_trainer,
+    ASYNC_FRESH: run_trainer,
     ASYNC_FABRIC: run_fabric,
     SYNC: run_trainer,
     ONE_F_ONE_B: run_torch_schedule,
