@@ -22,7 +22,10 @@ Gaps = Sequence[tuple["Line", Spread]]
 
 # Okabe and Ito's palette, told apart by colour-blind readers too; markers say the same once more.
 SYNC, ASYNC = ("#222222", "o"), ("#D55E00", "s")
-CORRECTED = (("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"), ("#E69F00", "P"), ("#56B4E9", "X"))
+CORRECTED = (
+    ("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"), ("#E69F00", "P"), ("#56B4E9", "X"),
+    ("#8C564B", "<"), ("#999933", ">"), ("#7F7F7F", "*"),
+)  # fmt: skip
 _MUTED, _GRID = "#5c6875", "#e3e7ec"
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "asyncpp", "svg.fonttype": "none", "font.size": 10,
@@ -34,9 +37,11 @@ STYLE: dict[str, Any] = {
 }  # fmt: skip
 _RING: dict[str, Any] = {"ls": "", "marker": "o", "ms": 12, "mfc": "none", "mew": 1.5}
 _CROSS: dict[str, Any] = {"ls": "", "marker": "x", "ms": 7, "mew": 2}
-VARIABLE, CONSTANT, ANY_DIVERGED = "PipeDream: delay by stage", "constant: one update", "a seed diverged"
+VARIABLE, FRESH, CONSTANT = "PipeDream: delay by stage", "a fresh last stage", "constant: one update"
+ANY_DIVERGED = "a seed diverged"
 _EXTRA: dict[str, dict[str, Any]] = {
-    "chosen": _RING, "diverged": _CROSS, ANY_DIVERGED: _CROSS, VARIABLE: {"ls": "-"}, CONSTANT: {"ls": "--"},
+    "chosen": _RING, "diverged": _CROSS, ANY_DIVERGED: _CROSS,
+    VARIABLE: {"ls": "-"}, FRESH: {"ls": "-"}, CONSTANT: {"ls": "--"},
 }  # fmt: skip
 _COLUMNS, _PANEL = 4, (3.1, 2.7)  # panels side by side at most; width and height of one in inches
 
@@ -88,6 +93,20 @@ def draw_row(axes: Axes, place: int, gaps: Gaps) -> None:
     axes.plot(ends, [place] * len(ends), color=_GRID, lw=5, solid_capstyle="round", zorder=1)
     for line, mean, std in known:
         axes.errorbar(mean, place, xerr=std, color=line.colour, marker=line.marker, ms=7, capsize=3, ls="")
+
+
+def draw_forest(axes: Axes, rows: Gaps) -> None:
+    """A row per line: its gap with its standard deviation, between the first one's (dashed) and none."""
+    for place, (line, gap) in enumerate(rows):
+        if gap.mean is not None:
+            axes.errorbar(gap.mean, place, xerr=gap.std, color=line.colour, marker=line.marker, ms=6, capsize=3, ls="")
+        if gap.diverged:
+            at_right: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+            axes.text(1, place - 0.14, _diverged(gap), color=_MUTED, fontsize=8.5, **at_right)
+    if rows and rows[0][1].mean is not None:
+        axes.axvline(rows[0][1].mean, color=rows[0][0].colour, lw=1.2, ls="--", zorder=1)
+    axes.axvline(0, color=SYNC[0], lw=1.2, zorder=1)
+    axes.grid(visible=False, axis="y")
 
 
 def print_losses(axes: Axes, entries: Sequence[tuple[Line, Result]]) -> None:

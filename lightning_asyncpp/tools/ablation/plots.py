@@ -15,6 +15,7 @@ from lightning_asyncpp.tools.ablation.drawing import (
     ASYNC,
     CONSTANT,
     CORRECTED,
+    FRESH,
     STYLE,
     SYNC,
     VARIABLE,
@@ -22,6 +23,7 @@ from lightning_asyncpp.tools.ablation.drawing import (
     Line,
     Point,
     Series,
+    draw_forest,
     draw_gaps,
     draw_level,
     draw_row,
@@ -39,6 +41,8 @@ Curves = Mapping[str, Sequence[tuple[int, float]]]
 Band = list[tuple[int, float, float, float]]
 
 _GAP_LABEL = "gap to sync (own scale)"  # a robust optimizer's gap could not be seen on a shared one
+_BY_STAGE = {"pipedream": VARIABLE, "fresh_last_stage": FRESH}
+_MOST_IN_ONE_ROW = 3  # corrections of an optimizer that the overview shows in one row
 _SHOWN_FROM = 0.25  # share of the steps from which on curves decide the range of the axis
 _SEARCH_CEILING = 1.25  # end of the axis over the worst chosen loss
 
@@ -63,6 +67,7 @@ def write_plots(folder: Path, ablation: Ablation, curves: Curves) -> list[str]:
         "lr_gap": lambda: draw_gaps_by_learning_rate(ablation),
         "momentum": lambda: draw_momentum(ablation),
         "depth": lambda: draw_depth(ablation),
+        "delay": lambda: draw_delay(ablation),
     }
     written = []
     with style.context(["default", STYLE]):
@@ -81,6 +86,8 @@ def draw_overview(ablation: Ablation) -> Figure | None:
     shown = {group: gaps for group in ablation.groups if (gaps := _gaps(ablation, group))}
     if not any(gap.values for gaps in shown.values() for _, gap in gaps):
         return None
+    if max(map(len, shown.values())) > 1 + _MOST_IN_ONE_ROW:
+        return _forest(shown)
     figure, (axes,) = panels(["Loss after training less that without delay"], "", "gap to sync")
     figure.set_size_inches(7.5, 1.3 + 0.36 * len(shown))
     for place, gaps in enumerate(shown.values()):
@@ -93,6 +100,19 @@ def draw_overview(ablation: Ablation) -> Figure | None:
     return figure
 
 
+def _forest(shown: Mapping[Group, Gaps]) -> Figure:
+    """A panel per optimizer and a row per correction, on scales of their own."""
+    lines = sorted({line for gaps in shown.values() for line, _ in gaps})
+    figure, every_axes = panels([group.label for group in shown], "", _GAP_LABEL)
+    figure.set_size_inches(3.4 * len(shown) + 1.6, 1.1 + 0.27 * len(lines))
+    for axes, gaps in zip(every_axes, shown.values()):
+        known = dict(gaps)
+        draw_forest(axes, [(line, known.get(line, Spread({}))) for line in lines])
+    every_axes[0].set_yticks(range(len(lines)), [line.label for line in lines])
+    every_axes[0].set_ylim(len(lines) - 0.5, -0.5)
+    return figure
+
+
 def draw_curves(ablation: Ablation, curves: Curves) -> Figure | None:
     """Validation loss against step at each row's learning rate: mean over seeds, band from minimum to maximum."""
     shown = {group: _with_band(ablation, group, curves) for group in ablation.groups}
@@ -100,15 +120,18 @@ def draw_curves(ablation: Ablation, curves: Curves) -> Figure | None:
     if not shown:
         return None
     figure, every_axes = panels([group.label for group in shown], "validation loss", "step")
+    most = max(map(len, shown.values()))
+    printed = most if most <= 2 + _MOST_IN_ONE_ROW else 0  # more final losses would cover the curves
     for axes, entries in zip(every_axes, shown.values()):
         for line, points in ((line, points) for line, _, points in entries if points):
             steps, means, lows, highs = zip(*points)
             axes.plot(steps, means, color=line.colour)
             axes.fill_between(steps, lows, highs, color=line.colour, alpha=0.18, linewidth=0)
-        print_losses(axes, [(line, result) for line, result, _ in entries])
+        if printed:
+            print_losses(axes, [(line, result) for line, result, _ in entries])
         axes.set_xlim(left=0)
     every = [points for entries in shown.values() for _, _, points in entries if points]
-    every_axes[0].set_ylim(*_curve_range(every, max(map(len, shown.values()))))
+    every_axes[0].set_ylim(*_curve_range(every, printed))
     legend(figure, [line for entries in shown.values() for line, _, _ in entries], marker=False)
     return figure
 
@@ -166,18 +189,28 @@ def draw_momentum(ablation: Ablation) -> Figure | None:
 
 
 def draw_depth(ablation: Ablation) -> Figure | None:
-    """Gap to the run without delay by number of stages: PipeDream's variable delay, and a constant one of one update.
+    """Gap to the run without delay by number of stages: a delay that depends on it, and a constant one of one update.
 
-    None unless PipeDream's delay was run with at least two numbers of stages.
+    None unless a kind of such a delay, PipeDream's or that of a fresh last stage, was run with at least two numbers of
+    stages; the former, if both were.
     """
-    if len({row.stages for row in ablation.results if row.kind == "pipedream"} - {None}) < 2:
+    for kind, name in _BY_STAGE.items():
+        if len({row.stages for row in ablation.results if row.delay == kind} - {None}) > 1:
+            shown = {group: series for group in ablation.groups if (series := _by_depth(ablation, group, kind))}
+            levels = {group.label: _gaps(ablation, group) for group in shown}
+            return _gap_figure({group.label: series for group, series in shown.items()}, "stages", levels, name)
+    return None
+
+
+def draw_delay(ablation: Ablation) -> Figure | None:
+    """Gap to the run without delay by constant delay; None unless at least two delays were run."""
+    if len({row.kind for row in ablation.results if row.kind.isdigit()} - {"0"}) < 2:
         return None
-    shown = {group: series for group in ablation.groups if (series := _by_depth(ablation, group))}
-    levels = {group.label: _gaps(ablation, group) for group in shown}
-    return _gap_figure({group.label: series for group, series in shown.items()}, "stages", levels)
+    shown = {group.label: series for group in ablation.groups if (series := _by_delay(ablation, group))}
+    return _gap_figure(shown, "delay in updates", {})
 
 
-def _gap_figure(shown: Mapping[str, Series], x_label: str, levels: Mapping[str, Gaps]) -> Figure | None:
+def _gap_figure(shown: Mapping[str, Series], x_label: str, levels: Mapping[str, Gaps], name: str = "") -> Figure | None:
     """A panel per title with gaps against ``x_label``, and ``levels`` that hold for all of it."""
     gaps = [gap for series in shown.values() for points in series.values() for _, gap in points]
     if not any(gap.values for gap in gaps):
@@ -189,7 +222,7 @@ def _gap_figure(shown: Mapping[str, Series], x_label: str, levels: Mapping[str, 
         for line, gap in levels.get(title, ()):
             draw_level(axes, line, gap)
             lines.append(line)
-    more = [VARIABLE, CONSTANT] if levels else []
+    more = [name, CONSTANT] if levels else []
     legend(figure, lines, more=[*more, *([ANY_DIVERGED] if any(gap.diverged for gap in gaps) else [])])
     return figure
 
@@ -237,10 +270,18 @@ def _gaps(ablation: Ablation, group: Group) -> list[tuple[Line, Spread]]:
     return [(line, gap) for line, gap in gaps if gap is not None]
 
 
-def _by_depth(ablation: Ablation, group: Group) -> dict[Line, list[Point]]:
+def _by_delay(ablation: Ablation, group: Group) -> dict[Line, list[Point]]:
     series: dict[Line, list[Point]] = {}
     for row in ablation.results:
-        if row.group == group and row.kind == "pipedream" and row.stages is not None and (gap := ablation.gap(row)):
+        if row.group == group and row.kind.isdigit() and row.kind != "0" and (gap := ablation.gap(row)):
+            series.setdefault(_delayed_line(ablation, row.correction), []).append((int(row.kind), gap))
+    return dict(sorted(series.items()))
+
+
+def _by_depth(ablation: Ablation, group: Group, kind: str) -> dict[Line, list[Point]]:
+    series: dict[Line, list[Point]] = {}
+    for row in ablation.results:
+        if row.group == group and row.delay == kind and row.stages is not None and (gap := ablation.gap(row)):
             series.setdefault(_delayed_line(ablation, row.correction), []).append((row.stages, gap))
     return series
 

@@ -81,7 +81,7 @@ def delay_table(ablation: Ablation) -> str:
     compared = {row.group for row in other}
     reference = [r for r in ablation.results if (r.delay, r.stages) == one_update and r.group in compared]
     rows = sorted([*reference, *other], key=_row_order(ablation))
-    header = [*_group_header(ablation), "delay", "stages", "correction", "loss", "gap to sync"]
+    header = [*_group_header(ablation), "delay", "stages", "correction", "loss", "gap to sync", "recovers"]
     lines = [_delay_line(ablation, row) for row in rows]
     return _with_notes(_markdown(header, lines), ablation, _DELAY_NOTE)
 
@@ -117,7 +117,8 @@ _MAIN_NOTE = (
 )
 _DELAY_NOTE = (
     "Last validation loss (learning rate) and its difference to the same optimizer's sync run, paired by seed: mean ±"
-    " sample standard deviation over seeds."
+    " sample standard deviation over seeds. Recovered: what a correction takes back of the gap at the same delay, and"
+    " what a fresh last stage, corrected or not, takes back of the gap of one update."
 )
 
 
@@ -197,8 +198,16 @@ def _correction_line(ablation: Ablation, group: Group, correction: str) -> list[
 
 def _delay_line(ablation: Ablation, row: Row) -> list[str]:
     result = ablation.results[row]
-    cells = [loss_cell(result, _seed_count(ablation)), gap_cell(result, ablation.sync(row.group))]
+    sync, delayed = ablation.sync(row.group), _recovered_from(ablation, row)
+    share = "" if delayed == row else share_cell(sync, ablation.results.get(delayed), result)
+    cells = [loss_cell(result, _seed_count(ablation)), gap_cell(result, sync), share]
     return _row_names(ablation, row) + cells
+
+
+def _recovered_from(ablation: Ablation, row: Row) -> Row:
+    """The delayed row whose gap this one takes something back of; itself if it is uncorrected."""
+    delay, stages = ablation.setting("1") if row.kind == "fresh_last_stage" else (row.delay, row.stages)
+    return Row(row.group, delay, stages, UNCORRECTED)
 
 
 def _search_cells(result: Result, lrs: Sequence[float]) -> list[str]:

@@ -128,6 +128,34 @@ def test_the_overview_has_a_mark_per_delayed_row_and_names_diverged_ones():
     assert [text.get_text() for text in axes.texts] == ["async + EF: diverged"]
 
 
+def test_many_corrections_have_a_row_each():
+    runs = [run(1.5, delay="0"), run(1.9)]
+    runs += [run(1.6 + place / 10, correction=name) for place, name in enumerate(("EF", "EF-2", "EF-3", "prediction"))]
+    runs += [run(1.3, delay="0", optimizer="AdamW"), run(None, optimizer="AdamW", correction="look-ahead")]
+    figure = plots.draw_overview(Ablation.of(runs))
+    muon, adamw = axes_of(figure)
+    assert [bars.lines[0].get_xdata()[0] for bars in muon.containers] == pytest.approx([0.4, 0.1, 0.2, 0.3, 0.4])
+    assert [bars.lines[0].get_ydata()[0] for bars in muon.containers] == [0, 1, 2, 3, 4]
+    names = [label.get_text() for label in muon.get_yticklabels()]
+    assert names == ["async", "async + EF", "async + EF-2", "async + EF-3", "async + prediction", "async + look-ahead"]
+    assert [text.get_text() for text in adamw.texts] == ["diverged"]
+    assert [line.get_xdata()[0] for line in muon.lines if line.get_linestyle() == "--"] == [pytest.approx(0.4)]
+
+
+def test_a_fresh_last_stage_is_drawn_by_depth_and_constant_delays_by_delay(tmp_path):
+    runs = [run(1.5, delay="0"), run(1.9), run(1.7, correction="EF"), run(2.1, delay="4"), run(2.0, delay="2")]
+    runs += [run(1.6 + 1 / s, delay="fresh_last_stage", stages=s) for s in (2, 4)]
+    figure = plots.draw_depth(Ablation.of(runs))
+    (axes,) = axes_of(figure)
+    assert list(axes.containers[0].lines[0].get_ydata()) == pytest.approx([0.6, 0.35])
+    assert [text.get_text() for text in figure.legends[0].get_texts()][-2:] == [plots.FRESH, plots.CONSTANT]
+    (axes,) = axes_of(plots.draw_delay(Ablation.of(runs)))
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "4"]
+    assert list(axes.containers[0].lines[0].get_ydata()) == pytest.approx([0.4, 0.5, 0.6])
+    assert list(axes.containers[1].lines[0].get_ydata()) == pytest.approx([0.2])
+    assert plots.draw_delay(Ablation.of([r for r in runs if r.delay in ("0", "1")])) is None
+
+
 def test_a_depth_at_which_a_seed_diverged_has_a_cross_at_the_top():
     runs = [run(1.5, delay="0"), *seeds([1.5, 1.5], delay="0")[1:], run(1.6, delay="pipedream", stages=4)]
     runs += seeds([None, None], delay="pipedream", stages=8)

@@ -113,19 +113,22 @@ def test_other_delays_stand_below_the_delay_of_one_update_with_their_gap_to_sync
         run(1.7, delay="pipedream", stages=4),
     ]
     runs += [run(1.65, delay="2"), run(1.55, delay="pipedream", stages=4, correction="EF")]
+    runs += [run(1.575, delay="fresh_last_stage", stages=4), run(1.575, delay="2", correction="EF")]
     lines = [line for line in delay_table(Ablation.of(runs)).splitlines() if line.startswith("| Muon")]
     assert lines == [
-        "| Muon | 1 |  | none | 1.600 (0.01 ‡) | +0.100 |",
-        "| Muon | 2 |  | none | 1.650 (0.01 ‡) | +0.150 |",
-        "| Muon | pipedream | 4 | none | 1.700 (0.01 ‡) | +0.200 |",
-        "| Muon | pipedream | 4 | EF | 1.550 (0.01 ‡) | +0.050 |",
-        "| Muon | pipedream | 16 | none | 1.800 (0.01 ‡) | +0.300 |",
+        "| Muon | 1 |  | none | 1.600 (0.01 ‡) | +0.100 |  |",
+        "| Muon | 2 |  | none | 1.650 (0.01 ‡) | +0.150 |  |",
+        "| Muon | 2 |  | EF | 1.575 (0.01 ‡) | +0.075 | 50 % |",
+        "| Muon | fresh_last_stage | 4 | none | 1.575 (0.01 ‡) | +0.075 | 25 % |",
+        "| Muon | pipedream | 4 | none | 1.700 (0.01 ‡) | +0.200 |  |",
+        "| Muon | pipedream | 4 | EF | 1.550 (0.01 ‡) | +0.050 | 75 % |",
+        "| Muon | pipedream | 16 | none | 1.800 (0.01 ‡) | +0.300 |  |",
     ]
 
 
 def test_other_delays_without_their_sync_row_have_no_gap_yet():
     table = delay_table(Ablation.of([run(1.7, delay="fresh_last_stage", stages=4)]))
-    assert "| Muon | fresh_last_stage | 4 | none | 1.700 (0.01 ‡) | not run yet |" in table
+    assert "| Muon | fresh_last_stage | 4 | none | 1.700 (0.01 ‡) | not run yet | not run yet |" in table
 
 
 def test_the_search_shows_every_lr_on_the_search_seed():
