@@ -216,7 +216,10 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         emulator = self._running("optimizer.step()")
         closure = kwargs.pop("closure", None)
         if closure is not None and self.settings.is_plain:
-            return self.precision.optimizer_step(optimizer, closure=closure, **kwargs)
+            closure = self._checked(closure, self.precision)
+            result = self.precision.optimizer_step(optimizer, closure=closure, **kwargs)
+            emulator.mini_batch += 1
+            return result
         if emulator.micro_batches is not None and not emulator.micro_batches.pending:
             raise ConfigurationError(refusals.NOTHING_TO_STEP)
         loss = None

@@ -60,12 +60,27 @@ class DelayedStrategyMixin:
         parameters = dict(module.named_parameters())
         return MicroBatchGradient(parameters, network, hooks, self.settings.micro_batches, seed, device, rank, ranks)
 
+    def _checked(self, closure: Callable[[], Any], precision: Any) -> Callable[[], Any]:
+        """The closure, for optimizers that may evaluate it several times; it raises if the gradient is not finite."""
+
+        def checked() -> Any:
+            result = closure()
+            if not _scales(precision):
+                assert self.emulator is not None
+                self.emulator.check_finite()
+            return result
+
+        return checked
+
     def _update(self, step: Callable[[], Any], precision: Any) -> None:
         """Apply the complete gradient, and say so where it is left out."""
         assert self.emulator is not None
-        # With a loss scale the precision plugin looks for infinities itself, and leaves such steps out.
-        scaled = getattr(precision, "scaler", None) is not None
-        if not self.emulator.update(step, check_finite=not scaled):
+        if not self.emulator.update(step, check_finite=not _scales(precision)):
             rank_zero_warn(
                 f"mini-batch {self.emulator.mini_batch - 1}: its gradient holds NaN or Inf; the update was skipped"
             )
+
+
+def _scales(precision: Any) -> bool:
+    """Whether the precision plugin scales the loss: it then looks for infinities itself, and leaves such steps out."""
+    return getattr(precision, "scaler", None) is not None

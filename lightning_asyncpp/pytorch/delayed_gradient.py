@@ -225,7 +225,9 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
     ) -> Any:
         """Take the gradient, where it belongs, and apply it to the newest weights."""
         if self.settings.is_plain:
-            return super().optimizer_step(optimizer, self._checked(closure), model, **kwargs)
+            result = super().optimizer_step(optimizer, self._checked(closure, self.precision_plugin), model, **kwargs)
+            self._running.mini_batch += 1
+            return result
         result = closure()
         if private.skips_backward(self._module.trainer):
             return result
@@ -236,15 +238,6 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
 
         self._update(step, self.precision_plugin)
         return result
-
-    def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def checked() -> Any:
-            result = closure()
-            if getattr(self.precision_plugin, "scaler", None) is None:
-                self._running.check_finite()
-            return result
-
-        return checked
 
     def _micro_batched_step(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         micro_batches, log = self._running.micro_batches, self._micro_batch_log

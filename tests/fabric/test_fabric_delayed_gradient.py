@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from lightning_asyncpp import ConfigurationError
 from lightning_asyncpp.fabric import DelayedGradientStrategy
 from lightning_asyncpp.optim import ErrorFeedback
+from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
 from tests.pipeline.cases import Case, make_model
 from tests.pipeline.runs import run_oracle
 from tests.trainer.pool import Pools
@@ -209,6 +210,26 @@ def test_a_compiled_model_follows_the_rule() -> None:
     compiled.train()
     for a, b in zip(compiled.weights, plain.weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_closure_whose_gradient_is_no_number_stops_the_loop(delay: int) -> None:
+    loop = Loop(DelayedGradientStrategy(delay=delay), error_feedback=False)
+    for factor in (1.0, 1.0, float("nan")):
+        before = loop.weights
+
+        def closure(factor: float = factor) -> Tensor:
+            loop.optimizer.zero_grad()
+            loss = loop.loss(0) * factor
+            loop.fabric.backward(loss)
+            return loss
+
+        if factor == 1.0:
+            loop.optimizer.step(closure)
+        else:
+            with pytest.raises(NonFiniteGradientError, match="mini-batch 2 holds NaN or Inf"):
+                loop.optimizer.step(closure)
+            assert all(torch.equal(a, b) for a, b in zip(before, loop.weights, strict=True))
 
 
 def test_a_skipped_update_is_told() -> None:

@@ -180,10 +180,10 @@ class NotANumber(Branches):
         return output | {"loss": output["loss"] * float("nan")} if batch_idx == 2 else output
 
 
-@pytest.mark.parametrize("micro_batches", [None, 2])
-def test_gradients_that_are_no_numbers_stop_training_before_the_update(micro_batches: int | None) -> None:
+@pytest.mark.parametrize(("delay", "micro_batches"), [(1, None), (1, 2), (0, None)])
+def test_gradients_that_are_no_numbers_stop_training_before_the_update(delay: int, micro_batches: int | None) -> None:
     with pytest.raises(NonFiniteGradientError, match=r"mini-batch 2 holds NaN or Inf \(in scale, recurrent"):
-        train(Run(NotANumber, "delayed", {"micro_batches": micro_batches}))
+        train(Run(NotANumber, "delayed", {"delay": delay, "micro_batches": micro_batches}))
 
 
 @pytest.mark.parametrize("micro_batches", [None, 2])
