@@ -71,6 +71,18 @@ def correction_table(ablation: Ablation) -> str:
     return _with_notes(_markdown(header, lines), ablation, _MAIN_NOTE)
 
 
+def equal_table(ablation: Ablation) -> str:
+    """All three at the learning rate of the corrected run, on the search seed; empty where that was never tried."""
+    lines = [
+        line
+        for group in ablation.groups
+        for correction in _used(ablation)
+        if (line := _equal_line(ablation, group, correction))
+    ]
+    header = [*_group_header(ablation), "correction", "lr", "sync", "async", "corrected", "recovers"]
+    return f"{_markdown(header, lines)}\n\n{_EQUAL_NOTE}" if lines else ""
+
+
 def delay_table(ablation: Ablation) -> str:
     """Loss and gap under every other delay, the delay of one update above them; empty if there is no other."""
     constant = {ablation.setting("0"), ablation.setting("1")}
@@ -101,12 +113,14 @@ def search_table(ablation: Ablation) -> str:
 TABLES: Mapping[str, Callable[[Ablation], str]] = {
     "main": main_table,
     "corrections": correction_table,
+    "equal": equal_table,
     "delays": delay_table,
     "search": search_table,
 }
 TITLES = {
     "main": "No delay, a delay of one update, and corrections",
     "corrections": "Corrections side by side",
+    "equal": "At the same learning rate",
     "delays": "Other delays",
     "search": "The search for the learning rate",
 }
@@ -114,6 +128,10 @@ _MAIN_NOTE = (
     "Last validation loss (learning rate), mean ± sample standard deviation over seeds. Gap: async less sync, paired by"
     " seed. Recovered: (async - corrected) / (async - sync) for each seed; a gap smaller than twice its standard"
     " deviation is within noise."
+)
+_EQUAL_NOTE = (
+    "Last validation loss on the seed of the search, all three at the learning rate of the corrected run: what a"
+    " correction does where nothing else is changed."
 )
 _DELAY_NOTE = (
     "Last validation loss (learning rate) and its difference to the same optimizer's sync run, paired by seed: mean ±"
@@ -194,6 +212,20 @@ def _correction_line(ablation: Ablation, group: Group, correction: str) -> list[
     share = "" if correction == UNCORRECTED else share_cell(sync, delayed, result)
     cells = [loss_cell(result, _seed_count(ablation)), gap_cell(result, sync), share]
     return [*_group_names(ablation, group), correction, *cells]
+
+
+def _equal_line(ablation: Ablation, group: Group, correction: str) -> list[str] | None:
+    sync, delayed = ablation.sync(group), ablation.constant(group, "1", UNCORRECTED)
+    corrected = ablation.constant(group, "1", correction)
+    if sync is None or delayed is None or corrected is None or corrected.lr is None:
+        return None
+    losses = [result.search.get(corrected.lr) for result in (sync, delayed, corrected)]
+    first, second, third = losses
+    if first is None or second is None or third is None or not sync.searched:
+        return None
+    share = f"{100 * (second - third) / (second - first):.0f} %" if second > first else Verdict.NO_GAP.value
+    shown = [f"{loss:.3f}" for loss in (first, second, third)]
+    return [*_group_names(ablation, group), correction, f"{corrected.lr:g}", *shown, share]
 
 
 def _delay_line(ablation: Ablation, row: Row) -> list[str]:

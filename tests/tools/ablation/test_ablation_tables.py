@@ -9,6 +9,7 @@ from lightning_asyncpp.tools.ablation.tables import (
     TITLES,
     correction_table,
     delay_table,
+    equal_table,
     main_table,
     page,
     search_table,
@@ -131,6 +132,17 @@ def test_other_delays_without_their_sync_row_have_no_gap_yet():
     assert "| Muon | fresh_last_stage | 4 | none | 1.700 (0.01 ‡) | not run yet | not run yet |" in table
 
 
+def test_at_the_same_learning_rate_all_three_are_those_of_the_corrected_run():
+    runs = [*search({0.01: 1.5, 0.1: 1.4}, delay="0"), *search({0.01: 1.7, 0.1: 2.0}), run(1.6, correction="EF")]
+    runs += [*search({0.1: 1.2, 0.2: 1.3}, delay="0", optimizer="AdamW"), *search({0.01: 1.7}, optimizer="AdamW")]
+    runs += search({0.01: 1.6}, optimizer="AdamW", correction="EF")
+    lines = equal_table(Ablation.of(runs)).splitlines()
+    assert lines[0] == "| optimizer | correction | lr | sync | async | corrected | recovers |"
+    assert lines[2:4] == ["| Muon | EF | 0.01 | 1.500 | 1.700 | 1.600 | 50 % |", ""]  # AdamW has no such sync run
+    single = [run(1.5, delay="0"), run(1.6), run(1.55, correction="EF")]
+    assert equal_table(Ablation.of(single)) == ""
+
+
 def test_the_search_shows_every_lr_on_the_search_seed():
     runs = [*search({0.001: 1.7, 0.1: None}, delay="0"), *seeds([1.5, 1.2], delay="0"), *search({0.1: 1.9, 1.0: 2.0})]
     _, _, sync, delayed = search_table(Ablation.of(runs)).splitlines()
@@ -142,9 +154,9 @@ def test_the_search_shows_every_lr_on_the_search_seed():
     ("runs", "expected"),
     [
         ([], []),
-        (finished(), ["main", "search"]),
+        (finished(), ["main", "equal", "search"]),
         ([run(1.7, delay="pipedream", stages=4)], ["delays", "search"]),
-        (whole_grid(), ["main", "delays", "search"]),
+        (whole_grid(), ["main", "equal", "delays", "search"]),
     ],
 )
 def test_the_page_has_the_tables_that_have_rows(runs, expected):
