@@ -24,11 +24,17 @@ _REMARK = re.compile(
     r"Problem with given class_path .*:$"
 )
 
+_NO_OPTIMIZER = (
+    "its module takes no optimizer: give its __init__ an argument `optimizer: OptimizerCallable` (from"
+    " lightning.pytorch.cli), and let configure_optimizers return self.optimizer(self.named_parameters())"
+)
+
 
 def find_problems(recipe: Recipe) -> list[str]:
     """Check the base recipe, and on it every optimizer, correction and delay with the parser and the strategy."""
     base = training_config(recipe, recipe.seeds[0], "auto", None)
     if message := _parse(base, recipe):
+        message = _NO_OPTIMIZER if "'optimizer' is not accepted" in message else message
         return [f"recipe: {recipe.base_path}: {message}"]
     return [*_optimizer_problems(recipe), *_delay_problems(recipe)]
 

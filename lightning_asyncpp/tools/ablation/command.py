@@ -19,6 +19,7 @@ from jsonargparse.typing import PositiveInt
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.check import find_problems
+from lightning_asyncpp.tools.ablation.config import LEFT_OUT
 from lightning_asyncpp.tools.ablation.progress import Report
 from lightning_asyncpp.tools.ablation.recipe import Recipe, read_recipe
 from lightning_asyncpp.tools.ablation.rows import Plan, Row, make_rows, most_cells, with_leaders
@@ -119,6 +120,7 @@ def _only(rows: Sequence[Row], pattern: str | None) -> list[Row]:
 
 def _print_plan(table: Table, rows: Sequence[Row]) -> None:
     recipe = table.recipe
+    _print_left_out(recipe)
     plan = table.plan(rows)
     pending = set(plan.pending)
     for row in rows:
@@ -136,12 +138,20 @@ def _print_plan(table: Table, rows: Sequence[Row]) -> None:
     print(f"results: {table.folder}")
 
 
+def _print_left_out(recipe: Recipe) -> None:
+    trainer = recipe.base.get("trainer") or {}
+    given = [key for key in LEFT_OUT if trainer.get(key)]
+    if given:
+        print(f"left out of {recipe.base_path.name}: {', '.join(f'trainer.{key}' for key in given)}")
+
+
 def _run(table: Table, rows: Sequence[Row], environments: Sequence[dict[str, str]], accelerator: str) -> bool:
     """Run, report, and say how it ended; whether a training failed."""
     from lightning_asyncpp.tools.ablation.report import write_report
 
     at_once, threads = len(environments), environments[0]["OMP_NUM_THREADS"]
     print(f"{table.folder}: {len(rows)} rows, {at_once} runs at once on the {accelerator.upper()}, threads: {threads}")
+    _print_left_out(table.recipe)
     report = Report(at_once)
     runner = Runner(table, rows, environments, accelerator, report)
     try:
@@ -164,6 +174,8 @@ def _print_end(table: Table, runner: Runner, plan: Plan) -> None:
         if plan.chosen.get(row.key, 0.0) is None:
             print(f"{row.name}: every learning rate diverged; add lower ones to its list")
     print(f"Tables and plots: {table.folder}", flush=True)
+    if runner.gave_up:
+        print("The first runs all failed: no more were started.", file=sys.stderr)
     if runner.failures:
         print(f"{len(runner.failures)} runs failed; the same command tries them again:", file=sys.stderr)
         for failure in runner.failures:

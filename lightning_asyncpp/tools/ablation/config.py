@@ -12,7 +12,10 @@ from typing import Any
 from lightning_asyncpp.tools.ablation.recipe import Delay, Recipe
 from lightning_asyncpp.tools.ablation.rows import Row
 from lightning_asyncpp.tools.ablation.section import set_at
+from lightning_asyncpp.tools.ablation.sources import own_sources
 
+# What the base recipe logs, saves and draws is not wanted once per training.
+LEFT_OUT = ("logger", "callbacks", "default_root_dir", "accelerator", "num_nodes")
 _RECORDER = "lightning_asyncpp.tools.ablation.recorder.Recorder"
 
 
@@ -36,8 +39,7 @@ def training_config(
     for place in recipe.seed_arguments:
         set_at(config, place, seed)
     trainer = config.setdefault("trainer", {})
-    # What the base recipe logs, saves and draws is not wanted once per training.
-    for key in ("logger", "callbacks", "default_root_dir", "accelerator", "num_nodes"):
+    for key in LEFT_OUT:
         trainer.pop(key, None)
     for key in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
         trainer[key] = False
@@ -51,7 +53,11 @@ def with_places(config: dict[str, Any], recipe: Recipe, folder: Path, accelerato
     """Add what does not decide the result: where it is written and on what it runs."""
     config = copy.deepcopy(config)
     logger = {"save_dir": str(folder), "name": "", "version": "logs"}
-    recorder = {"folder": str(folder), "metric": recipe.metric, "diverged_above": recipe.diverged_above}
+    optimizer = config.get("model", {}).get("init_args", {}).get("optimizer") or {}
+    recorder = {
+        "folder": str(folder), "metric": recipe.metric, "diverged_above": recipe.diverged_above,
+        "optimizer": optimizer.get("class_path"),
+    }  # fmt: skip
     config["trainer"] |= {
         "accelerator": accelerator,
         "default_root_dir": str(folder),
@@ -63,11 +69,13 @@ def with_places(config: dict[str, Any], recipe: Recipe, folder: Path, accelerato
 
 def cell_name(recipe: Recipe, row: Row, lr: float, seed: int) -> str:
     """Name of the training's folder: readable, with a hash of everything that decides the result."""
-    content = {
+    content: dict[str, Any] = {
         "config": cell_config(recipe, row, lr, seed),
         "metric": recipe.metric,
         "diverged_above": recipe.diverged_above,
     }
+    if sources := own_sources(content["config"]):
+        content["sources"] = sources
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:10]
     return re.sub(r"[^\w.+=-]", "-", f"{row.name}_lr{lr:g}_seed{seed}_{digest}")
 

@@ -238,7 +238,8 @@ def _lines(ablation: Ablation, group: Group) -> list[tuple[Line, Result]]:
 def _delayed_line(ablation: Ablation, correction: str) -> Line:
     if correction == UNCORRECTED:
         return Line(1, "async", *ASYNC)
-    place = ablation.corrections.index(correction)
+    # Error Feedback looks the same in every report.
+    place = sorted(ablation.corrections, key=lambda name: name != "EF").index(correction)
     return Line(2 + place, f"async + {correction}", *CORRECTED[place % len(CORRECTED)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 PROGRESS = "progress"
 _READ_EVERY = 20
@@ -27,12 +30,20 @@ class Recorder(Callback):
         folder: gets the file ``progress``, "step of steps", from the moment on when the data is prepared.
         metric: name of the validation loss as the module logs it.
         diverged_above: a validation loss above this counts as diverged; ``None``: only one that is not finite.
+        optimizer: import path of the class that the module is to train with; not checked if it has no dot.
     """
 
     current: ClassVar[Recorder | None] = None
     """The recorder of this process's training: who started it through the command has no other way to it."""
 
-    def __init__(self, folder: str, metric: str = "val_loss", diverged_above: float | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        metric: str = "val_loss",
+        diverged_above: float | None = None,
+        optimizer: str | None = None,
+    ) -> None:
+        self.optimizer = optimizer
         self.folder = Path(folder)
         self.metric = metric
         self.diverged_above = diverged_above
@@ -53,7 +64,13 @@ class Recorder(Callback):
         self._write_progress()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Start the clock.
+
+        Raises:
+            ConfigurationError: the module trains with another optimizer than the one that was asked for.
+        """
+        if self.optimizer is not None and "." in self.optimizer:
+            _check_optimizer(self.optimizer, trainer)
         self._started = time.monotonic()
 
     def on_train_batch_end(
@@ -112,3 +129,13 @@ class Recorder(Callback):
         total = self.trainer.max_steps if self.trainer is not None else -1
         (self.folder / PROGRESS).write_text(f"{self.step}/{total}" if total > 0 else str(self.step))
         self._written = time.monotonic()
+
+
+def _check_optimizer(class_path: str, trainer: Trainer) -> None:
+    module, _, name = class_path.rpartition(".")
+    wanted, found = getattr(importlib.import_module(module), name), trainer.optimizers[0]
+    if isinstance(wanted, type) and not isinstance(found, wanted):
+        raise ConfigurationError(
+            f"the module trains with {type(found).__name__}, not with {name}, which it was given as its argument"
+            " 'optimizer': let configure_optimizers return self.optimizer(self.named_parameters())"
+        )

@@ -25,6 +25,7 @@ from lightning_asyncpp.tools.ablation.yaml_files import write_yaml
 LOG = "cell.log"
 CELLS = "cells"
 _POLL_SECONDS = 0.1
+_MOST_FAILURES = 3  # that many at first, and nothing else: the rest would fail as well
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,13 @@ class Runner:
         self.progress = progress
         self.running: list[Running] = []
         self.failures: list[Failure] = []
+        self._finished = 0
         self._data_is_ready = False
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the first trainings all failed, so that no more were started."""
+        return not self._finished and len(self.failures) >= _MOST_FAILURES
 
     def run(self) -> Plan:
         """Run until nothing is left that can be run; return the last plan.
@@ -170,7 +177,8 @@ class Runner:
             self.table.write()
             plan = self.table.plan(self.rows)
             while True:
-                self._start(plan)
+                if not self.gave_up:
+                    self._start(plan)
                 self.progress.show(plan, self.running)
                 if not self.running:
                     return plan
@@ -223,6 +231,7 @@ class Runner:
                 log, code = running.folder / LOG, running.process.returncode
                 self.failures.append(Failure(running.key, running.name, log, code))
             else:
+                self._finished += 1
                 self.table.results[running.key] = result
             self.progress.ended(running, result)
         return bool(ended)

@@ -180,8 +180,8 @@ def share_cell(sync: Result | None, delayed: Result | None, corrected: Result | 
     if share.verdict is not Verdict.RECOVERED or share.spread.mean is None:
         return share.verdict.value
     few = f", {share.spread.diverged} diverged" if share.spread.diverged else ""
-    std = "" if share.spread.std is None else f" ± {100 * share.spread.std:.0f}"
-    return f"{100 * share.spread.mean:.0f}{std} %{few}"
+    std = "" if share.spread.std is None else f" ± {_per_cent(share.spread.std)}"
+    return f"{_per_cent(share.spread.mean)}{std} %{few}"
 
 
 def counts(ablation: Ablation) -> str:
@@ -193,7 +193,7 @@ def counts(ablation: Ablation) -> str:
     seconds = statistics.median(run.seconds for run in runs)
     seeds = sorted({run.seed for run in runs})
     which = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
-    return f"{len(runs)} runs ({diverged} diverged), {which}, {how_long}, median {seconds:.1f} s per run."
+    return f"{len(runs)} runs ({diverged} diverged), {which}, {how_long}, median {seconds:.1f} s of training per run."
 
 
 def _main_line(ablation: Ablation, group: Group) -> list[str]:
@@ -223,7 +223,7 @@ def _equal_line(ablation: Ablation, group: Group, correction: str) -> list[str] 
     first, second, third = losses
     if first is None or second is None or third is None or not sync.searched:
         return None
-    share = f"{100 * (second - third) / (second - first):.0f} %" if second > first else Verdict.NO_GAP.value
+    share = f"{_per_cent((second - third) / (second - first))} %" if second > first else Verdict.NO_GAP.value
     shown = [f"{loss:.3f}" for loss in (first, second, third)]
     return [*_group_names(ablation, group), correction, f"{corrected.lr:g}", *shown, share]
 
@@ -301,6 +301,10 @@ def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def _spread(spread: Spread, form: str = ".3f") -> str:
     std = "" if spread.std is None else f" ± {spread.std:.3f}"
     return f"{spread.mean:{form}}{std}"
+
+
+def _per_cent(share: float) -> int:
+    return round(100 * share)  # as a whole number it has no -0
 
 
 def _seeds(count: int) -> str:

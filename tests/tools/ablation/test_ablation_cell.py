@@ -12,11 +12,13 @@ import torch
 
 from lightning_asyncpp import DelayedGradientStrategy, GPTModule
 from lightning_asyncpp.data import TextDataModule
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.cell import train
 from lightning_asyncpp.tools.ablation.recipe import load_recipe
 from lightning_asyncpp.tools.ablation.results import CellResult
 from lightning_asyncpp.tools.ablation.rows import CellKey, make_rows
 from lightning_asyncpp.tools.ablation.run import Table
+from lightning_asyncpp.tools.ablation.yaml_files import read_yaml, write_yaml
 from tests.tools.ablation.small import ADAMW, FIT, write_ablation
 
 LR = 0.01
@@ -91,3 +93,22 @@ def test_a_metric_that_is_not_logged_is_told_at_the_first_validation(
 def test_an_optimizer_that_cannot_be_built_is_no_result(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="Invalid beta"):
         trained(place, monkeypatch, optimizers={"A": ADAMW | {"init_args": {"betas": [1.5, 0.9]}}})
+
+
+class Stubborn(GPTModule):
+    """Takes an optimizer and trains with another one."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_a_module_that_ignores_its_optimizer_is_no_result(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_ablation(place)
+    fit = read_yaml(place / "fit.yaml")
+    fit["model"]["class_path"] = f"{__name__}.Stubborn"
+    write_yaml(place / "fit.yaml", fit)
+    monkeypatch.setattr("sys.argv", ["asyncpp"])
+    (row,) = make_rows(load_recipe(path))
+    table = Table(load_recipe(path), [row], place / "out")
+    with pytest.raises(ConfigurationError, match="trains with SGD, not with AdamW"):
+        train(table.make_cell(CellKey(row.key, LR, 3), "cpu"))

@@ -9,10 +9,12 @@ import pytest
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation import command as ablate
+from lightning_asyncpp.tools.ablation import config
 from lightning_asyncpp.tools.ablation.check import find_problems
 from lightning_asyncpp.tools.ablation.config import cell_config, cell_name
 from lightning_asyncpp.tools.ablation.recipe import Recipe, load_recipe
 from lightning_asyncpp.tools.ablation.rows import Row, make_rows
+from lightning_asyncpp.tools.ablation.sources import own_sources
 from lightning_asyncpp.tools.ablation.yaml_files import read_yaml, write_yaml
 from tests.tools.ablation.small import ADAMW, EF, FIT, write_ablation
 
@@ -155,17 +157,55 @@ def test_the_name_of_a_run_changes_with_all_that_decides_its_result(tmp_path: Pa
     assert len({first, *others}) == 6
 
 
+def test_the_name_of_a_run_changes_with_the_users_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    names = set()
+    for width, module in enumerate(("first", "second", "third")):
+        (tmp_path / f"own_{module}.py").write_text(f"class Module:\n    width = {width}\n")
+        names.add(tuple(own_sources({"model": {"class_path": f"own_{module}.Module"}}).values()))
+    assert len(names) == 3
+    fit = FIT | {"model": {"class_path": "own_first.Module", "init_args": {}}}
+    recipe = load(tmp_path)
+    write_yaml(tmp_path / "fit.yaml", fit)
+    first = cell_name(load_recipe(recipe.path), row_of(recipe), 0.1, 1)
+    monkeypatch.setattr(config, "own_sources", lambda _: {"own_first.Module": "another"})
+    assert cell_name(load_recipe(recipe.path), row_of(recipe), 0.1, 1) != first
+
+
+def test_installed_code_is_told_by_its_version_and_not_by_its_files() -> None:
+    recipe = {
+        "model": {"class_path": "lightning_asyncpp.GPTModule"},
+        "optimizer": [{"class_path": "torch.optim.AdamW"}],
+    }
+    assert own_sources(recipe | {"data": {"class_path": "no.such.Data"}, "metric": {"class_path": "Short"}}) == {}
+    assert list(own_sources({"a": [{"class_path": f"{__name__}.Something"}]})) == [f"{__name__}.Something"]
+
+
+def test_a_module_that_takes_no_optimizer_is_told_how_to(tmp_path: Path) -> None:
+    recipe = load(tmp_path)
+    write_yaml(
+        tmp_path / "fit.yaml", FIT | {"model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}}
+    )
+    (problem,) = find_problems(load_recipe(recipe.path))
+    assert "its module takes no optimizer: give its __init__ an argument `optimizer: OptimizerCallable`" in problem
+
+
+def test_the_command_says_what_it_leaves_out_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ablate.main([str(write_ablation(tmp_path, text=False)), "--dry-run"])
+    assert "left out of fit.yaml: trainer.callbacks" in capsys.readouterr().out
+
+
 def test_a_run_sets_only_what_the_grid_is_about(tmp_path: Path) -> None:
     recipe = load(tmp_path, seed_arguments=["data.init_args.seed"], delays=[{"delay": "pipedream", "stages": 2}])
-    config = cell_config(recipe, row_of(recipe), 0.01, 5)
-    assert config["seed_everything"] == config["data"]["init_args"]["seed"] == 5
-    assert config["trainer"]["strategy"] == {
+    made = cell_config(recipe, row_of(recipe), 0.01, 5)
+    assert made["seed_everything"] == made["data"]["init_args"]["seed"] == 5
+    assert made["trainer"]["strategy"] == {
         "class_path": "lightning_asyncpp.DelayedGradientStrategy",
         "init_args": {"delay": "pipedream", "stages": 2},
     }
-    assert "callbacks" not in config["trainer"]
-    assert config["trainer"]["max_steps"] == FIT["trainer"]["max_steps"]
-    assert config["model"]["init_args"]["config"] == FIT["model"]["init_args"]["config"]
+    assert "callbacks" not in made["trainer"]
+    assert made["trainer"]["max_steps"] == FIT["trainer"]["max_steps"]
+    assert made["model"]["init_args"]["config"] == FIT["model"]["init_args"]["config"]
     assert recipe.base["trainer"]["callbacks"] == FIT["trainer"]["callbacks"]
 
 

@@ -42,7 +42,7 @@ def test_the_main_table_in_full():
         "| Muon | 1.500 ± 0.010 (0.01) | 1.603 ± 0.025 (0.01 †) | +0.103 ± 0.015 | 1.543 ± 0.003 (0.01 †) |"
         " 57 ± 15 % |"  # of 0.060 / 0.100, 0.084 / 0.120, 0.036 / 0.090
     )
-    assert note.endswith("13 runs (1 diverged), seeds 1, 2, 3, 600 steps, median 40.0 s per run.")
+    assert note.endswith("13 runs (1 diverged), seeds 1, 2, 3, 600 steps, median 40.0 s of training per run.")
     assert "† edge of the search" in note
     assert "‡" not in note
 
