@@ -309,7 +309,7 @@ def test_a_killed_ablation_goes_on_where_it_was(tmp_path: Path, command: list[st
     done = subprocess.run([*command, "--workers", "1"], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
-    assert len(results_of(cells.parent)) == 3
+    assert len(results_of(tmp_path / "out" / "tiny")) == 3
     assert done.stdout.count("finished  AdamW") == 3 - len(finished)
 
 
