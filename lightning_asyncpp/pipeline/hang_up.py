@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_asyncpp.pipeline.errors import PeerLostError
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.mesh import GRACE_SECONDS, Mesh
 
-# What all ranks agreed on right before, this error perhaps, may still be on its way to some of them.
-GRACE_SECONDS = 5.0
 _TAG_NEVER_SENT = 6
 _MOMENT = timedelta(milliseconds=1)
 

@@ -5,6 +5,7 @@ Rank 0 is the last stage of the first replica: the loss is there first, for the 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +15,10 @@ from functools import cached_property
 from itertools import count
 
 import torch.distributed as dist
+
+GRACE_SECONDS = 5.0
+"""How long connections outlive their last use here: what was sent last may still be on its way to other ranks."""
+_retired: list[tuple[float, list[dist.ProcessGroup]]] = []
 
 
 @dataclass
@@ -73,6 +78,7 @@ class Mesh:
         """
         if self.world_size == 1 or self.groups is not None:
             return
+        _destroy_retired()
         # Headers, control messages and checks are host data whatever the device is.
         host = _new_group(timeout, backend="gloo")
         # Each group on gloo keeps a thread that wakes a hundred times a second. Only replicas may need the second
@@ -85,7 +91,7 @@ class Mesh:
         groups.data_parallel = self._one_of([self._stage_ranks(s) for s in range(self.num_stages)], timeout)
         groups.last_stages = self._one_of([self._stage_ranks(self.num_stages - 1)], timeout)
         self.groups = groups
-        weakref.finalize(groups, _destroy, groups.on_host())
+        weakref.finalize(groups, _retire, groups.on_host())
 
     def _connect_neighbours(self, groups: Groups, timeout: timedelta | None) -> None:
         for replica in range(self.num_replicas):
@@ -165,14 +171,23 @@ def _new_group(
     return group  # type: ignore[return-value]
 
 
-def _destroy(groups: list[dist.ProcessGroup]) -> None:
-    """Let go of groups on gloo that nothing uses any more; torch keeps them, with their threads, until it is told to.
+def _retire(groups: list[dist.ProcessGroup]) -> None:
+    """Put groups on gloo that nothing here uses any more on the list of those to destroy.
 
     Not those on NCCL: ranks come here when they collect their garbage, and its communicators end together.
     """
-    for group in groups:
-        with suppress(ValueError, AssertionError):  # somebody destroyed all groups
-            dist.destroy_process_group(group)
+    _retired.append((time.monotonic(), groups))
+
+
+def _destroy_retired() -> None:
+    """Let go of groups that nothing uses any more; torch keeps them, with their threads, until it is told to.
+
+    Other ranks may be slower, and still read what was sent to them: a connection that is closed at once may lose it.
+    """
+    while _retired and time.monotonic() - _retired[0][0] >= GRACE_SECONDS:
+        for group in _retired.pop(0)[1]:
+            with suppress(ValueError, AssertionError):  # somebody destroyed all groups
+                dist.destroy_process_group(group)
 
 
 def started(work: dist.Work | None) -> dist.Work:

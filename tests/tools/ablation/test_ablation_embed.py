@@ -69,7 +69,8 @@ def test_all_wrong_markers_are_named_and_nothing_is_written(data):
         embed(page)
     problems = str(caught.value).replace(str(page), "PAGE").splitlines()
     assert [problem.split(": ")[0] for problem in problems] == ["PAGE:1", "PAGE:2", "PAGE:4", "PAGE:6"]
-    assert 'no table "mian"; expected FOLDER#TABLE, TABLE one of main, corrections, equal, delays, search' in problems[1]
+    tables = "main, corrections, equal, delays, search"
+    assert f'no table "mian"; expected FOLDER#TABLE, TABLE one of {tables}' in problems[1]
     assert "no such file" in problems[3]
     assert page.read_text() == before
 
