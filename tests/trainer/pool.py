@@ -127,4 +127,4 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
             outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
         sys.stdout.flush()
         results.put((rank, outcome))
-        gc.collect()  # a Trainer's process groups, whose threads would take the cores, go with it
+        gc.collect()  # retires a Trainer's process groups, whose threads would take the cores

@@ -18,25 +18,34 @@ from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, fit
 
 
+def train_with_trainer() -> None:
+    fit(Run(Net, "async", {"micro_batches": 2}))
+
+
+def set_up_fabric() -> None:
+    devices = torch.distributed.get_world_size()
+    fabric = Fabric(strategy=AsyncPipelineStrategy(micro_batches=2), devices=devices, accelerator="cpu")
+    fabric.launch()
+    fabric.setup_module(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+TRAIN = {"trainer": train_with_trainer, "fabric": set_up_fabric}
+
+
 def threads_after(kind: str) -> int:
     """Threads of this rank, once what was trained is gone; those of its groups end when the next are made."""
     grace, mesh.GRACE_SECONDS = mesh.GRACE_SECONDS, 0.0
-    if kind == "trainer":
-        fit(Run(Net, "async", {"micro_batches": 2}))
-    else:
-        strategy = AsyncPipelineStrategy(micro_batches=2)
-        fabric = Fabric(strategy=strategy, devices=torch.distributed.get_world_size(), accelerator="cpu")
-        fabric.launch()
-        fabric.setup_module(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        del fabric, strategy
-    mesh.GRACE_SECONDS = grace  # this process runs other tests, too
+    try:
+        TRAIN[kind]()
+    finally:
+        mesh.GRACE_SECONDS = grace  # this process runs other tests, too
     gc.collect()
     time.sleep(0.2)  # a thread that was told to end is listed until it has
     return len(os.listdir("/proc/self/task"))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
-@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+@pytest.mark.parametrize("kind", TRAIN)
 def test_no_thread_outlives_its_run(pools: Pools, kind: str) -> None:
     pools.run(2, threads_after, kind)
     first, *others = [pools.run(2, threads_after, kind) for _ in range(3)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
+import pkgutil
 import re
 import sys
 import tempfile
@@ -63,7 +63,7 @@ def _parse_optimizer(recipe: Recipe, grid: OptimizerGrid, correction: Correction
 
 def _delay_problems(recipe: Recipe) -> Iterator[str]:
     try:
-        strategy = _import(recipe.strategy)
+        strategy: Any = pkgutil.resolve_name(recipe.strategy)
     except (ImportError, AttributeError, ValueError) as error:
         yield f"strategy: there is no class {recipe.strategy!r} ({error})"
         return
@@ -84,17 +84,12 @@ def _class_problem(config: ClassConfig) -> str | None:
     if "." not in config.class_path:
         return None
     try:
-        found = _import(config.class_path)
+        found = pkgutil.resolve_name(config.class_path)
     except (ImportError, AttributeError, ValueError) as error:
         return f"there is no class {config.class_path!r} ({error})"
     if isinstance(found, type) and not issubclass(found, Optimizer):
         return f"{config.class_path} is no torch optimizer"
     return None
-
-
-def _import(class_path: str) -> Any:
-    module, _, name = class_path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def _parse(config: dict[str, Any], recipe: Recipe) -> str | None:

@@ -86,8 +86,7 @@ def legend(figure: Figure, lines: Sequence[Line], marker: bool = True, more: Seq
 def draw_row(axes: Axes, place: int, gaps: Gaps) -> None:
     """A row of the overview: its gaps, and at the right which seeds diverged."""
     lost = [f"{line.label}: {_diverged(gap)}" for line, gap in gaps if gap.diverged]
-    at_right: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
-    axes.text(1, place - 0.14, ", ".join(lost), color=_MUTED, fontsize=8.5, **at_right)
+    _say_at_right(axes, place, ", ".join(lost))
     known = [(line, gap.mean, gap.std) for line, gap in gaps if gap.mean is not None]
     ends = [0.0, *(mean for _, mean, _ in known)]
     axes.plot(ends, [place] * len(ends), color=_GRID, lw=5, solid_capstyle="round", zorder=1)
@@ -101,12 +100,16 @@ def draw_forest(axes: Axes, rows: Gaps) -> None:
         if gap.mean is not None:
             axes.errorbar(gap.mean, place, xerr=gap.std, color=line.colour, marker=line.marker, ms=6, capsize=3, ls="")
         if gap.diverged:
-            at_right: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
-            axes.text(1, place - 0.14, _diverged(gap), color=_MUTED, fontsize=8.5, **at_right)
+            _say_at_right(axes, place, _diverged(gap))
     if rows and rows[0][1].mean is not None:
         axes.axvline(rows[0][1].mean, color=rows[0][0].colour, lw=1.2, ls="--", zorder=1)
     axes.axvline(0, color=SYNC[0], lw=1.2, zorder=1)
     axes.grid(visible=False, axis="y")
+
+
+def _say_at_right(axes: Axes, place: int, text: str) -> None:
+    at_right: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+    axes.text(1, place - 0.14, text, color=_MUTED, fontsize=8.5, **at_right)
 
 
 def print_losses(axes: Axes, entries: Sequence[tuple[Line, Result]]) -> None:

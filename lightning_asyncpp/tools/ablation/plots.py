@@ -6,7 +6,7 @@ data do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from lightning_asyncpp.tools.ablation.drawing import (
     panels,
     print_losses,
 )
-from lightning_asyncpp.tools.ablation.summary import UNCORRECTED, Ablation, Group, Result, Spread, band
+from lightning_asyncpp.tools.ablation.summary import UNCORRECTED, Ablation, Group, Result, Row, Spread, band
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -271,20 +271,23 @@ def _gaps(ablation: Ablation, group: Group) -> list[tuple[Line, Spread]]:
     return [(line, gap) for line, gap in gaps if gap is not None]
 
 
-def _by_delay(ablation: Ablation, group: Group) -> dict[Line, list[Point]]:
+def _series(ablation: Ablation, group: Group, place: Callable[[Row], int | None]) -> dict[Line, list[Point]]:
+    """Gaps of a group's rows at their places, a series per correction; rows without a place are left out."""
     series: dict[Line, list[Point]] = {}
     for row in ablation.results:
-        if row.group == group and row.kind.isdigit() and row.kind != "0" and (gap := ablation.gap(row)):
-            series.setdefault(_delayed_line(ablation, row.correction), []).append((int(row.kind), gap))
-    return dict(sorted(series.items()))
+        at = place(row) if row.group == group else None
+        if at is not None and (gap := ablation.gap(row)):
+            series.setdefault(_delayed_line(ablation, row.correction), []).append((at, gap))
+    return series
+
+
+def _by_delay(ablation: Ablation, group: Group) -> dict[Line, list[Point]]:
+    constant = lambda row: int(row.kind) if row.kind.isdigit() and row.kind != "0" else None  # noqa: E731
+    return dict(sorted(_series(ablation, group, constant).items()))
 
 
 def _by_depth(ablation: Ablation, group: Group, kind: str) -> dict[Line, list[Point]]:
-    series: dict[Line, list[Point]] = {}
-    for row in ablation.results:
-        if row.group == group and row.delay == kind and row.stages is not None and (gap := ablation.gap(row)):
-            series.setdefault(_delayed_line(ablation, row.correction), []).append((row.stages, gap))
-    return series
+    return _series(ablation, group, lambda row: row.stages if row.delay == kind else None)
 
 
 def _curve_range(bands: Sequence[Band], printed: int) -> tuple[float, float]:

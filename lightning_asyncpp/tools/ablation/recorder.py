@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -132,10 +132,9 @@ class Recorder(Callback):
 
 
 def _check_optimizer(class_path: str, trainer: Trainer) -> None:
-    module, _, name = class_path.rpartition(".")
-    wanted, found = getattr(importlib.import_module(module), name), trainer.optimizers[0]
+    wanted, found = pkgutil.resolve_name(class_path), trainer.optimizers[0]
     if isinstance(wanted, type) and not isinstance(found, wanted):
         raise ConfigurationError(
-            f"the module trains with {type(found).__name__}, not with {name}, which it was given as its argument"
-            " 'optimizer': let configure_optimizers return self.optimizer(self.named_parameters())"
+            f"the module trains with {type(found).__name__}, not with {wanted.__name__}, which it was given as its"
+            " argument 'optimizer': let configure_optimizers return self.optimizer(self.named_parameters())"
         )

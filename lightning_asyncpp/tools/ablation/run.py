@@ -89,7 +89,7 @@ class Table:
         while True:
             outcomes = {key: result.loss for key, result in self.results.items()}
             plan = make_plan(rows, self.recipe.seeds, self.recipe.lr_extensions, outcomes)
-            found = {key: result for key in plan.pending if (result := read_result(self.cell_folder(key))) is not None}
+            found = {key: result for key in plan.pending if (result := self.read(key)) is not None}
             if not found:
                 return plan
             self.results |= found
@@ -101,10 +101,13 @@ class Table:
         return self._names[key]
 
     def cell_folder(self, key: CellKey) -> Path:
-        """Folder of a training; tables of one output share what they have in common, whatever they call it."""
-        cells, name = self.folder.parent / CELLS, self.name(key)
-        same = (folder for folder in cells.glob(f"*_{digest_of(name)}") if read_result(folder) is not None)
-        return next(same, cells / name)
+        """Folder of a training."""
+        return self.folder.parent / CELLS / self.name(key)
+
+    def read(self, key: CellKey) -> CellResult | None:
+        """Result on disk; tables of one output share what they have in common, whatever they call it."""
+        same = (self.folder.parent / CELLS).glob(f"*_{digest_of(self.name(key))}")
+        return next((result for folder in same if (result := read_result(folder)) is not None), None)
 
     def make_cell(self, key: CellKey, accelerator: str) -> Path:
         """Make the folder of a training anew; what an interrupted one left there is discarded."""

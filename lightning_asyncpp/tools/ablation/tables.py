@@ -219,8 +219,7 @@ def _equal_line(ablation: Ablation, group: Group, correction: str) -> list[str] 
     corrected = ablation.constant(group, "1", correction)
     if sync is None or delayed is None or corrected is None or corrected.lr is None:
         return None
-    losses = [result.search.get(corrected.lr) for result in (sync, delayed, corrected)]
-    first, second, third = losses
+    first, second, third = (result.search.get(corrected.lr) for result in (sync, delayed, corrected))
     if first is None or second is None or third is None or not sync.searched:
         return None
     share = f"{_per_cent((second - third) / (second - first))} %" if second > first else Verdict.NO_GAP.value
