@@ -8,12 +8,14 @@ import pkgutil
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
+from lightning_asyncpp.tools.ablation.built_module import parameter_names
 from lightning_asyncpp.tools.ablation.config import strategy_config, training_config, with_places
 from lightning_asyncpp.tools.ablation.recipe import ClassConfig, Correction, OptimizerGrid, Recipe
 from lightning_asyncpp.tools.ablation.yaml_files import write_yaml
@@ -23,6 +25,8 @@ _REMARK = re.compile(
     r"Does not validate against any of|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
     r"Problem with given class_path .*:$"
 )
+
+Parse = Callable[[dict[str, Any], Recipe], str | None]
 
 _NO_OPTIMIZER = (
     "its module takes no optimizer: give its __init__ an argument `optimizer: OptimizerCallable` (from"
@@ -35,15 +39,18 @@ def find_problems(recipe: Recipe) -> list[str]:
     base = training_config(recipe, recipe.seeds[0], "auto", None)
     if message := _parse(base, recipe):
         message = _NO_OPTIMIZER if "'optimizer' is not accepted" in message else message
-        return [f"recipe: {recipe.base_path}: {message}"]
-    return [*_optimizer_problems(recipe), *_delay_problems(recipe)]
+        # The parser would say the same of everything that is put into this recipe.
+        wrong_base, parse = [f"recipe: {recipe.base_path}: {message}"], _accept
+    else:
+        wrong_base, parse = [], _parse
+    return [*wrong_base, *_optimizer_problems(recipe, parse), *_delay_problems(recipe, parse)]
 
 
-def _optimizer_problems(recipe: Recipe) -> Iterator[str]:
+def _optimizer_problems(recipe: Recipe, parse: Parse) -> Iterator[str]:
     checked: list[Correction] = []
     for grid in recipe.optimizers:
         place = f"optimizers.{grid.name}"
-        problem = _class_problem(grid.config) or _parse_optimizer(recipe, grid, Correction("none", None))
+        problem = _class_problem(grid.config) or parse(_with_optimizer(recipe, grid, Correction("none", None)), recipe)
         if problem:
             yield f"{place}: {problem}"
             continue
@@ -51,32 +58,42 @@ def _optimizer_problems(recipe: Recipe) -> Iterator[str]:
             if correction.config is None or correction in checked:
                 continue
             checked.append(correction)
-            if problem := _class_problem(correction.config) or _parse_optimizer(recipe, grid, correction):
+            problem = _class_problem(correction.config) or parse(_with_optimizer(recipe, grid, correction), recipe)
+            if problem:
                 yield f"corrections.{correction.name}, around {grid.name}: {problem}"
 
 
-def _parse_optimizer(recipe: Recipe, grid: OptimizerGrid, correction: Correction) -> str | None:
+def _with_optimizer(recipe: Recipe, grid: OptimizerGrid, correction: Correction) -> dict[str, Any]:
     momentum = grid.momentum.values[0] if grid.momentum else None
     optimizer = grid.build(grid.lrs[0], momentum, correction)
-    return _parse(training_config(recipe, recipe.seeds[0], "auto", optimizer), recipe)
+    return training_config(recipe, recipe.seeds[0], "auto", optimizer)
 
 
-def _delay_problems(recipe: Recipe) -> Iterator[str]:
+def _delay_problems(recipe: Recipe, parse: Parse) -> Iterator[str]:
     try:
         strategy: Any = pkgutil.resolve_name(recipe.strategy)
     except (ImportError, AttributeError, ValueError) as error:
         yield f"strategy: there is no class {recipe.strategy!r} ({error})"
         return
+    by_stage = parse is _parse and any(delay.stages for delay in recipe.delays)
+    built = _with_optimizer(recipe, recipe.optimizers[0], Correction("none", None))["model"]
+    names = parameter_names(built) if by_stage else None
     for delay in recipe.delays:
         config = strategy_config(recipe, delay)
-        message = _parse(training_config(recipe, recipe.seeds[0], config, None), recipe)
-        if message is None:
-            try:
-                strategy(**config["init_args"])
-            except (TypeError, ValueError) as error:
-                message = str(error)
+        message = parse(training_config(recipe, recipe.seeds[0], config, None), recipe)
+        message = message or _strategy_problem(strategy, config["init_args"], names)
         if message is not None:
             yield f"delays: {dict(delay.init_args)}: {message}"
+
+
+def _strategy_problem(strategy: Any, init_args: dict[str, Any], names: Sequence[str] | None) -> str | None:
+    try:
+        settings = getattr(strategy(**init_args), "settings", None)
+        if isinstance(settings, DelaySettings) and names is not None:
+            settings.of_parameters(names)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _class_problem(config: ClassConfig) -> str | None:
@@ -89,6 +106,11 @@ def _class_problem(config: ClassConfig) -> str | None:
         return f"there is no class {config.class_path!r} ({error})"
     if isinstance(found, type) and not issubclass(found, Optimizer):
         return f"{config.class_path} is no torch optimizer"
+    return None
+
+
+def _accept(config: dict[str, Any], recipe: Recipe) -> str | None:
+    """A parser that has no complaint."""
     return None
 
 

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_asyncpp import GPTModule
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation import command as ablate
 from lightning_asyncpp.tools.ablation import config
+from lightning_asyncpp.tools.ablation.built_module import parameter_names
 from lightning_asyncpp.tools.ablation.check import find_problems
 from lightning_asyncpp.tools.ablation.config import cell_config, cell_name
 from lightning_asyncpp.tools.ablation.recipe import Recipe, load_recipe
@@ -107,7 +110,7 @@ def test_the_parser_of_fit_finds_wrong_classes_and_arguments_before_anything_run
             "C": ADAMW | {"init_args": {"wieght_decay": 0.1}}, "D": ADAMW | {"class_path": "torch.nn.Linear"},
         },
         corrections={"none": None, "EF": EF | {"init_args": {"strenght": 1.0}}},
-        delays=[1, {"delay": "pipedream"}, {"delay": 1, "stagess": 2}],
+        delays=[1, {"delay": "pipedream"}, {"delay": 1, "stagess": 2}, {"delay": "pipedream", "stages": 4000}],
     )  # fmt: skip
     found = find_problems(recipe)
     for where, what in (
@@ -117,19 +120,33 @@ def test_the_parser_of_fit_finds_wrong_classes_and_arguments_before_anything_run
         ("corrections.EF", "strenght"),
         ("delays: {'delay': 'pipedream'}", "stages"),
         ("delays: {'delay': 1, 'stagess': 2}", "stagess"),
+        ("delays: {'delay': 'pipedream', 'stages': 4000}", "stages=4000 is more than the module has parameters ("),
     ):
         assert any(problem.startswith(where) and what in problem for problem in found), (where, found)
-    assert len(found) == 6
+    assert len(found) == 7
 
 
-def test_a_wrong_base_recipe_is_told_once(tmp_path: Path) -> None:
-    recipe = load(tmp_path)
+def test_a_wrong_base_recipe_is_told_once_with_all_else_that_is_wrong(tmp_path: Path) -> None:
+    recipe = load(tmp_path, optimizers={"A": ADAMW | {"class_path": "torch.optim.AdamWW"}}, delays=["late"])
     fit = read_yaml(tmp_path / "fit.yaml")
     fit["trainer"]["max_stepss"] = 3
     write_yaml(tmp_path / "fit.yaml", fit)
-    (problem,) = find_problems(load_recipe(recipe.path))
-    assert problem.startswith("recipe: ")
-    assert "max_stepss" in problem
+    base, optimizer, delay = find_problems(load_recipe(recipe.path))
+    assert base.startswith("recipe: ")
+    assert "max_stepss" in base
+    assert "there is no class 'torch.optim.AdamWW'" in optimizer
+    assert "delay='late' must be a number of updates" in delay
+
+
+def test_the_parameters_of_a_module_are_known_without_training_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_rng_state()
+    names = parameter_names(FIT["model"])
+    module = GPTModule(**FIT["model"]["init_args"])
+    module.configure_model()
+    assert names == [name for name, _ in module.named_parameters()]
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(GPTModule, "build_model", lambda self: 1 / 0)
+    assert parameter_names(FIT["model"]) is None
 
 
 def test_the_command_ends_with_all_problems_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
