@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning_asyncpp.pytorch import private
 
 if TYPE_CHECKING:
-    from lightning_asyncpp.pytorch.strategy import PipelineStrategy
+    from lightning_asyncpp.pytorch.base import PipelineStrategy
 
 
 class Conductor(Callback):

@@ -34,7 +34,7 @@ from lightning_asyncpp.pytorch.log_recorder import (
 from lightning_asyncpp.pytorch.module_hooks import EPOCH_ENDS, ModuleHooks
 
 if TYPE_CHECKING:
-    from lightning_asyncpp.pytorch.strategy import PipelineStrategy
+    from lightning_asyncpp.pytorch.base import PipelineStrategy
 
 _EVALUATIONS = ("on_validation", "on_test")
 _ONCE = frozenset(f"{loop}_{start}" for loop in ("on_train", *_EVALUATIONS) for start in ("start", "epoch_start"))

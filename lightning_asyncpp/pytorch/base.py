@@ -1,0 +1,379 @@
+"""What the Trainer strategies share: an ordinary LightningModule, cut over pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_asyncpp.data.stage_loader import PlaceholderBatch, stage_loader
+from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.mini_batch import Update
+from lightning_asyncpp.pipeline.runner import UserHooks
+from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.pipeline.stage import OtherStage
+from lightning_asyncpp.pipeline.state import (
+    GATHERED_OPTIMIZER,
+    gather_stages,
+    load_pipeline_state,
+    merge,
+    own_optimizer_state,
+    pipeline_state,
+    to_device,
+)
+from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.pytorch.conductor import Conductor
+from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
+from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
+from lightning_asyncpp.pytorch.step_metrics import StepMetrics
+
+
+class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
+    """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
+
+    The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
+    to the Trainer's hooks. Arguments as for :class:`AsyncPipelineStrategy`.
+    """
+
+    # PipelineModule leaves its layers on the meta device for a strategy that says so.
+    materializes_stages = True
+
+    delay: ClassVar[int]
+    step_name = "a *_step method"
+    outside_step = "to a hook such as on_train_batch_end"
+
+    def __init__(
+        self,
+        micro_batches: int | None = None,
+        lookahead: int | None = None,
+        data_parallel_size: int = 1,
+        fresh_last_stage: bool = False,
+        nonfinite_gradients: Literal["stop", "skip"] = "stop",
+        metric_slots: int = 64,
+        max_message_bytes: int = 2**34,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        # No **kwargs: DDP would take any argument for one of its own, and the command line would offer them all.
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.session = PipelineSession(
+            PipelineSettings(
+                micro_batches=micro_batches,
+                lookahead=lookahead,
+                data_parallel_size=data_parallel_size,
+                delay=self.delay,
+                nonfinite_gradients=nonfinite_gradients,
+                fresh_last_stage=fresh_last_stage,
+                metric_slots=metric_slots,
+                max_message_bytes=max_message_bytes,
+            ),
+            timeout,
+        )
+        self.step_metrics = StepMetrics(self)
+        self._placeholder_hooks = PlaceholderHooks([])
+        self._loss: Tensor = torch.zeros(())
+        self._loaded_state: Mapping[str, Any] | None = None
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module
+        agree_on_problems(self._mesh, [*trainer_problems(trainer), *module_problems(module, trainer)])
+        self._cut(self._network(), root=module)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        training = trainer.state.fn == TrainerFn.FITTING
+        self.session.start(self._hooks(module), self.root_device, training)
+        Conductor.install(trainer, self)
+        self.step_metrics.connect(trainer, module)
+        self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
+        if training:
+            self.setup_optimizers(trainer)
+            agree_on_problems(self._mesh, optimizer_problems(self.optimizers, module))
+            self._attach_optimizer(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Make the optimizer; what one rank cannot make, all of them report.
+
+        Lightning's advice on several optimizers, manual optimization, would be refused next.
+        """
+        error: Exception | None = None
+        try:
+            super().setup_optimizers(trainer)
+        except Exception as caught:
+            known = (text for sign, text in OPTIMIZER_ERRORS if sign in str(caught))
+            error = next((ConfigurationError(text) for text in known), caught)
+        agree_on_error(self._mesh, error)
+
+    def _attach_optimizer(self, trainer: L.Trainer) -> None:
+        optimizer = self.optimizers[0]
+        self.session.attach(optimizer)
+        mark_as_stepped(optimizer)
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def _hooks(self, module: LightningModule) -> UserHooks:
+        return UserHooks(
+            split_batch=getattr(module, "split_batch", split_batch),
+            micro_batch_weight=getattr(module, "micro_batch_weight", number_of_samples),
+            loss_reduction=getattr(module, "loss_reduction", "mean"),
+            forward_context=self._forward_context,
+        )
+
+    def _forward_context(self) -> AbstractContextManager[Any]:
+        return self.precision_plugin.forward_context()
+
+    def _network(self) -> Module:
+        network = self._module.model
+        assert isinstance(network, Module)
+        return network
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning's question whether samplers must be told the replica."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self.session.mesh
+        if mesh is None:
+            return {"num_replicas": self.session.settings.data_parallel_size, "rank": 0}
+        return {"num_replicas": mesh.num_replicas, "rank": mesh.replica}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        mesh = self._mesh
+        return stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; the module's own hooks see no placeholder."""
+        return batch if isinstance(batch, PlaceholderBatch) else super().batch_to_device(batch, device, dataloader_idx)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.session.running().run(args[0], self._user_step("training_step", args, kwargs))
+        if not self._mesh.is_last:
+            return self._loss.clone()
+        loss = output.mean_loss(getattr(self._module, "loss_reduction", "mean"))
+        self.step_metrics.add_batch(loss, sum(output.weights))
+        self._loss = torch.full((), float("nan"), device=self.root_device) if loss is None else loss
+        return {**output.beside_loss(), "loss": self._loss.clone()}
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The engine ran the backwards; what is left are the hooks around them."""
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        return self.precision_plugin.post_backward(closure_loss, self._module)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the batch, file its ticket, and apply the update of the batch before."""
+        result = closure()
+        self.session.close(self.step_metrics.payload())
+        self._receive(self.session.apply_due(self._step_optimizer))
+        return result
+
+    def drain(self) -> None:
+        """Finish what is in flight and apply every update; changes the clock, never the trajectory."""
+        if self.session.engine is not None and self.session.optimizer is not None:
+            self._receive(self.session.drain(self._step_optimizer))
+
+    def _receive(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            if not update.message.finite:
+                rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
+        self.step_metrics.receive(updates)
+
+    def set_loss(self, loss: float) -> None:
+        """Remember the newest loss that all ranks know; off the last stage it is what ``outputs`` holds."""
+        if not self._mesh.is_last:
+            self._loss = torch.tensor(loss, device=self.root_device)
+
+    def _step_optimizer(self) -> None:
+        self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.session.clip(float(clip_val))
+
+    def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float], Any]:
+        function = getattr(self._module, name)
+
+        def step(micro_batch: Any, weight: float) -> Any:
+            with self.session.user_step(), self.step_metrics.recording(weight):
+                return function(micro_batch, *args[1:], **kwargs)
+
+        return step
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        output = self.session.running().evaluate(args[0], self._user_step(name, args, kwargs), purpose=name)
+        return self.step_metrics.merged(output) if self._mesh.is_last else None
+
+    @override
+    def on_validation_start(self) -> None:
+        self.drain()
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
+        self.session.running()
+        self.drain()
+        own = self._module.state_dict()
+        parts = gather_stages(self._mesh, own)
+        return merge(parts) if parts else own
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.full_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.session.running()
+        return {GATHERED_OPTIMIZER: gather_stages(self._mesh, optimizer.state_dict())}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.session.optimizer is not None:
+            checkpoint["pipeline"] = pipeline_state(self.session)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._loaded_state = checkpoint.get("pipeline")
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        elsewhere = tuple(f"model.{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
+        state = {name: value for name, value in checkpoint["state_dict"].items() if not name.startswith(elsewhere)}
+        error: Exception | None = None
+        try:
+            self._module.load_state_dict(state, strict=strict)
+        except RuntimeError as caught:
+            error = caught
+        agree_on_error(self._mesh, error)
+        engine = self.session.running()
+        if self.session.optimizer is None:
+            engine.weights.restore(0, None)
+        else:
+            load_pipeline_state(self.session, self._loaded_state)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            optimizer.load_state_dict(to_device(own_optimizer_state(self._mesh, state), self.root_device))
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        self._check_collective("reduce")
+        return super().reduce(tensor, group, reduce_op)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.session.fail(exception)
+
+    @override
+    def teardown(self) -> None:
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        self.step_metrics.disconnect()
+        self._placeholder_hooks.release()
+        self.session.finish()
+        with _without_meta_tensors(self.lightning_module):
+            super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """The names are registered by importing the package."""
+
+
+@contextmanager
+def _without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
+    """Hide a network that was refused before it was materialised: moving it to the CPU would hide the reason."""
+    network = getattr(module, "model", None)
+    if module is None or not isinstance(network, Module) or not any(p.is_meta for p in network.parameters()):
+        yield
+        return
+    module.model = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.model = network
