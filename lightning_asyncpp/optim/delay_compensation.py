@@ -29,7 +29,7 @@ class DelayCompensation(DelayCorrection):
     Args:
         params: what the base optimizer takes: tensors, (name, tensor) pairs or groups.
         base: makes the optimizer from ``params``.
-        strength: lambda of the paper, at least 0; its choice for ImageNet was 0.04, and 2 if adaptive.
+        strength: lambda of the paper, at least 0; in its experiments 0.04, and 2 if adaptive.
         adaptive: divide by the root of the mean square gradient (DC-ASGD-a).
         decay: of the mean square, in [0, 1).
 

@@ -17,9 +17,9 @@ class NesterovLookAhead(DelayCorrection):
     arXiv 2505.01099), whose rule is w_{t+1} = w_t + d_t - lr * (1 - c_t) * g(w + d), d_t = c_t * (w_t - w_{t-1}), with
     a gradient some updates old. Here u_t is the step of any base optimizer, best one without momentum of its own::
 
-        c_t     = momentum * (1 - 0.5 * 0.96 ** (t * momentum_decay))        t = 1, 2, ...; the schedule of NAdam
-        Y_{t+1} = W_t - (1 - c_t) * u_t                                      Y_0 = W_0
-        W_{t+1} = Y_{t+1} + c_{t+1} * (Y_{t+1} - Y_t)                        gradients are taken here
+        c_k     = momentum * (1 - 0.5 * 0.96 ** (k * momentum_decay))        k = 1, 2, ...; the schedule of NAdam
+        Y_{t+1} = W_t - (1 - c_{t+1}) * u_t                                  Y_0 = W_0
+        W_{t+1} = Y_{t+1} + c_{t+2} * (Y_{t+1} - Y_t)                        gradients are taken here
 
     With a constant u the weights move by u per update, as without it. The authors' own optimizer is NAdam with a
     momentum of 0.99 and decoupled weight decay, which needs no wrapper: ``torch.optim.NAdam(betas=(0.99, 0.999),
