@@ -20,8 +20,8 @@ class GradientExtrapolation(DelayCorrection):
         g_t + strength * (g_t - g_{t-1})                              no correction at the first update
 
     For gradient descent, with or without momentum, and a constant learning rate both are the same, but for the start;
-    behind normalisation or orthogonalisation they are not. The noise of mini-batches is amplified: g_t comes with 1 + strength, g_{t-1} with
-    strength. Gradients are clipped before.
+    behind normalisation or orthogonalisation they are not. The noise of mini-batches is amplified: g_t comes with
+    1 + strength, g_{t-1} with strength. Gradients are clipped before.
 
     Memory: one buffer per parameter, g_{t-1}, in the gradient's dtype.
 
