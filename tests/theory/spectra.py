@@ -115,6 +115,17 @@ def noise_gain(method: Method, h: float, base_trajectory: bool = False) -> float
     return float(output @ p[: len(output), : len(output)] @ output)
 
 
+def average_age(method: Method) -> float:
+    """Average age of the gradients in a step, in updates (statements 3.4 and 5.2): d - s + beta / (1 - beta)."""
+    momentum = method.beta / (1 - method.beta) * (method.beta if method.nesterov else 1)
+    return method.delay - method.strength + momentum
+
+
+def noise_share(beta: float, nesterov: bool = False) -> float:
+    """Sum of the squared weights of the gradients in a step (statements 4.5 and 5.2): its variance per unit noise."""
+    return (1 - beta) / (1 + beta) * (1 + 2 * beta - 2 * beta**3 if nesterov else 1)
+
+
 def delay_limit(delay: int) -> float:
     """Gradient descent with delay d (statement 2.1): 2 sin(pi / (2 (2d + 1)))."""
     return 2 * math.sin(math.pi / (2 * (2 * delay + 1)))

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from lightning_asyncpp.optim import ErrorFeedback
 from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
-from tests.theory.iterations import Array, Method, Rule, Run, run_method
+from tests.theory.iterations import Method, Rule, run_method
+from tests.theory.problems import LeastSquares
 from tests.theory.spectra import best, delay_limit, rate, stability_limit
 
 
@@ -47,32 +47,6 @@ def test_a_stage_that_runs_ahead_sees_weights_that_are_as_old_as_it_is_ahead(mic
         ahead = 5 - 1 - stage.stage
         expected = [max(t - math.ceil(ahead / micro_batches), 0) for t in range(12)]
         assert newest_version(stage, micro_batches, 12) == expected
-
-
-class LeastSquares:
-    """Linear regression from 3 inputs to 2 outputs, as a module, a loss and a plain gradient."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.inputs = torch.randn(8, 3, generator=generator, dtype=torch.float64)
-        self.solution = torch.randn(2, 3, generator=generator, dtype=torch.float64)
-        self.model = nn.Sequential(nn.Linear(3, 2, bias=False).double())
-        self.start = self.weights().copy()
-
-    def weights(self) -> Array:
-        weight = self.model[0].weight
-        assert isinstance(weight, torch.Tensor)
-        return np.asarray(weight.detach().numpy())
-
-    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor((self.model(inputs) - inputs @ self.solution.T).square().mean())
-
-    def gradient(self, w: Array) -> Array:
-        x = self.inputs.numpy()
-        return np.asarray((w - self.solution.numpy()) @ (x.T @ x) / 8)
-
-    def expected(self, method: Method, lr: float, updates: int) -> Run:
-        return run_method(method, self.gradient, self.start, lr=lr, updates=updates)
 
 
 @pytest.mark.parametrize(

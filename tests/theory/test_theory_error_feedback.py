@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from tests.theory.iterations import Method, polar, run_method
 from tests.theory.problems import MatrixLeastSquares, distance_slope, logistic_gradient
-from tests.theory.spectra import best, noise_gain, rate, stability_limit
+from tests.theory.spectra import best, noise_gain, noise_share, rate, stability_limit
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0, 2.0])
@@ -41,6 +42,51 @@ def test_the_distance_with_error_feedback_stays_below_that_without_for_small_ste
         for method in (Method(0.9), Method(0.9, 1), Method(0.9, 1, 1.0))
     )
     assert np.abs(fed - sync).max() < 0.1 * np.abs(plain - sync).max()
+
+
+def noisy_distances(beta: float, strength: float, lr: float, quiet_start: bool) -> tuple[float, float]:
+    """Root mean square of W - W_sync, the same noise in both, four seeds; and of it less the noise that EF adds.
+
+    ``quiet_start``: no noise in the first gradient, which m_0 = g_0 takes in full.
+    """
+    updates, start = round(3 / lr), np.linspace(-2, 2, 5)
+    whole, left = 0.0, 0.0
+    for seed in range(4):
+        noise = 0.3 * np.random.default_rng(seed).standard_normal((updates, 5))
+        noise[0] *= not quiet_start
+        delayed, fresh = (
+            run_method(method, logistic_gradient, start, lr=lr, updates=updates, noise=noise).weights[1:]
+            for method in (Method(beta, 1, strength), Method(beta))
+        )
+        rule = Method(beta).rule()
+        step_noise = lr * np.stack([rule(xi) for xi in noise])  # of u_t
+        whole += float(((delayed - fresh) ** 2).mean()) / 4
+        left += float(((delayed - fresh + strength * (step_noise - step_noise[0])) ** 2).mean()) / 4
+    return math.sqrt(whole), math.sqrt(left)
+
+
+def exponent(lrs: list[float], distances: Sequence[float]) -> float:
+    return float(np.polyfit(np.log(lrs), np.log(distances), 1)[0])
+
+
+@pytest.mark.parametrize(("beta", "farther", "farther_later"), [(0.0, 6.0, 5.0), (0.9, 3.5, 1.1)])
+def test_with_gradient_noise_error_feedback_is_farther_from_synchronous_training(
+    beta: float, farther: float, farther_later: float
+) -> None:
+    lrs = [0.04, 0.02, 0.01]
+    for quiet_start, factor in ((False, farther), (True, farther_later)):
+        plain, fed = ([noisy_distances(beta, s, lr, quiet_start)[0] for lr in lrs] for s in (0.0, 1.0))
+        assert exponent(lrs, plain) == pytest.approx(1, abs=0.1)
+        assert exponent(lrs, fed) == pytest.approx(1, abs=0.1)
+        assert all(factor < f / p < 1.4 * factor for f, p in zip(fed, plain))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_what_error_feedback_adds_to_that_distance_is_the_noise_of_its_last_step(beta: float) -> None:
+    lrs = [0.04, 0.02, 0.01]
+    whole, left = zip(*(noisy_distances(beta, 1.0, lr, quiet_start=True) for lr in lrs))
+    assert all(rest < 0.15 * distance for rest, distance in zip(left, whole))
+    assert exponent(lrs, left) > 1.15  # of higher order
 
 
 def test_one_eighth_is_the_best_strength_for_one_eigenvalue() -> None:
@@ -85,20 +131,29 @@ def test_variances_without_momentum_follow_the_closed_forms(h: float) -> None:
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
-def test_the_variance_that_error_feedback_adds_is_that_of_the_step(strength: float) -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_variance_that_error_feedback_adds_is_that_of_the_step(strength: float, nesterov: bool) -> None:
     """Var W = Var Y + s (1 + s) Var u, exactly, in the stationary state."""
     for beta in (0.0, 0.9):
-        w, y, u = simulated_variance(Method(beta, 1, strength), 0.3)
+        w, y, u = simulated_variance(Method(beta, 1, strength, nesterov), 0.3)
         assert w == pytest.approx(y + strength * (1 + strength) * u, rel=2e-3)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95])
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
-def test_momentum_shrinks_the_noise_of_error_feedback(beta: float, strength: float) -> None:
-    expected = 1 - strength + 2 * strength * (1 + strength) * (1 - beta) / (1 + beta)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_shrinks_the_noise_of_error_feedback(beta: float, strength: float, nesterov: bool) -> None:
+    expected = 1 - strength + 2 * strength * (1 + strength) * noise_share(beta, nesterov)
     h = 1e-3
-    ratio = noise_gain(Method(beta, 1, strength), h) / noise_gain(Method(beta), h)
+    ratio = noise_gain(Method(beta, 1, strength, nesterov), h) / noise_gain(Method(beta, nesterov=nesterov), h)
     assert (ratio - 1) / h == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize(("nesterov", "threshold"), [(False, 0.6), (True, 0.74)])
+def test_error_feedback_lowers_the_noise_only_with_enough_momentum(nesterov: bool, threshold: float) -> None:
+    for beta, lowers in ((threshold - 0.01, False), (threshold + 0.01, True)):
+        plain, fed = (noise_gain(Method(beta, 1, strength, nesterov), 1e-3) for strength in (0.0, 1.0))
+        assert (fed < plain) == lowers
 
 
 def test_near_the_limit_the_noise_grows_without_bound() -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.theory.iterations import Method, run_method
 from tests.theory.problems import logistic_gradient
 from tests.theory.spectra import (
+    average_age,
     critical_root,
     feedback_limit,
     noise_gain,
@@ -56,6 +57,12 @@ def test_error_feedback_raises_the_limit_only_with_enough_momentum(strength: flo
     assert stability_limit(Method(threshold - 0.02, 1, strength)) < 1
 
 
+def test_in_nesterovs_form_error_feedback_raises_the_limit_only_with_more_momentum() -> None:
+    for beta, raises in ((0.77, False), (0.79, True)):
+        plain, fed = (stability_limit(Method(beta, 1, strength, nesterov=True)) for strength in (0.0, 1.0))
+        assert (fed > plain) == raises
+
+
 @pytest.mark.parametrize("beta", [0.5, 0.95])
 def test_nesterov_is_error_feedback_of_strength_beta(beta: float) -> None:
     """On any function and for any delay: n_t = m_t + beta (m_t - m_{t-1}), from the same first step."""
@@ -71,11 +78,18 @@ def test_nesterov_is_error_feedback_of_strength_beta(beta: float) -> None:
 def test_slow_modes_see_only_the_average_age_of_the_gradients(
     beta: float, delay: int, strength: float, nesterov: bool
 ) -> None:
-    age = delay - strength + beta / (1 - beta) - (beta if nesterov else 0)
+    method, h = Method(beta, delay, strength, nesterov), 1e-5
+    age = average_age(method)
+    assert (1 - rate(method, h) - h) / h**2 == pytest.approx(age, abs=0.02 + 0.01 * age)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("delay", [1, 2])
+def test_delay_changes_slow_modes_by_d_h_squared_whatever_the_momentum(delay: int, nesterov: bool) -> None:
     h = 1e-5
-    assert (1 - rate(Method(beta, delay, strength, nesterov), h) - h) / h**2 == pytest.approx(
-        age, abs=0.02 + 0.01 * age
-    )
+    for beta in (0.0, 0.5, 0.9, 0.95):
+        fresh, delayed = (rate(Method(beta, d, nesterov=nesterov), h) for d in (0, delay))
+        assert (fresh - delayed) / h**2 == pytest.approx(delay, rel=0.01)  # towards faster shrinking
 
 
 def test_delay_takes_away_what_momentum_gains_on_ill_conditioned_problems() -> None:
@@ -88,6 +102,15 @@ def test_delay_takes_away_what_momentum_gains_on_ill_conditioned_problems() -> N
         assert tuned[0] < math.sqrt(condition_number)
         assert tuned[1] == pytest.approx(condition_number, rel=0.03)  # no better than without momentum
         assert tuned[0] < tuned[2] < tuned[1] / 2
+
+
+def test_the_best_momentum_without_delay_takes_half_the_root_of_the_condition_number() -> None:
+    """beta = 0.88 for a condition number of 1000: both ends of the spectrum shrink by the root of beta per update."""
+    root = math.sqrt(1000)
+    beta = ((root - 1) / (root + 1)) ** 2
+    assert beta == pytest.approx(0.88, abs=0.005)
+    slowest = max(rate(Method(beta), (1 + side * math.sqrt(beta)) ** 2 / (1 - beta)) for side in (1, -1))
+    assert -1 / math.log(slowest) == pytest.approx(root / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95])
