@@ -336,8 +336,10 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         remainder = super().load_checkpoint(path, state, strict, weights_only)
         if isinstance(state, dict):
             saved = remainder.pop(STATE, None)
-            self._resumed = self._resumed or any(isinstance(value, Optimizer) for value in state.values())
-            if self._resumed:  # the weights may come by another call, before or after
+            has_optimizer = any(isinstance(value, Optimizer) for value in state.values())
+            self._resumed = self._resumed or has_optimizer
+            has_model = any(isinstance(value, Module) and self._is_trained(value) for value in state.values())
+            if self._resumed and (has_optimizer or has_model):  # they may come by two calls
                 self._loaded_state = saved
                 if self.emulator is not None:
                     self.emulator.load_state_dict(saved)
@@ -348,8 +350,12 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         if self.emulator is not None:
             self.emulator.weights.come_forward()
         super().load_module_state_dict(module, state_dict, strict)
-        if self.emulator is not None:
+        if self.emulator is not None and self._is_trained(module):
             self.emulator.load_state_dict(None)
+
+    def _is_trained(self, module: Module) -> bool:
+        """Whether this is the model, with or without DDP's wrapper, and not another module beside it."""
+        return self._module is not None and any(part is self._module for part in module.modules())
 
     @classmethod
     @override

@@ -66,6 +66,8 @@ class MatrixAdamW(ABC, Optimizer):
                 loss = closure()
         with torch.no_grad():
             self.step_matrices(self.param_groups[0])
+        if self._adamw_group is not self.param_groups[1]:  # somebody assigned groups, as Lightning's callbacks do
+            self._adopt_adamw()
         if self._adamw is not None:
             self._adamw.state = self.state
             self._adamw.step()
@@ -88,7 +90,7 @@ class MatrixAdamW(ABC, Optimizer):
     def _adopt_adamw(self) -> None:
         # torch's own AdamW steps the second group: it works on the very group dict and on the same state, so it has
         # nothing of its own to keep in step.
-        group = self.param_groups[1]
+        self._adamw_group = group = self.param_groups[1]
         adamw = torch.optim.AdamW([group] if group["params"] else [torch.zeros(())])
         for key, value in adamw.defaults.items():
             group.setdefault(key, value)  # an empty group looks like those of other stages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar, overload
 
 import torch
@@ -98,17 +99,21 @@ class DelayCorrection(Optimizer):
     def _after_step(self, moving: list[Tensor], before: Weights) -> None:
         """Change weights, after the base stepped; ``before`` holds those of ``moving`` before it."""
 
+    def _skip(self) -> None:
+        """Take note of an update that is left out: the base does not step, the weights stay as they are."""
+
     # -- what a strategy says -------------------------------------------------------------------------------------
 
     def set_delay(self, delay: int | Mapping[Tensor, int]) -> None:
         """Say how many updates old the gradients are: all alike (1 is the default), or each parameter's.
 
         Raises:
-            ValueError: a delay is below 0.
+            ValueError: a delay is no whole number of at least 0.
         """
-        delays = [delay] if isinstance(delay, int) else list(delay.values())
-        if any(d < 0 for d in delays):
-            raise ValueError(f"a gradient cannot be {min(delays)} updates old: delay must be 0 or more")
+        delays = list(delay.values()) if isinstance(delay, Mapping) else [delay]
+        wrong = [d for d in delays if not isinstance(d, int) or d < 0]
+        if wrong:
+            raise ValueError(f"a gradient cannot be {wrong[0]!r} updates old: delay must be a whole number, 0 or more")
         memory = self._memory
         if not any(delays):
             memory.reset()
@@ -121,6 +126,14 @@ class DelayCorrection(Optimizer):
         memory.delay = delay if isinstance(delay, int) else dict(delay)
         if isinstance(self.base, DelayCorrection):
             self.base.set_delay(delay)
+
+    def skip_update(self) -> None:
+        """Say that an update is left out: its gradient was not finite, and the weights stay as they are."""
+        if self.delay:
+            with torch.no_grad():
+                self._skip()
+        if isinstance(self.base, DelayCorrection):
+            self.base.skip_update()
 
     @property
     def delay(self) -> int:
@@ -150,6 +163,32 @@ class DelayCorrection(Optimizer):
             finally:
                 self._memory.lent = None
 
+    # -- groups and state are the base's, whoever assigns them ---------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base optimizer's."""
+        groups: list[dict[str, Any]] = self._owner().param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._owner().param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The base optimizer's."""
+        return self._owner().state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._owner().state = state
+
+    def _owner(self) -> Any:
+        # torch sets and reads both while this object is being made, before there is a base.
+        found = self.__dict__.get("base")
+        return self.__dict__.setdefault("_unused", SimpleNamespace()) if found is None else found
+
     # -- an optimizer ---------------------------------------------------------------------------------------------
 
     @overload
@@ -164,7 +203,6 @@ class DelayCorrection(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._pass_groups_on()
         if self.delay == 0:
             self.base.step()
             return loss
@@ -176,7 +214,7 @@ class DelayCorrection(Optimizer):
         with torch.no_grad():
             self._after_step(moving, before)
         self._memory.steps += 1
-        self._memory.learning_rates = [float(group["lr"]) for group in self.param_groups]
+        self._memory.learning_rates = [float(group.get("lr", 0.0)) for group in self.param_groups]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -186,14 +224,12 @@ class DelayCorrection(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer."""
         if hasattr(self, "base"):
-            self._pass_groups_on()
             self.base.add_param_group(param_group)
         else:  # called by torch while this object is being made
             super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base's state dict and under ``state_name`` the buffers by parameter index."""
-        self._pass_groups_on()
         index = {p: i for i, p in enumerate(self._parameters())}
         own: dict[str, Any] = {"steps": self._memory.steps, "learning_rates": list(self._memory.learning_rates)}
         for name, tensors in self._memory.buffers.items():
@@ -208,12 +244,10 @@ class DelayCorrection(Optimizer):
                 " go on from it with a fresh correction, load it into the wrapped optimizer: `.base.load_state_dict"
                 "(state)`"
             )
-        self._pass_groups_on()
         saved = state_dict[self.state_name]
         kept = self.buffer_names if self.delay > 0 else ()
         buffers = {name: self._read_buffers(name, saved[name]) for name in kept}
         self.base.load_state_dict({key: value for key, value in state_dict.items() if key != self.state_name})
-        self._share_groups(self.base)
         self._memory.reset()
         if self.delay > 0:
             self._memory.steps = int(saved["steps"])
@@ -233,18 +267,6 @@ class DelayCorrection(Optimizer):
     def _adopt(self, optimizer: Optimizer) -> None:
         self.base = optimizer
         self.defaults = optimizer.defaults
-        self._share_groups(optimizer)
-        # Loading gives the base new groups and a new state, whoever does it.
-        optimizer.register_load_state_dict_post_hook(self._share_groups)
-
-    def _share_groups(self, optimizer: Optimizer) -> None:
-        self.param_groups = optimizer.param_groups
-        self.state = optimizer.state
-
-    def _pass_groups_on(self) -> None:
-        """Let the base have the groups that somebody assigned here, as Lightning's finetuning callbacks do."""
-        if self.base.param_groups is not self.param_groups:
-            self.base.param_groups = self.param_groups
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -274,6 +296,10 @@ class DelayCorrection(Optimizer):
         """Shape of the buffer ``name`` of ``p``."""
         return tuple(p.shape)
 
+    def _fits(self, name: str, p: Tensor, saved: Tensor) -> bool:
+        """Whether a saved buffer ``name`` can be that of ``p``."""
+        return tuple(saved.shape) == self._buffer_shape(name, p)
+
     def _buffer_dtype(self, p: Tensor) -> torch.dtype:
         """In which a buffer of ``p`` is kept."""
         return p.dtype
@@ -282,7 +308,7 @@ class DelayCorrection(Optimizer):
         params = self._parameters()
         tensors = {}
         for index, value in saved.items():
-            if index >= len(params) or tuple(value.shape) != self._buffer_shape(name, params[index]):
+            if index >= len(params) or not self._fits(name, params[index], value):
                 raise ValueError(
                     f"the saved {name} {index} has shape {tuple(value.shape)}, which is no parameter of this optimizer"
                     " at that place: the state belongs to another model or another stage"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -63,14 +64,23 @@ class DelayCompensation(DelayCorrection):
         self.decay = decay
 
     def _before_step(self, moving: list[Tensor], before: Weights) -> None:
-        known = self._memory.buffers["weights"]
-        for p in self._parameters():
-            if p not in before and p not in known:
-                continue
+        for p in self._remembered(before):
             older = self._exchange_oldest(p, before.get(p, p.detach()))
             if p in before:
                 assert p.grad is not None
+                if self.adaptive and p.grad.is_sparse:
+                    p.grad = p.grad.to_dense()  # the mean square forgets everywhere
                 p.grad.add_(self._hessian(p, p.grad).mul_(before[p] - older), alpha=self.strength)
+
+    def _skip(self) -> None:
+        for p in self._remembered({}):
+            self._exchange_oldest(p, p.detach())
+        self._memory.steps += 1
+
+    def _remembered(self, before: Weights) -> list[Tensor]:
+        """The delayed parameters whose weights are kept from now on, or are kept already."""
+        known = self._memory.buffers["weights"]
+        return [p for p in self._parameters() if self.delay_of(p) and (p in before or p in known)]
 
     def _hessian(self, p: Tensor, grad: Tensor) -> Tensor:
         hessian = grad * grad
@@ -85,10 +95,29 @@ class DelayCompensation(DelayCorrection):
         versions = self._buffer("weights", p)  # (d, *shape of p)
         if first:
             versions.copy_(weights.expand_as(versions))
+        if len(versions) != self.delay_of(p):  # the delay was changed, or a state under another one was loaded
+            versions = self._memory.buffers["weights"][p] = self._for_delay(versions, self.delay_of(p))
         slot = versions[self._memory.steps % self.delay_of(p)]
         oldest = slot.clone()
         slot.copy_(weights)
         return oldest
 
+    def _for_delay(self, versions: Tensor, delay: int) -> Tensor:
+        """The last ``delay`` weights of a ring of another length; where it has fewer, the oldest stand for older ones.
+
+        Args:
+            versions: (length, *shape of p), the oldest at ``steps % length``.
+            delay: the length that is wanted.
+        """
+        in_order = versions.roll(-(self._memory.steps % len(versions)), 0)
+        if (missing := delay - len(versions)) > 0:
+            in_order = torch.cat([in_order[:1].expand(missing, *in_order.shape[1:]), in_order])
+        return in_order[-delay:].roll(self._memory.steps % delay, 0)
+
     def _buffer_shape(self, name: str, p: Tensor) -> tuple[int, ...]:
         return (self.delay_of(p), *p.shape) if name == "weights" else tuple(p.shape)
+
+    def _fits(self, name: str, p: Tensor, saved: Tensor) -> bool:
+        if name != "weights":
+            return super()._fits(name, p, saved)
+        return saved.ndim == p.ndim + 1 and len(saved) > 0 and saved.shape[1:] == p.shape

@@ -19,6 +19,9 @@ from lightning_asyncpp.optim.correction import (
 )
 from lightning_asyncpp.optim.feedback_update import feed_back
 
+# Not `initial_lr`: some schedulers make it something else, and without one there is none.
+_ANNEALED_FROM = "annealed_from"
+
 
 class ErrorFeedback(DelayCorrection):
     """Wrap any optimizer so that it makes up for gradients that are one update old.
@@ -54,7 +57,7 @@ class ErrorFeedback(DelayCorrection):
         buffer_dtype: of the stored steps; None: the parameter's, else "bfloat16" or "float32". The same rounded value
             is subtracted that was stored, so rounding errors do not add up: over a run they telescope.
         anneal: let the strength fall to 1 with the learning rate: s_t = 1 + (strength - 1) * lr_t / lr, lr that of the
-            group before any scheduler.
+            group when it was made; kept in the group, as ``annealed_from``.
         match_lr: compare steps at the same learning rate: (lr_t / lr_{t-1}) * u_{t-1} in place of u_{t-1}.
 
     Raises:
@@ -83,6 +86,16 @@ class ErrorFeedback(DelayCorrection):
         self.buffer_dtype = buffer_dtype
         self.anneal = anneal
         self.match_lr = match_lr
+        self._mark_groups()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base optimizer."""
+        super().add_param_group(param_group)
+        self._mark_groups()
+
+    def _mark_groups(self) -> None:
+        for group in self.param_groups if getattr(self, "anneal", False) else ():
+            group.setdefault(_ANNEALED_FROM, group["lr"])
 
     def _after_step(self, moving: list[Tensor], before: Weights) -> None:
         known = self._memory.buffers["previous"]
@@ -96,7 +109,7 @@ class ErrorFeedback(DelayCorrection):
             return 0.0
         if not self.anneal:
             return self.strength
-        highest = float(group.get("initial_lr", group["lr"]))
+        highest = float(group.get(_ANNEALED_FROM, group["lr"]))
         return 1.0 + (self.strength - 1.0) * (float(group["lr"]) / highest if highest else 1.0)
 
     def _ratio(self, index: int, group: dict[str, Any]) -> float:

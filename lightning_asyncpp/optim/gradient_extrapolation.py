@@ -52,6 +52,8 @@ class GradientExtrapolation(DelayCorrection):
         known = self._memory.buffers["gradient"]
         for p in moving:
             assert p.grad is not None
+            if p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
             first = p not in known
             previous = self._buffer("gradient", p)
             if first:

@@ -21,9 +21,9 @@ class NesterovLookAhead(DelayCorrection):
         Y_{t+1} = W_t - (1 - c_{t+1}) * u_t                                  Y_0 = W_0
         W_{t+1} = Y_{t+1} + c_{t+2} * (Y_{t+1} - Y_t)                        gradients are taken here
 
-    With a constant u the weights move by u per update, as without it. The authors' own optimizer is NAdam with a
-    momentum of 0.99 and decoupled weight decay, which needs no wrapper: ``torch.optim.NAdam(betas=(0.99, 0.999),
-    decoupled_weight_decay=True)``.
+    With a constant u the weights move by u per update, as without it. A parameter without a gradient is left alone. The
+    authors' own optimizer is NAdam with a momentum of 0.99 and decoupled weight decay, which needs no wrapper:
+    ``torch.optim.NAdam(betas=(0.99, 0.999), decoupled_weight_decay=True)``.
 
     Memory: one buffer per parameter, Y_t, in the parameter's dtype, and the weights before the step as for
     ErrorFeedback.

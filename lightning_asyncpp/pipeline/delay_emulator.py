@@ -17,7 +17,7 @@ from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.units import stages_of_parameters
 from lightning_asyncpp.pipeline.update import clip_coefficient, squared_norm
-from lightning_asyncpp.pipeline.weights import lent
+from lightning_asyncpp.pipeline.weights import leave_out, lent
 
 
 class DelayEmulator:
@@ -67,7 +67,7 @@ class DelayEmulator:
         Raises:
             NonFiniteGradientError: under the policy ``"stop"``, before anything was changed.
         """
-        self.weights.come_forward()
+        self._check_unwritten()
         self._track()
         micro_batches = self.micro_batches if self.micro_batches is not None and self.micro_batches.pending else None
         if micro_batches is not None:
@@ -81,6 +81,8 @@ class DelayEmulator:
             if finite and (micro_batches is None or micro_batches.weight):
                 with lent(self.optimizer, before):
                     step()
+            else:
+                leave_out(self.optimizer)
         finally:
             self._updating = False
         if micro_batches is not None:
@@ -189,7 +191,14 @@ class DelayEmulator:
                 f"the optimizer holds {len(unknown)} tensor(s), the first of shape {tuple(unknown[0].shape)}, that are"
                 " no parameters of the module: make it from self.parameters() or self.named_parameters()"
             )
-        self.weights.track(held)
+        self.weights.track(p for p in held if p.requires_grad)
+
+    def _check_unwritten(self) -> None:
+        if written := sorted(self.names[p] for p in self.weights.take_written()):
+            raise ConfigurationError(
+                f"{', '.join(written[:5])}: changed in place between the forward and the update, while they held older"
+                " weights, so the change would be lost; change weights in on_train_batch_start or on_train_batch_end"
+            )
 
     def _tell_delay(self) -> None:
         if not callable(set_delay := getattr(self.optimizer, "set_delay", None)):

@@ -17,7 +17,7 @@ class DelayedWeights:
     """Versions of every trained parameter: W_t, the newest, and those back to W_{t-d}, d the parameter's delay.
 
     The parameters hold W_t, but inside :meth:`stale`, where they hold W_{max(t-d, 0)}. Forward and backward both run
-    there: no graph outlives it, so no graph mixes versions. A parameter of delay 0 is never touched.
+    there: no graph outlives it, so no graph mixes versions. Parameters of delay 0 and frozen ones are never touched.
 
     Args:
         delays: parameter -> its delay, for every parameter that may be trained.
@@ -27,6 +27,8 @@ class DelayedWeights:
         self.delays = dict(delays)
         self._versions: dict[nn.Parameter, deque[Tensor]] = {}  # oldest first, the newest last
         self._stale = False
+        self._writes: dict[nn.Parameter, int] = {}  # how often each was written to in place, before it went back
+        self._written: set[nn.Parameter] = set()
 
     @property
     def is_stale(self) -> bool:
@@ -46,17 +48,29 @@ class DelayedWeights:
 
     def go_back(self) -> None:
         """Let the parameters hold the weights that their next gradient is taken at."""
+        if self._stale:
+            return
+        for parameter in [p for p in self._versions if not p.requires_grad]:
+            del self._versions[parameter]  # no gradient is taken of it; what moves it moves the newest weights
         for parameter, versions in self._versions.items():
-            if not self._stale:
-                versions[-1] = parameter.data  # somebody may have given it other memory
+            versions[-1] = parameter.data  # somebody may have given it other memory
             parameter.data = versions[0]
+            self._writes[parameter] = parameter._version
         self._stale = True
 
     def come_forward(self) -> None:
         """Let the parameters hold the newest weights again."""
         for parameter, versions in self._versions.items() if self._stale else ():
             parameter.data = versions[-1]
+            if parameter._version != self._writes[parameter]:
+                self._written.add(parameter)
         self._stale = False
+
+    def take_written(self) -> set[nn.Parameter]:
+        """Parameters that were written to in place while they held older weights, since the last call: it is lost."""
+        self.come_forward()
+        written, self._written = self._written, set()
+        return written
 
     @contextmanager
     def stale(self) -> Iterator[None]:

@@ -59,6 +59,7 @@ class Engine:
         self.schedule = Schedule(mesh.stage, mesh.num_stages, settings.lookahead, self.delay)
         self.weights = WeightVersions(stage.parameters, room=1 + self.delay)
         self.last_norm: float | None = None
+        self.on_left_out: Callable[[], object] = lambda: None  # called in place of applying an update
         transport = None
         if mesh.num_stages > 1:
             transport = Transport(mesh, device, settings.settings.max_message_bytes)
@@ -340,6 +341,8 @@ class Engine:
         if not skipped:
             with self._gradients_set(gradients, message.weight), self.runner.span(Kind.UPDATE, mini_batch.index):
                 apply(update)
+        else:
+            self.on_left_out()
         return update
 
     @contextmanager

@@ -22,7 +22,7 @@ from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettin
 from lightning_asyncpp.pipeline.stage import Stage, cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.update import clip_coefficient
-from lightning_asyncpp.pipeline.weights import lent
+from lightning_asyncpp.pipeline.weights import leave_out, lent
 
 ApplyStep = Callable[[], None]
 
@@ -113,6 +113,7 @@ class PipelineSession:
         self._office = TicketOffice(optimizer)
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
             set_delay(self.running().delay)
+        self.running().on_left_out = lambda: leave_out(optimizer)
 
     @contextmanager
     def user_step(self) -> Iterator[None]:

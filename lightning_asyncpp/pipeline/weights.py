@@ -92,5 +92,11 @@ def lent(optimizer: Any, weights: Mapping[nn.Parameter, Tensor] | None) -> Abstr
     return lend(weights) if callable(lend) and weights else nullcontext()
 
 
+def leave_out(optimizer: Any) -> None:
+    """Tell an optimizer that wants to know that one update is left out: the weights stay as they are for a version."""
+    if callable(skip := getattr(optimizer, "skip_update", None)):
+        skip()
+
+
 def _leaf(data: Tensor) -> Tensor:
     return data.detach().requires_grad_()

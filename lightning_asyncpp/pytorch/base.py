@@ -105,7 +105,6 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         self.step_metrics = StepMetrics(self)
         self._placeholder_hooks = PlaceholderHooks([])
         self._loss: Tensor = torch.zeros(())
-        self._loaded_state: Mapping[str, Any] | None = None
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -306,15 +305,9 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.session.optimizer is not None:
+        if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # else weights only
             checkpoint["pipeline"] = pipeline_state(self.session)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._loaded_state = checkpoint.get("pipeline")
-        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -330,7 +323,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         if self.session.optimizer is None:
             engine.weights.restore(0, None)
         else:
-            load_pipeline_state(self.session, self._loaded_state)
+            load_pipeline_state(self.session, checkpoint.get("pipeline"))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

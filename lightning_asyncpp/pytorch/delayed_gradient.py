@@ -101,6 +101,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         self.settings.check()
         self.emulator: DelayEmulator | None = None
         self._emulated: LightningModule | None = None
+        self._is_training = False
         self._micro_batch_log: MicroBatchLog | None = None
         self._loaded_state: Mapping[str, Any] | None = None
 
@@ -156,6 +157,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches)
         self._emulated = module
+        self._is_training = True
         self.emulator.load_state_dict(self._loaded_state)
         self._loaded_state = None
 
@@ -183,11 +185,11 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         weights = self._running.weights
+        if private.skips_backward(self._module.trainer):  # a pass for the statistics of batch norm alone
+            return super().training_step(*args, **kwargs)
         if self.settings.micro_batches is not None:
             with weights.stale():
                 return self._micro_batched_step(args, kwargs)
-        if private.skips_backward(self._module.trainer):  # a pass for the statistics of batch norm alone
-            return super().training_step(*args, **kwargs)
         weights.go_back()
         try:
             output = super().training_step(*args, **kwargs)
@@ -269,22 +271,20 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.emulator is not None:
+        if self.emulator is not None and "optimizer_states" in checkpoint:  # else weights only
             checkpoint[_STATE] = self.emulator.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._loaded_state = checkpoint.get(_STATE)
-        return checkpoint
-
-    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
-        if self.emulator is not None and self._emulated is self._module:  # a callback rolls a running training back
-            self.emulator.load_state_dict(self._loaded_state)
-            self._loaded_state = None
+        state = checkpoint.get(_STATE)
+        if self.emulator is not None and self._is_training:  # a callback rolls a running training back
+            self.emulator.load_state_dict(state)
+            return
+        # The older weights of a training that is over do not belong to the weights that were just loaded.
+        self.emulator = self._emulated = None
+        self._loaded_state = state if self._module.trainer.state.fn == TrainerFn.FITTING else None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -304,6 +304,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
     @override
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        self._is_training, self._loaded_state = False, None
         super().teardown()
 
     @classmethod

@@ -188,6 +188,18 @@ def test_loading_weights_alone_makes_all_versions_equal(tmp_path: Path) -> None:
     assert_equal([p.detach() for p in fresh.model.parameters()], first.weights)  # and so are the older ones
 
 
+def test_loading_another_module_in_mid_run_changes_nothing(tmp_path: Path) -> None:
+    undisturbed, loop = (Loop(DelayedGradientStrategy(delay=2)) for _ in range(2))
+    teacher = make_net()
+    loop.fabric.save(tmp_path / "teacher.ckpt", {"teacher": teacher})
+    for run in (undisturbed, loop):
+        run.train(stop=3)
+        if run is loop:
+            run.fabric.load(tmp_path / "teacher.ckpt", {"teacher": teacher})
+        run.train(start=3)
+    assert_equal(loop.weights, undisturbed.weights)
+
+
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
 def test_model_and_optimizer_may_be_loaded_one_after_the_other(order: tuple[str, str], tmp_path: Path) -> None:
     whole = Loop(DelayedGradientStrategy(delay=2))

@@ -299,3 +299,16 @@ def test_there_is_no_third_group(name):
     optimizer = MAKE[name](gpt().named_parameters())
     with pytest.raises(ValueError, match=f"{name} keeps exactly two parameter groups"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_groups_that_are_assigned_are_stepped_with(name: str) -> None:
+    """Lightning's finetuning callbacks assign them when a run goes on."""
+    module = nn.Linear(4, 3)
+    optimizer = MAKE[name](module.named_parameters())
+    optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
+    before = [p.detach().clone() for p in module.parameters()]
+    for _ in range(2):
+        module(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    assert all(torch.equal(p.detach(), old) for p, old in zip(module.parameters(), before))

@@ -374,11 +374,13 @@ def test_wrong_arguments_are_named_all_at_once(correction, options, messages):
         correction(make_params().items(), torch.optim.AdamW(make_params().values()))
 
 
-def test_a_delay_below_zero_is_refused():
+def test_a_delay_that_is_no_whole_number_of_at_least_0_is_refused():
     params = make_params()
     optimizer = ErrorFeedback(params.items(), BASES["adamw"])
     with pytest.raises(ValueError, match="cannot be -1 updates old"):
         optimizer.set_delay({params["scale"]: -1})
+    with pytest.raises(ValueError, match=r"cannot be 2\.0 updates old: delay must be a whole number"):
+        optimizer.set_delay(2.0)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -404,6 +406,104 @@ def test_groups_assigned_to_the_wrapper_reach_the_base():
     train(optimizer, params, range(2))
     assert optimizer.base.param_groups is groups
     assert len(optimizer.state_dict()["param_groups"]) == 2
+
+
+def test_a_state_loaded_into_the_inner_correction_is_what_the_outer_steps_with():
+    def make(outer, lr):
+        params = {"w": nn.Parameter(torch.ones(4, 3))}
+        inner = partial(WeightPrediction, base=partial(torch.optim.SGD, lr=lr))
+        return params, ErrorFeedback(params.items(), inner) if outer else inner(params.items())
+
+    params, saved = make(outer=False, lr=0.5)
+    train(saved, params, range(2))
+    params, optimizer = make(outer=True, lr=0.1)
+    optimizer.base.load_state_dict(saved.state_dict())
+    assert optimizer.param_groups[0]["lr"] == optimizer.base.base.param_groups[0]["lr"] == 0.5
+    optimizer.state = {}
+    assert optimizer.base.base.state is optimizer.state
+
+
+SCHEDULES = {
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20, cycle_momentum=False),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_annealed_strength_follows_any_schedule(schedule):
+    """W_{t+1} = W_t - u_t - s_t (u_t - u_{t-1}), s_t = 1 + (s - 1) lr_t / lr, with gradients of one."""
+    p = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    optimizer = ErrorFeedback([p], partial(torch.optim.SGD, lr=0.1), strength=3.0, anneal=True)
+    scheduler = SCHEDULES[schedule](optimizer)
+    expected, previous, rates = 0.0, None, set()
+    for _ in range(12):
+        lr = float(optimizer.param_groups[0]["lr"])
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        expected -= lr + (0.0 if previous is None else (1 + 2 * lr / 0.1) * (lr - previous))
+        previous = lr
+        rates.add(lr)
+        assert float(p) == pytest.approx(expected, rel=1e-12)
+        scheduler.step(*([1.0] if schedule == "plateau" else []))
+    assert len(rates) > 5
+
+
+@pytest.mark.parametrize("more", [2, 1, 4])
+def test_delay_compensation_takes_another_delay_in_mid_run(more):
+    """By the formula on W_{t-d}, with the d of the day; where W_{t-d} was not kept, the oldest that was."""
+    p = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = DelayCompensation([p], partial(torch.optim.SGD, lr=0.1), strength=2.0)
+    optimizer.set_delay(2)
+    history, kept = [p.detach().clone()], 2
+    for t in range(12):
+        delay = 2 if t < 5 else more
+        if t == 5:
+            again = DelayCompensation([p], partial(torch.optim.SGD, lr=0.1), strength=2.0)
+            again.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # under the delay of 1 that it begins with
+            optimizer = again
+            optimizer.set_delay(more)
+        oldest = history[max(0, t - min(delay, kept))]
+        kept = min(delay, kept + 1)
+        g = torch.arange(3.0, dtype=torch.float64) + t
+        p.grad = g.clone()
+        optimizer.step()
+        history.append(history[-1] - 0.1 * (g + 2.0 * g * g * (history[-1] - oldest)))
+        torch.testing.assert_close(p.detach(), history[-1])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2].get("source") != "momentum"])
+def test_sparse_gradients_are_corrected_as_dense_ones(case):
+    correction, _, options = CASES[case]
+    weights = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        table = nn.Embedding(5, 3, sparse=sparse)
+        optimizer = correction(table.named_parameters(), partial(torch.optim.SGD, lr=0.1), **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            table(torch.tensor([0, 2, 3]) + step % 2).square().sum().backward()
+            optimizer.step()
+        weights.append(table.weight.detach())
+    torch.testing.assert_close(weights[0], weights[1])
+
+
+def test_a_base_without_a_learning_rate_is_corrected_too():
+    class Fixed(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=0.1)
+
+    p = nn.Parameter(torch.zeros(()))
+    optimizer = ErrorFeedback([p], Fixed)
+    for g in (1.0, 3.0):
+        p.grad = torch.tensor(g)
+        optimizer.step()
+    assert float(p) == pytest.approx(-0.1 - 0.3 - 0.2)
 
 
 def test_a_correction_inside_itself_is_refused():

@@ -11,7 +11,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
@@ -267,20 +267,6 @@ def test_parameters_that_thaw_are_trained_in_micro_batches_too() -> None:
     whole = train(replace(run, options={"delay": 0}))
     for name, array in train(run)["weights"].items():
         np.testing.assert_allclose(array, whole["weights"][name], rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-def test_the_extra_pass_of_weight_averaging_runs_on_the_averaged_weights() -> None:
-    """Statistics of batch norm after it are those of a forward over the training set with the final weights."""
-    run = Run(
-        Branches, "delayed", {"delay": 2}, samples=16, batch_size=16, trainer={"max_epochs": 4},
-        callbacks=((StochasticWeightAveraging, {"swa_lrs": 0.05, "swa_epoch_start": 2}),),
-    )  # fmt: skip
-    trained = train(run)
-    module = Branches(run)
-    module.load_state_dict({name: torch.from_numpy(array) for name, array in trained["weights"].items()}, strict=False)
-    x = loader(run).dataset.x
-    mean = module.convolution[0](x.unsqueeze(1)).mean((0, 2))
-    np.testing.assert_allclose(trained["buffers"]["convolution.1.running_mean"], mean.detach(), rtol=1e-4, atol=1e-6)
 
 
 class Twice(torch.optim.SGD):

@@ -85,11 +85,12 @@ def check_against_the_pipeline(pools: Pools, run: Run) -> None:
     assert_equal_weights(emulated["weights"], joined_weights(pipeline, 3))
 
 
-def test_skipped_updates_agree_with_the_pipeline(pools: Pools) -> None:
-    run = Run(NanNet, "async", {"micro_batches": 2, "nonfinite_gradients": "skip"}, optimizer="muon")
-    pipeline = pools.run(2, fit, replace(run, error_feedback=True))
+@pytest.mark.parametrize("correction", ["feedback", "compensation"])
+def test_skipped_updates_agree_with_the_pipeline(pools: Pools, correction: str) -> None:
     options = {"micro_batches": 2, "nonfinite_gradients": "skip"}
-    emulated = train(delayed(replace(run, error_feedback=True), **options))
+    run = Run(NanNet, "async", options, optimizer="muon", correction=correction)
+    pipeline = pools.run(2, fit, run)
+    emulated = train(delayed(run, **options))
     assert_equal_weights(emulated["weights"], joined_weights(pipeline, 2))
 
 
