@@ -259,6 +259,7 @@ class Engine:
         flight, error = None, None
         try:
             flight = self._forward_unposted(k, slot, step)
+            self.weights.check_unwritten(self.schedule.weight_version(self.mini_batch))
         except Exception as caught:
             error = caught
             self.runner.announce_failure(k)

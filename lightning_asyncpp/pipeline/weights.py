@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 
 class WeightVersions:
@@ -31,6 +32,7 @@ class WeightVersions:
         self._slots: list[dict[str, Tensor]] = [{name: _leaf(p.data) for name, p in self.parameters.items()}]
         for _ in range(room - 1):
             self._slots.append({name: _leaf(p.detach().clone()) for name, p in self.parameters.items()})
+        self._writes = [_writes(slot) for slot in self._slots]
 
     def leaves(self, version: int) -> dict[str, Tensor]:
         """Leaf tensors of version ``version``, the newest or (with room for it) the one before."""
@@ -39,7 +41,8 @@ class WeightVersions:
         return self._slots[version % self.room]
 
     def take_gradients(self, version: int) -> dict[str, Tensor | None]:
-        """Hand over the gradients summed at a version so far and start its sum anew."""
+        """Hand over the gradients summed at a version so far and start its sum anew; see :meth:`check_unwritten`."""
+        self.check_unwritten(version)
         gradients = {}
         for name, leaf in self.leaves(version).items():
             gradients[name] = leaf.grad
@@ -60,6 +63,7 @@ class WeightVersions:
             foreach.copy_(list(after.values()), list(before.values()))
             for name, parameter in self.parameters.items():
                 parameter.data = after[name].data
+        self._writes[self.newest % self.room] = _writes(after)
         return {parameter: before[name] for name, parameter in self.parameters.items()}
 
     def older(self) -> dict[str, Tensor] | None:
@@ -79,6 +83,18 @@ class WeightVersions:
                     leaf.copy_(source[name])
             for name, parameter in self.parameters.items():
                 parameter.data = self._slots[newest % self.room][name].data
+        self._writes = [_writes(slot) for slot in self._slots]
+
+    def check_unwritten(self, version: int) -> None:
+        """Raise ConfigurationError if a forward wrote into the weights of a version, of which there is a newer one."""
+        if self.room == 1:
+            return  # what a forward writes, the optimizer finds
+        known, now = self._writes[version % self.room], _writes(self.leaves(version))
+        if written := [name for name in known if now[name] != known[name]]:
+            raise ConfigurationError(
+                f"{', '.join(written[:5])}: changed in place by a forward, which runs on older weights, so the change"
+                " would be lost; change weights in on_train_batch_end instead (torch.nn.Embedding: leave max_norm out)"
+            )
 
 
 def lent(optimizer: Any, weights: Mapping[nn.Parameter, Tensor] | None) -> AbstractContextManager[None]:
@@ -96,6 +112,11 @@ def leave_out(optimizer: Any) -> None:
     """Tell an optimizer that wants to know that one update is left out: the weights stay as they are for a version."""
     if callable(skip := getattr(optimizer, "skip_update", None)):
         skip()
+
+
+def _writes(leaves: Mapping[str, Tensor]) -> dict[str, int]:
+    """How often each was written to in place."""
+    return {name: leaf._version for name, leaf in leaves.items()}
 
 
 def _leaf(data: Tensor) -> Tensor:

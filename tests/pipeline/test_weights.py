@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.weights import WeightVersions
 
 
@@ -30,6 +31,29 @@ def test_only_the_newest_two_are_alive() -> None:
         for dead in (version - 2, version + 1):
             with pytest.raises(RuntimeError, match=f"weight version {dead} is not alive: the newest of 2 is {version}"):
                 weights.leaves(dead)
+
+
+def test_writing_into_a_version_that_is_not_the_last_is_refused() -> None:
+    weights, parameter = make()
+    for version in range(3):
+        leaf = weights.leaves(version)["w"]
+        (leaf * 2).sum().backward()
+        assert weights.take_gradients(version)["w"] is not None
+        update(weights, parameter, 1.0)
+    weights.restore(3, {"w": torch.ones(2)})
+    weights.take_gradients(2)
+    with torch.no_grad():
+        weights.leaves(3)["w"].mul_(2)
+    with pytest.raises(ConfigurationError, match=r"w: changed in place by a forward, .* would be lost"):
+        weights.take_gradients(3)
+
+
+def test_without_a_delay_a_forward_may_write_into_the_weights() -> None:
+    weights, parameter = make(room=1)
+    with torch.no_grad():
+        weights.leaves(0)["w"].add_(2)
+    weights.take_gradients(0)
+    assert parameter.tolist() == [2.0, 2.0]
 
 
 def test_one_version_without_a_delay() -> None:
