@@ -13,7 +13,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-BUFFER_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from lightning_asyncpp.optim.correction_checks import check_base, check_lent
 
 Weights = Mapping[Tensor, Tensor]
 
@@ -275,7 +275,7 @@ class DelayCorrection(Optimizer):
         lent = self._memory.lent
         if lent is not None:
             for p in moving:
-                _check_lent(p, lent.get(p))
+                check_lent(p, lent.get(p))
             return {p: lent[p] for p in moving}
         return {p: p.detach().clone() for p in moving} if self.needs_weights_before else {}
 
@@ -317,41 +317,3 @@ class DelayCorrection(Optimizer):
             # A copy: the buffer is written in place, and what was loaded is not ours.
             tensors[p] = torch.empty(value.shape, dtype=self._buffer_dtype(p), device=p.device).copy_(value)
         return tensors
-
-
-def check_base(base: object) -> None:
-    """Refuse what does not make an optimizer.
-
-    Raises:
-        TypeError: ``base`` is not callable.
-    """
-    if not callable(base):
-        raise TypeError(
-            f"`base` must be a callable that makes an optimizer from parameters, got {type(base).__name__}: pass the "
-            "class or functools.partial(torch.optim.AdamW, lr=1e-3) instead of an optimizer that is already made"
-        )
-
-
-def check_arguments(name: str, problems: list[str]) -> None:
-    """Raise one ValueError with all ``problems`` of the correction ``name``, if there are any."""
-    if problems:
-        raise ValueError(f"{name} cannot be set up:\n" + "\n".join(f"  - {problem}" for problem in problems))
-
-
-def buffer_dtype_problems(buffer_dtype: str | None) -> list[str]:
-    """What is wrong with a correction's ``buffer_dtype``."""
-    if buffer_dtype in (None, *BUFFER_DTYPES):
-        return []
-    return [f"buffer_dtype must be None or one of {', '.join(BUFFER_DTYPES)}, got {buffer_dtype!r}"]
-
-
-def _check_lent(p: Tensor, lent: Tensor | None) -> None:
-    if lent is None:
-        raise ValueError(f"weights_before() lacks a parameter of shape {tuple(p.shape)} that has a gradient")
-    if lent.shape != p.shape or lent.dtype != p.dtype or lent.device != p.device:
-        raise ValueError(
-            f"the lent weights are {tuple(lent.shape)} {lent.dtype} on {lent.device}, their parameter is "
-            f"{tuple(p.shape)} {p.dtype} on {p.device}"
-        )
-    if p.numel() and lent.data_ptr() == p.data_ptr():
-        raise ValueError("the lent weights are the parameter itself: lend a copy that the step leaves as it is")

@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.correction import (
-    BUFFER_DTYPES,
-    DelayCorrection,
-    Weights,
-    buffer_dtype_problems,
-    check_arguments,
-    check_base,
-)
+from lightning_asyncpp.optim.correction import DelayCorrection, Weights
+from lightning_asyncpp.optim.correction_checks import BUFFER_DTYPES, buffer_dtype_problems, check_arguments, check_base
 from lightning_asyncpp.optim.feedback_update import feed_back
 
 # Not `initial_lr`: some schedulers make it something else, and without one there is none.

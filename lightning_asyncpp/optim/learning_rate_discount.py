@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.correction import DelayCorrection, Weights, check_arguments, check_base
+from lightning_asyncpp.optim.correction import DelayCorrection, Weights
+from lightning_asyncpp.optim.correction_checks import check_arguments, check_base
 
 
 class LearningRateDiscount(DelayCorrection):

@@ -8,7 +8,8 @@ from typing import Literal
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.correction import DelayCorrection, Weights, check_arguments, check_base
+from lightning_asyncpp.optim.correction import DelayCorrection, Weights
+from lightning_asyncpp.optim.correction_checks import check_arguments, check_base
 from lightning_asyncpp.optim.momentum_steps import check_known, momentum_steps
 
 
