@@ -16,10 +16,10 @@ from lightning_asyncpp.data import DataError, TextDataModule
 from lightning_asyncpp.data.vocabulary import CheckedTokens
 
 
-@pytest.fixture
-def raw_folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def raw_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset that others wrote: 64 sequences of 9 tokens, padding among them, and one id of 700."""
-    folder = tmp_path / "raw"
+    folder = tmp_path_factory.mktemp("others") / "raw"
     cache = Cache(str(folder), chunk_bytes=2**20, item_loader=TokensLoader())
     tokens = torch.arange(64 * 9, dtype=torch.int32) % 256
     tokens[30], tokens[40] = 700, -100

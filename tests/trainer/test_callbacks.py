@@ -68,7 +68,10 @@ def test_refused(pools: Pools, entry: Entry, tmp_path: Path) -> None:
         assert "leave it out" in outcome.message
 
 
-@pytest.mark.parametrize("name", ["ThroughputMonitor", "DeviceStatsMonitor", "TQDMProgressBar"])
+SLOW_ON_THREE = [pytest.param(name, marks=pytest.mark.slow) for name in ("DeviceStatsMonitor", "TQDMProgressBar")]
+
+
+@pytest.mark.parametrize("name", ["ThroughputMonitor", *SLOW_ON_THREE])
 def test_on_three_stages(pools: Pools, name: str, tmp_path: Path) -> None:
     """A middle stage has no batches to measure."""
     results = pools.run(3, fit, run_with(entry_of(name), tmp_path))
