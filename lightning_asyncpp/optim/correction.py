@@ -265,6 +265,7 @@ class DelayCorrection(Optimizer):
     # -- helpers --------------------------------------------------------------------------------------------------
 
     def _adopt(self, optimizer: Optimizer) -> None:
+        self.__dict__.pop("_unused", None)
         self.base = optimizer
         self.defaults = optimizer.defaults
 

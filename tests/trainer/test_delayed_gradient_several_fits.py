@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,77 +12,58 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy
+from lightning_asyncpp import ConfigurationError
 from tests.trainer.delays import Branches, delayed, train
 from tests.trainer.reference import mini_batches_of
-from tests.trainer.runs import Net, Run, loader
+from tests.trainer.runs import Net, Run, Watch, loader, make_trainer
 
 
-class Seen(Net):
-    """Notes the loss of every batch."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.losses: list[float] = []
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self.model(batch["x"]), batch["y"])
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Nothing."""
-
-
-def make_trainer(epochs: int = 1, **options: Any) -> L.Trainer:
-    return L.Trainer(
-        strategy=DelayedGradientStrategy(**options), accelerator="cpu", devices=1, logger=False, max_epochs=epochs,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-
-
-def fresh_module(scale: float = 1.0) -> Seen:
+def fresh_module(run: Run, scale: float = 1.0) -> Net:
     torch.manual_seed(0)
-    module = Seen(Run(Seen, "delayed"))
+    module = Net(run)
     with torch.no_grad():
         for p in module.parameters():
             p.mul_(scale)
     return module
 
 
-def trained_and_saved(path: Path, **options: Any) -> tuple[L.Trainer, Seen]:
-    trainer, module = make_trainer(**options), fresh_module()
-    trainer.fit(module, loader(module.run))
+def fitted(trainer: L.Trainer, module: Net, checkpoint: Path | None = None) -> list[float]:
+    """The loss of every batch of a training with ``trainer``."""
+    watch = next(c for c in trainer.callbacks if isinstance(c, Watch))  # type: ignore[attr-defined]
+    watch.losses.clear()
+    trainer.fit(module, loader(module.run), ckpt_path=checkpoint)
+    return list(watch.losses)
+
+
+def trained_and_saved(path: Path, run: Run) -> L.Trainer:
+    trainer = make_trainer(run)
+    fitted(trainer, fresh_module(run))
     trainer.save_checkpoint(path)
-    return trainer, module
+    return trainer
 
 
 @pytest.mark.parametrize("options", [{"delay": 1}, {"delay": 2}, {"delay": 1, "micro_batches": 2}], ids=str)
 def test_the_same_trainer_resumes_as_a_new_one(options: dict[str, Any], tmp_path: Path) -> None:
-    trainer, module = trained_and_saved(tmp_path / "a.ckpt", **options)
-    anew = fresh_module()
-    make_trainer(2, **options).fit(anew, loader(anew.run), ckpt_path=tmp_path / "a.ckpt")
-    module.losses.clear()
+    run = Run(Net, "delayed", options)
+    trainer = trained_and_saved(tmp_path / "a.ckpt", run)
+    anew = fitted(make_trainer(run, max_epochs=2), fresh_module(run), tmp_path / "a.ckpt")
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader(module.run), ckpt_path=tmp_path / "a.ckpt")
-    assert module.losses == anew.losses
-    assert len(anew.losses) == 5 * options.get("micro_batches", 1)
+    assert fitted(trainer, fresh_module(run), tmp_path / "a.ckpt") == anew
+    assert len(anew) == 5
 
 
 def test_a_checkpoint_that_was_evaluated_leaves_nothing_for_the_next_training(tmp_path: Path) -> None:
-    trained_and_saved(tmp_path / "a.ckpt", delay=1)
-    alone, after = fresh_module(scale=0.5), fresh_module(scale=0.5)
-    make_trainer().fit(alone, loader(alone.run))
-    trainer = make_trainer()
-    trainer.test(fresh_module(), loader(alone.run), ckpt_path=tmp_path / "a.ckpt", verbose=False)
-    trainer.fit(after, loader(after.run))
-    assert after.losses == alone.losses
+    run = Run(Net, "delayed", {"delay": 1})
+    trained_and_saved(tmp_path / "a.ckpt", run)
+    alone = fitted(make_trainer(run), fresh_module(run, scale=0.5))
+    trainer = make_trainer(run)
+    trainer.test(fresh_module(run), loader(run), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    assert fitted(trainer, fresh_module(run, scale=0.5)) == alone
 
 
 def test_a_checkpoint_of_weights_alone_holds_one_version(tmp_path: Path) -> None:
-    trainer, _ = trained_and_saved(tmp_path / "a.ckpt", delay=2)
+    trainer = trained_and_saved(tmp_path / "a.ckpt", Run(Net, "delayed", {"delay": 2}))
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert "delayed_gradient" in torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert "delayed_gradient" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
@@ -104,18 +86,15 @@ class Teaches(Branches):
 
 @pytest.mark.parametrize("options", [{"delay": 2}, {"delay": 1, "micro_batches": 1}], ids=str)
 def test_frozen_weights_move_as_the_step_moves_them(options: dict[str, Any]) -> None:
-    moved = [_teacher_after(strategy) for strategy in (DelayedGradientStrategy(**options), "auto")]
+    run = Run(Teaches, "delayed", options)
+    moved = [_teacher_after(one) for one in (run, replace(run, strategy="plain"))]
     assert torch.equal(moved[0], moved[1])
 
 
-def _teacher_after(strategy: Any) -> Tensor:
+def _teacher_after(run: Run) -> Tensor:
     torch.manual_seed(0)
-    module = Teaches(Run(Teaches, "delayed"))
-    trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, logger=False, max_epochs=1, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(module, loader(module.run))
+    module = Teaches(run)
+    make_trainer(run).fit(module, loader(run))
     assert torch.equal(module.teacher.weight, module.followed[-1])
     return module.teacher.weight.detach()
 

@@ -40,10 +40,10 @@ def find_problems(recipe: Recipe) -> list[str]:
     if message := _parse(base, recipe):
         message = _NO_OPTIMIZER if "'optimizer' is not accepted" in message else message
         # The parser would say the same of everything that is put into this recipe.
-        wrong_base, parse = [f"recipe: {recipe.base_path}: {message}"], _accept
+        problems, parse, names = [f"recipe: {recipe.base_path}: {message}"], _accept, None
     else:
-        wrong_base, parse = [], _parse
-    return [*wrong_base, *_optimizer_problems(recipe, parse), *_delay_problems(recipe, parse)]
+        problems, parse, names = [], _parse, _parameter_names(recipe)
+    return [*problems, *_optimizer_problems(recipe, parse), *_delay_problems(recipe, parse, names)]
 
 
 def _optimizer_problems(recipe: Recipe, parse: Parse) -> Iterator[str]:
@@ -69,15 +69,19 @@ def _with_optimizer(recipe: Recipe, grid: OptimizerGrid, correction: Correction)
     return training_config(recipe, recipe.seeds[0], "auto", optimizer)
 
 
-def _delay_problems(recipe: Recipe, parse: Parse) -> Iterator[str]:
+def _parameter_names(recipe: Recipe) -> list[str] | None:
+    """The trained parameters of the module, where a delay is by stage and they can be told."""
+    if not any(delay.stages for delay in recipe.delays):
+        return None
+    return parameter_names(_with_optimizer(recipe, recipe.optimizers[0], Correction("none", None))["model"])
+
+
+def _delay_problems(recipe: Recipe, parse: Parse, names: Sequence[str] | None) -> Iterator[str]:
     try:
         strategy: Any = pkgutil.resolve_name(recipe.strategy)
     except (ImportError, AttributeError, ValueError) as error:
         yield f"strategy: there is no class {recipe.strategy!r} ({error})"
         return
-    by_stage = parse is _parse and any(delay.stages for delay in recipe.delays)
-    built = _with_optimizer(recipe, recipe.optimizers[0], Correction("none", None))["model"]
-    names = parameter_names(built) if by_stage else None
     for delay in recipe.delays:
         config = strategy_config(recipe, delay)
         message = parse(training_config(recipe, recipe.seeds[0], config, None), recipe)
