@@ -284,7 +284,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             return
         # The older weights of a training that is over do not belong to the weights that were just loaded.
         self.emulator = self._emulated = None
-        self._loaded_state = state if self._module.trainer.state.fn == TrainerFn.FITTING else None
+        self._loaded_state = state
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
