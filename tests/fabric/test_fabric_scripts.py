@@ -39,12 +39,12 @@ def test_the_example_trains(launcher: str) -> None:
     assert float(re.findall(r"validation loss ([\d.]+)", done.stdout)[0]) < 4.5
 
 
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "step"), (1, "loop"), (2, "evaluation"))]
+SLOW = [pytest.param(3, *case, marks=pytest.mark.slow) for case in ((0, "step"), (1, "loop"), (2, "evaluation"))]
 
 
-@pytest.mark.parametrize(("stage", "where"), [(2, "step"), *SLOW])
-def test_a_failure_on_one_rank_ends_all(stage: int, where: str) -> None:
-    done = run(sys.executable, "-m", "tests.fabric.failing_script", str(stage), where)
+@pytest.mark.parametrize(("stages", "stage", "where"), [(2, 1, "step"), *SLOW])
+def test_a_failure_on_one_rank_ends_all(stages: int, stage: int, where: str) -> None:
+    done = run(sys.executable, "-m", "tests.fabric.failing_script", str(stages), str(stage), where)
     assert done.returncode != 0
     assert "ValueError: the user's own mistake" in done.stderr
     assert "first cause is the first error" in done.stderr, "the other ranks say where to look"
