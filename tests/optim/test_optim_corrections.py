@@ -1,9 +1,8 @@
-"""Every correction against a plain reference of its formula, and what all of them share."""
+"""Every correction against the plain reference of its formula, and what all of them share."""
 
 from __future__ import annotations
 
 import copy
-import io
 from functools import partial
 
 import pytest
@@ -16,167 +15,18 @@ from lightning_asyncpp.optim import (
     GradientExtrapolation,
     LearningRateDiscount,
     Lion,
-    MuonAdamW,
     NesterovLookAhead,
     WeightPrediction,
 )
-from lightning_asyncpp.optim.newton_schulz import orthogonalize
-
-SHAPES = {"up.weight": (6, 4), "up.bias": (6,), "embed.weight": (5, 4), "scale": ()}
-BASES = {
-    "adamw": partial(torch.optim.AdamW, lr=0.01),
-    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "muon": partial(MuonAdamW, lr=0.02, newton_schulz_dtype="float32"),
-}
-STEPS = 7
-
-
-def make_params():
-    generator = torch.Generator().manual_seed(0)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
-
-
-def gradients(weights, step):
-    """Gradients that depend on the weights, so that a wrong weight shows."""
-    noise = [
-        torch.randn(w.shape, generator=torch.Generator().manual_seed(100 * step + i)) for i, w in enumerate(weights)
-    ]
-    return [w.sin() + n for w, n in zip(weights, noise)]
-
-
-def train(optimizer, params, steps):
-    for step in steps:
-        for p, g in zip(params.values(), gradients([p.detach() for p in params.values()], step)):
-            p.grad = g
-        optimizer.step()
-
-
-def base_step(base, params, weights, grads):
-    """u_t: what the base subtracts from ``weights``."""
-    for p, w, g in zip(params.values(), weights, grads):
-        p.data.copy_(w)
-        p.grad = g.clone()
-    base.step()
-    return [w - p.detach() for w, p in zip(weights, params.values())]
-
-
-def predict(base, params, steps, delay, horizon=None, smoothing=0.0):
-    weights = [p.detach().clone() for p in params.values()]
-    y, v = [w.clone() for w in weights], None
-    for t in steps:
-        u = base_step(base, params, weights, gradients(weights, t))
-        v = u if v is None else [smoothing * a + (1 - smoothing) * b for a, b in zip(v, u)]
-        y = [a - b for a, b in zip(y, u)]
-        weights = [a - (delay if horizon is None else horizon) * b for a, b in zip(y, v)]
-    return weights
-
-
-def predict_by_momentum(base, params, steps, delay, source):
-    """As :func:`predict`, but along the momentum that is recomputed here from all gradients."""
-    weights = [p.detach().clone() for p in params.values()]
-    y, m, q = [w.clone() for w in weights], [torch.zeros_like(w) for w in weights], None
-    for t in steps:
-        grads = gradients(weights, t)
-        u = base_step(base, params, weights, grads)
-        y = [a - b for a, b in zip(y, u)]
-        q, m, along = along_momentum(base, grads, m, q, t)
-        weights = [a - delay * b for a, b in zip(y, along)]
-    return weights
-
-
-def along_momentum(base, grads, m, q, t):
-    """(mean squares, momenta, steps along them) after the gradients ``grads`` of update t."""
-    if isinstance(base, torch.optim.SGD):
-        m = [g if t == 0 else 0.9 * a + g for a, g in zip(m, grads)]
-        return q, m, [0.05 * a for a in m]
-    muon = isinstance(base, MuonAdamW)
-    q = [torch.zeros_like(g) for g in grads] if q is None else q
-    betas = (0.9, 0.95) if muon else (0.9, 0.999)
-    decay = [0.95 if muon and i == 0 else betas[0] for i in range(len(grads))]  # of "up.weight", the only matrix
-    m = [b * a + (1 - b) * g for a, g, b in zip(m, grads, decay)]
-    q = [betas[1] * a + (1 - betas[1]) * g * g for a, g in zip(q, grads)]
-    lr = base.param_groups[0]["lr"]
-    corrections = [1 - beta ** (t + 1) for beta in betas]
-    adam = [lr * (a / corrections[0]) / ((b / corrections[1]).sqrt() + 1e-8) for a, b in zip(m, q)]
-    if muon:
-        adam[0] = lr * 0.2 * max(m[0].shape) ** 0.5 * orthogonalize([m[0].unsqueeze(0)], dtype=torch.float32)[0]
-    return q, m, adam
-
-
-def look_ahead(base, params, steps, delay, momentum=0.99, momentum_decay=0.004):
-    def c(t):
-        return momentum * (1 - 0.5 * 0.96 ** (t * momentum_decay))
-
-    weights = [p.detach().clone() for p in params.values()]
-    y = weights
-    for t in steps:
-        u = base_step(base, params, weights, gradients(weights, t))
-        following = [w - (1 - c(t + 1)) * a for w, a in zip(weights, u)]
-        weights = [a + c(t + 2) * (a - b) for a, b in zip(following, y)]
-        y = following
-    return weights
-
-
-def discount(base, params, steps, delay, anneal_steps, staleness=None):
-    weights = [p.detach().clone() for p in params.values()]
-    for t in steps:
-        u = base_step(base, params, weights, gradients(weights, t))
-        power = 1 - min(t / anneal_steps, 1)
-        weights = [w - a / (delay if staleness is None else staleness) ** power for w, a in zip(weights, u)]
-    return weights
-
-
-def compensate(base, params, steps, delay, strength=0.04, adaptive=False, decay=0.95):
-    weights = [p.detach().clone() for p in params.values()]
-    history, q = [weights], [torch.zeros_like(w) for w in weights]
-    for t in steps:
-        g = gradients(weights, t)
-        q = [decay * a + (1 - decay) * b * b for a, b in zip(q, g)]
-        k = [strength / (a + 1e-7).sqrt() if adaptive else strength for a in q]
-        older = history[max(t - delay, 0)]
-        g = [a + b * a * a * (w - o) for a, b, w, o in zip(g, k, weights, older)]
-        u = base_step(base, params, weights, g)
-        weights = [w - a for w, a in zip(weights, u)]
-        history.append(weights)
-    return weights
-
-
-def extrapolate(base, params, steps, delay, strength=1.0):
-    weights = [p.detach().clone() for p in params.values()]
-    previous = None
-    for t in steps:
-        g = gradients(weights, t)
-        corrected = g if previous is None else [a + strength * (a - b) for a, b in zip(g, previous)]
-        previous = g
-        u = base_step(base, params, weights, corrected)
-        weights = [w - a for w, a in zip(weights, u)]
-    return weights
-
-
-def feed_back(base, params, steps, delay, strength=1.0):
-    weights = [p.detach().clone() for p in params.values()]
-    previous = None
-    for t in steps:
-        u = base_step(base, params, weights, gradients(weights, t))
-        s = 0.0 if previous is None else strength
-        weights = [w - (a + s * (a - b)) for w, a, b in zip(weights, u, previous or u)]
-        previous = u
-    return weights
-
-
-CASES = {
-    "feedback": (ErrorFeedback, feed_back, {"strength": 1.5}),
-    "prediction": (WeightPrediction, predict, {}),
-    "prediction-2.5": (WeightPrediction, predict, {"horizon": 2.5}),
-    "prediction-smooth": (WeightPrediction, predict, {"smoothing": 0.8}),
-    "prediction-momentum": (WeightPrediction, predict_by_momentum, {"source": "momentum"}),
-    "look-ahead": (NesterovLookAhead, look_ahead, {"momentum": 0.9, "momentum_decay": 0.5}),
-    "discount": (LearningRateDiscount, discount, {"anneal_steps": 5}),
-    "discount-by-3": (LearningRateDiscount, discount, {"anneal_steps": 4, "staleness": 3.0}),
-    "compensation": (DelayCompensation, compensate, {"strength": 0.3}),
-    "compensation-adaptive": (DelayCompensation, compensate, {"strength": 0.3, "adaptive": True, "decay": 0.5}),
-    "extrapolation": (GradientExtrapolation, extrapolate, {"strength": 0.7}),
-}
+from tests.optim.correction_references import (
+    BASES,
+    CASES,
+    STEPS,
+    base_step,
+    gradients,
+    make_params,
+    train,
+)
 
 
 @pytest.mark.parametrize("delay", [1, 3])
@@ -230,46 +80,6 @@ def test_parameters_of_different_delays_are_corrected_each_by_its_own(case):
         twin.set_delay(delay)
         train(twin, alike, range(STEPS))
         assert torch.equal(mixed[name], alike[name]), name
-
-
-@pytest.mark.parametrize("copying", ["state_dict", "pickle", "deepcopy"])
-@pytest.mark.parametrize("case", CASES)
-def test_state_continues_bitwise(case, copying):
-    correction, _, options = CASES[case]
-    params = make_params()
-    optimizer = correction(params.items(), BASES["muon"], **options)
-    optimizer.set_delay(2)
-    train(optimizer, params, range(4))
-    if copying == "state_dict":
-        twins = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
-        twin = correction(twins.items(), BASES["muon"], **options)
-        twin.set_delay(2)
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        twin.load_state_dict(torch.load(file, weights_only=True))
-    elif copying == "deepcopy":
-        twin, twins = copy.deepcopy((optimizer, params))
-    else:
-        file = io.BytesIO()
-        torch.save((optimizer, params), file)
-        file.seek(0)
-        twin, twins = torch.load(file, weights_only=False)
-    train(optimizer, params, range(4, STEPS))
-    train(twin, twins, range(4, STEPS))
-    assert all(torch.equal(p, q) for p, q in zip(params.values(), twins.values()))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_lent_weights_equal_the_snapshot_bitwise(case):
-    correction, _, options = CASES[case]
-    params, twin = make_params(), make_params()
-    optimizer, other = (correction(p.items(), BASES["adamw"], **options) for p in (params, twin))
-    train(other, twin, range(STEPS))
-    for step in range(STEPS):
-        with optimizer.weights_before({p: p.detach().clone() for p in params.values()}):
-            train(optimizer, params, [step])
-    assert all(torch.equal(p, q) for p, q in zip(params.values(), twin.values()))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -383,44 +193,9 @@ def test_a_delay_that_is_no_whole_number_of_at_least_0_is_refused():
         optimizer.set_delay(2.0)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_state_of_another_correction_is_refused(case):
-    correction, _, options = CASES[case]
-    plain = BASES["adamw"](make_params().items())
-    optimizer = correction(make_params().items(), BASES["adamw"], **options)
-    with pytest.raises(ValueError, match=f"saved without {correction.__name__}"):
-        optimizer.load_state_dict(plain.state_dict())
-
-
 def test_the_momentum_of_an_unknown_optimizer_is_refused():
     with pytest.raises(TypeError, match=r"knows the momentum of MuonAdamW, .*, not of Lion"):
         WeightPrediction(make_params().items(), Lion, source="momentum")
-
-
-def test_groups_assigned_to_the_wrapper_reach_the_base():
-    """Lightning's finetuning callbacks assign them when a run goes on."""
-    params, added = make_params(), nn.Parameter(torch.ones(2))
-    optimizer = ErrorFeedback(params.items(), partial(torch.optim.SGD, lr=0.1))
-    groups = [*optimizer.param_groups, {**optimizer.param_groups[0], "params": [added], "lr": 0.0}]
-    optimizer.param_groups = groups
-    train(optimizer, params, range(2))
-    assert optimizer.base.param_groups is groups
-    assert len(optimizer.state_dict()["param_groups"]) == 2
-
-
-def test_a_state_loaded_into_the_inner_correction_is_what_the_outer_steps_with():
-    def make(outer, lr):
-        params = {"w": nn.Parameter(torch.ones(4, 3))}
-        inner = partial(WeightPrediction, base=partial(torch.optim.SGD, lr=lr))
-        return params, ErrorFeedback(params.items(), inner) if outer else inner(params.items())
-
-    params, saved = make(outer=False, lr=0.5)
-    train(saved, params, range(2))
-    params, optimizer = make(outer=True, lr=0.1)
-    optimizer.base.load_state_dict(saved.state_dict())
-    assert optimizer.param_groups[0]["lr"] == optimizer.base.base.param_groups[0]["lr"] == 0.5
-    optimizer.state = {}
-    assert optimizer.base.base.state is optimizer.state
 
 
 SCHEDULES = {
@@ -509,15 +284,3 @@ def test_a_base_without_a_learning_rate_is_corrected_too():
 def test_a_correction_inside_itself_is_refused():
     with pytest.raises(ValueError, match="ErrorFeedback inside ErrorFeedback"):
         ErrorFeedback(make_params().items(), partial(ErrorFeedback, base=BASES["adamw"]))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_state_loads_without_delay_and_its_buffers_are_dropped(case):
-    correction, _, options = CASES[case]
-    params = make_params()
-    optimizer = correction(params.items(), BASES["adamw"], **options)
-    train(optimizer, params, range(3))
-    fresh = correction(make_params().items(), BASES["adamw"], **options)
-    fresh.set_delay(0)
-    fresh.load_state_dict(optimizer.state_dict())
-    assert not any(fresh.state_dict()[correction.state_name].get(name) for name in correction.buffer_names)
