@@ -15,9 +15,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
-from lightning_asyncpp.tools.ablation.built_module import parameter_names
+from lightning_asyncpp.tools.ablation.building import parameter_names, refusal
 from lightning_asyncpp.tools.ablation.config import strategy_config, training_config, with_places
-from lightning_asyncpp.tools.ablation.recipe import ClassConfig, Correction, OptimizerGrid, Recipe
+from lightning_asyncpp.tools.ablation.recipe import ALONE, ClassConfig, Correction, OptimizerGrid, Recipe
 from lightning_asyncpp.tools.ablation.yaml_files import write_yaml
 
 # Lines of the parser's messages that repeat the value or the annotation instead of saying what is wrong.
@@ -50,7 +50,8 @@ def _optimizer_problems(recipe: Recipe, parse: Parse) -> Iterator[str]:
     checked: list[Correction] = []
     for grid in recipe.optimizers:
         place = f"optimizers.{grid.name}"
-        problem = _class_problem(grid.config) or parse(_with_optimizer(recipe, grid, Correction("none", None)), recipe)
+        problem = _class_problem(grid.config) or parse(_with_optimizer(recipe, grid, ALONE), recipe)
+        problem = problem or _refusal(grid, ALONE)
         if problem:
             yield f"{place}: {problem}"
             continue
@@ -59,8 +60,15 @@ def _optimizer_problems(recipe: Recipe, parse: Parse) -> Iterator[str]:
                 continue
             checked.append(correction)
             problem = _class_problem(correction.config) or parse(_with_optimizer(recipe, grid, correction), recipe)
+            problem = problem or _refusal(grid, correction)
             if problem:
                 yield f"corrections.{correction.name}, around {grid.name}: {problem}"
+
+
+def _refusal(grid: OptimizerGrid, correction: Correction) -> str | None:
+    momenta = grid.momentum.values if grid.momentum else (None,)
+    refusals = (refusal(grid.build(lr, momentum, correction)) for lr in grid.lrs for momentum in momenta)
+    return next((message for message in refusals if message), None)
 
 
 def _with_optimizer(recipe: Recipe, grid: OptimizerGrid, correction: Correction) -> dict[str, Any]:
@@ -73,7 +81,7 @@ def _parameter_names(recipe: Recipe) -> list[str] | None:
     """The trained parameters of the module, where a delay is by stage and they can be told."""
     if not any(delay.stages for delay in recipe.delays):
         return None
-    return parameter_names(_with_optimizer(recipe, recipe.optimizers[0], Correction("none", None))["model"])
+    return parameter_names(_with_optimizer(recipe, recipe.optimizers[0], ALONE)["model"])
 
 
 def _delay_problems(recipe: Recipe, parse: Parse, names: Sequence[str] | None) -> Iterator[str]:

@@ -55,6 +55,9 @@ class Correction:
     """Use the learning rate that was chosen without the correction instead of searching."""
 
 
+ALONE = Correction("none", None)
+
+
 @dataclass(frozen=True)
 class Delay:
     """How old the gradients are: init arguments of the strategy."""
@@ -188,6 +191,11 @@ def _base(section: Section, folder: Path) -> tuple[Path, dict[str, Any]]:
         if not isinstance(content.get(key, {}), dict):
             section.problem("recipe", f"{path}: {key} is {content[key]!r}; write it out as a mapping")
             return path, {}
+    if not isinstance(content.get("model", {}).get("init_args", {}), dict):
+        section.problem("recipe", f"{path}: model.init_args is {content['model']['init_args']!r}; make it a mapping")
+        return path, {}
+    if content.get("ckpt_path") is not None:
+        section.problem("recipe", f"{path}: ckpt_path would resume one training in all of them; take it out")
     return path, content
 
 
@@ -200,8 +208,8 @@ def _name(section: Section, key: str, name: object) -> str:
     if not isinstance(name, str):
         section.problem(key, f"the name {name!r} is not a text; quote it")
         return ""
-    if key == "name" and name == "cells":
-        section.problem(key, "'cells' is the folder of the trainings; choose another")
+    if key == "name" and name in ("cells", "lock"):
+        section.problem(key, f"{name!r} is taken by the tables' common files; choose another")
     if name and not re.fullmatch(r"[\w+=-][\w.+=-]*", name):
         section.problem(key, f"the name {name!r} may have letters, digits and _ . + = - only")
     return name
@@ -262,20 +270,27 @@ def _momentum(part: Section) -> Momentum | None:
 def _check_places(part: Section, grid: OptimizerGrid) -> None:
     if grid.lr_argument in grid.config.init_args:
         part.problem(f"init_args.{grid.lr_argument}", "is set from the list `lr`; remove one of the two")
-    if grid.momentum is not None and grid.momentum.argument:
+    places = {"lr_argument": grid.lr_argument, "momentum.argument": grid.momentum.argument if grid.momentum else ""}
+    for key, place in places.items():
         try:
-            set_at(grid.config.content()["init_args"], grid.momentum.argument, 0.0)
+            set_at(grid.config.content()["init_args"], place, 0.0)
         except KeyError as error:
-            part.problem("momentum.argument", str(error.args[0]))
+            part.problem(key, str(error.args[0]))
+    if grid.momentum is not None and grid.momentum.argument == grid.lr_argument:
+        part.problem("momentum.argument", f"{grid.lr_argument!r} is set from the list `lr`; name another one")
 
 
 def _corrections(section: Section, key: str) -> tuple[Correction, ...]:
-    content = section.mapping(key) or {"none": None}
+    content = section.mapping(key) or {ALONE.name: None}
+    if ALONE.name not in content or content[ALONE.name] is not None:
+        section.problem(key, "must hold `none: null`, the optimizer alone, which the others are compared with")
     found = []
     for name, entry in content.items():
         name = _name(section, key, name)
-        if entry is None:
-            found.append(Correction(name, None))
+        if entry is None or name == ALONE.name:
+            if name != ALONE.name:
+                section.problem(f"{key}.{name}", "is null: the optimizer alone is called `none`")
+            found.append(ALONE)
             continue
         known = ("class_path", "init_args", "lr")
         part = Section(section.place(f"{key}.{name}"), entry, known, section.problems)
@@ -284,11 +299,6 @@ def _corrections(section: Section, key: str) -> tuple[Correction, ...]:
         if part.content.get("lr", "search") not in ("same", "search"):
             part.problem("lr", f"must be 'same' or 'search', got {part.content['lr']!r}")
         found.append(Correction(name, _class(part), part.content.get("lr") == "same"))
-    alone = [c.name for c in found if c.config is None]
-    if len(alone) > 1:
-        section.problem(key, f"{', '.join(alone)} are all null, the optimizer alone; keep one")
-    if not alone and any(c.same_lr for c in found):
-        section.problem(key, "`lr: same` needs the uncorrected rows, whose lr it uses; add `none: null`")
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning_asyncpp import GPTModule
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation import command as ablate
 from lightning_asyncpp.tools.ablation import config
-from lightning_asyncpp.tools.ablation.built_module import parameter_names
+from lightning_asyncpp.tools.ablation.building import parameter_names, refusal
 from lightning_asyncpp.tools.ablation.check import find_problems
 from lightning_asyncpp.tools.ablation.config import cell_config, cell_name
 from lightning_asyncpp.tools.ablation.recipe import Recipe, load_recipe
@@ -99,8 +100,71 @@ def test_names_given_twice_are_refused(tmp_path: Path) -> None:
         load_recipe(path)
 
 
-def test_the_same_lr_needs_an_uncorrected_row(tmp_path: Path) -> None:
-    assert "needs the uncorrected rows" in problems(tmp_path, corrections={"EF": EF | {"lr": "same"}})
+def test_every_correction_has_the_optimizer_alone_to_be_compared_with(tmp_path: Path) -> None:
+    wanted = "corrections: must hold `none: null`"
+    assert wanted in problems(tmp_path, corrections={"EF": EF | {"lr": "same"}})
+    assert wanted in problems(tmp_path, corrections={"none": EF})
+    told = problems(tmp_path, corrections={"plain": None, "EF": EF})
+    assert wanted in told
+    assert "corrections.plain: is null: the optimizer alone is called `none`" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"lr_argument": "betas.7"}, "lr_argument: betas.7: there is a list of 2 entries before '7'"),
+        ({"momentum": {"argument": "lr", "values": [0.5]}}, "momentum.argument: 'lr' is set from the list `lr`"),
+    ],
+)
+def test_places_that_cannot_be_set_are_told(tmp_path: Path, changes: dict[str, Any], wanted: str) -> None:
+    assert f"optimizers.A.{wanted}" in problems(tmp_path, optimizers={"A": ADAMW | changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"ckpt_path": "last.ckpt"}, "ckpt_path would resume one training in all of them"),
+        ({"model": {"class_path": "M", "init_args": None}}, "model.init_args is None; make it a mapping"),
+    ],
+)
+def test_a_base_recipe_that_no_grid_can_be_made_of(tmp_path: Path, changes: dict[str, Any], wanted: str) -> None:
+    path = write_ablation(tmp_path, text=False)
+    write_yaml(tmp_path / "fit.yaml", FIT | changes)
+    with pytest.raises(ConfigurationError, match=wanted):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["cells", "lock"])
+def test_a_table_cannot_take_the_place_of_common_files(tmp_path: Path, name: str) -> None:
+    assert f"name: '{name}' is taken" in problems(tmp_path, name=name)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "correction", "wanted"),
+    [
+        (ADAMW, None, None),
+        (ADAMW | {"init_args": {"weight_decay": -1.0}}, None, "Invalid weight_decay value: -1.0"),
+        (ADAMW, EF, None),
+        (ADAMW, EF | {"init_args": {"strength": -5.0}}, "strength must be .* got -5.0"),
+        (ADAMW | {"class_path": "tests.tools.ablation.test_ablation_recipe.OnlyForTwo"}, None, None),
+    ],
+)
+def test_values_that_a_class_refuses_are_known_without_a_training(
+    optimizer: dict[str, Any], correction: dict[str, Any] | None, wanted: str | None, tmp_path: Path
+) -> None:
+    corrections = {"none": None} | ({"C": correction} if correction else {})
+    grid = load(tmp_path, optimizers={"A": optimizer}, corrections=corrections).optimizers[0]
+    told = refusal(grid.build(0.1, None, grid.corrections[-1]))
+    assert told is None if wanted is None else re.search(wanted, told or "")
+
+
+class OnlyForTwo(torch.optim.AdamW):
+    """Cannot be built around whatever parameter; that is no reason to refuse it."""
+
+    def __init__(self, params: Any, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.9), **more: Any) -> None:
+        params = list(params)
+        assert len(params) == 2
+        super().__init__(params, lr, betas, **more)
 
 
 def test_the_parser_of_fit_finds_wrong_classes_and_arguments_before_anything_runs(tmp_path: Path) -> None:
@@ -108,6 +172,7 @@ def test_the_parser_of_fit_finds_wrong_classes_and_arguments_before_anything_run
         tmp_path, optimizers={
             "A": ADAMW, "B": ADAMW | {"class_path": "torch.optim.AdamWW"},
             "C": ADAMW | {"init_args": {"wieght_decay": 0.1}}, "D": ADAMW | {"class_path": "torch.nn.Linear"},
+            "E": ADAMW | {"momentum": {"argument": "betas.0", "values": [0.9, 1.5]}},
         },
         corrections={"none": None, "EF": EF | {"init_args": {"strenght": 1.0}}},
         delays=[1, {"delay": "pipedream"}, {"delay": 1, "stagess": 2}, {"delay": "pipedream", "stages": 4000}],
@@ -117,13 +182,14 @@ def test_the_parser_of_fit_finds_wrong_classes_and_arguments_before_anything_run
         ("optimizers.B", "there is no class 'torch.optim.AdamWW'"),
         ("optimizers.C", "wieght_decay"),
         ("optimizers.D", "no torch optimizer"),
+        ("optimizers.E", "Invalid beta parameter at index 0: 1.5"),
         ("corrections.EF", "strenght"),
         ("delays: {'delay': 'pipedream'}", "stages"),
         ("delays: {'delay': 1, 'stagess': 2}", "stagess"),
         ("delays: {'delay': 'pipedream', 'stages': 4000}", "stages=4000 is more than the module has parameters ("),
     ):
         assert any(problem.startswith(where) and what in problem for problem in found), (where, found)
-    assert len(found) == 7
+    assert len(found) == 8
 
 
 def test_a_wrong_base_recipe_is_told_once_with_all_else_that_is_wrong(tmp_path: Path) -> None:
