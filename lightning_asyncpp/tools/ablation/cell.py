@@ -6,10 +6,12 @@ import argparse
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,16 +19,25 @@ from lightning_asyncpp import cli
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
 from lightning_asyncpp.tools.ablation.recorder import DivergedError, Recorder
 from lightning_asyncpp.tools.ablation.results import CellResult, thinned, write_result
+from lightning_asyncpp.tools.ablation.sources import own_sources
+from lightning_asyncpp.tools.ablation.versions import device_name, versions
 from lightning_asyncpp.tools.ablation.yaml_files import read_yaml, write_yaml
 
 CELL = "cell.yaml"
+CHANGED = 75
+"""Exit code of a training that was not started because the user's code has changed since it got its name."""
 _PR_SET_PDEATHSIG = 1
+
+
+class ChangedError(RuntimeError):
+    """Is the user's code still what the training is named by?"""
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train what the folder's ``cell.yaml`` describes, and write ``result.json`` there.
 
-    Its key ``config`` is a recipe of ``asyncpp fit`` with a ``Recorder`` among its callbacks.
+    Its key ``config`` is a recipe of ``asyncpp fit`` with a ``Recorder`` among its callbacks, ``sources`` are the
+    digests of the user's files (:func:`own_sources`) that the folder's name was made of.
     """
     parser = argparse.ArgumentParser(prog="ablation.cell", description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -35,19 +46,25 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.parent is not None:
         die_with(arguments.parent)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    write_result(arguments.folder, train(arguments.folder))
+    try:
+        write_result(arguments.folder, train(arguments.folder))
+    except ChangedError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(CHANGED) from None
 
 
 def train(folder: Path) -> CellResult:
     """Train the cell of ``folder`` in this process.
 
     Raises:
+        ChangedError: the user's code is not what the folder's name was made of.
         SystemExit: the parser of ``asyncpp fit`` refuses the configuration.
         RuntimeError: the training never validated.
         Exception: whatever the training raises, but for its divergence, which is a result.
     """
-    path = folder / "fit.yaml"
-    write_yaml(path, read_yaml(folder / CELL)["config"])
+    path, content = folder / "fit.yaml", read_yaml(folder / CELL)
+    _check_sources(content.get("sources") or {}, content["config"])
+    write_yaml(path, content["config"])
     Recorder.current = None
     try:
         cli.main(["fit", "--config", str(path)])
@@ -61,7 +78,7 @@ def die_with(parent: int) -> None:
     """End this process when ``parent``, which started it, ends in whatever way."""
     try:
         at_once = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
-    except (AttributeError, OSError, TypeError):  # not Linux
+    except AttributeError:  # macOS
         at_once = False
     if not at_once:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
@@ -73,6 +90,17 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
+
+
+def _check_sources(wanted: Mapping[str, str], config: Mapping[str, Any]) -> None:
+    # What this finds is imported from now on: an edit after this line does not reach the training.
+    found = own_sources(config)
+    changed = [name for name, digest in wanted.items() if found.get(name) != digest]
+    if changed:
+        raise ChangedError(
+            f"the code of {', '.join(changed)} has changed since `asyncpp ablate` was called; call it again: what was"
+            " trained with the old code stays apart"
+        )
 
 
 def _recorder() -> Recorder:
@@ -91,6 +119,8 @@ def _validate_last_step(recorder: Recorder) -> None:
 
 
 def _result(recorder: Recorder, diverged: str | None) -> CellResult:
+    assert recorder.trainer is not None
+    device = device_name(recorder.trainer.strategy.root_device)
     return CellResult(
         status="finished" if diverged is None else "diverged",
         loss=recorder.curve[-1][1] if diverged is None else None,
@@ -99,17 +129,9 @@ def _result(recorder: Recorder, diverged: str | None) -> CellResult:
         metric=recorder.metric,
         curve=recorder.curve,
         train_curve=thinned(recorder.train_curve),
-        samples=recorder.samples,
         reason=diverged or "",
-        versions={name: _version(name) for name in ("lightning-asyncpp", "torch", "lightning")},
+        versions=versions(device, torch.get_num_threads()),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 if __name__ == "__main__":

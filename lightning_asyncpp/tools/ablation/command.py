@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import fnmatch
 import os
 import signal
@@ -13,17 +12,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-import torch
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.check import find_problems
 from lightning_asyncpp.tools.ablation.config import LEFT_OUT
-from lightning_asyncpp.tools.ablation.progress import Report
+from lightning_asyncpp.tools.ablation.devices import gpu_problems, name_of, slots
+from lightning_asyncpp.tools.ablation.progress import Report, duration, seconds_left
 from lightning_asyncpp.tools.ablation.recipe import Recipe, read_recipe
 from lightning_asyncpp.tools.ablation.rows import Plan, Row, make_rows, most_cells, with_leaders
-from lightning_asyncpp.tools.ablation.run import Runner, Table, slots
+from lightning_asyncpp.tools.ablation.run import Runner
+from lightning_asyncpp.tools.ablation.table import Table
+from lightning_asyncpp.tools.ablation.versions import mixture, versions
 
 
 class StoppedError(BaseException):
@@ -38,10 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run ``asyncpp ablate RECIPE ...``.
 
     Raises:
-        SystemExit: 2 for wrong arguments or a wrong recipe, 1 if a training failed, 128 + the signal that stopped it.
+        SystemExit: 2 for wrong arguments or a wrong recipe, 1 if a training failed or a file cannot be read or
+            written, 128 + the signal that stopped it.
     """
-    parser = _parser()
-    arguments = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+    if sys.platform == "win32":
+        raise SystemExit("asyncpp ablate: error: it runs on Linux and macOS only")
+    arguments = _parser().parse_args(list(sys.argv[1:] if argv is None else argv))
     gpus = [gpu.strip() for gpu in (arguments.gpus or "").split(",") if gpu.strip()]
     try:
         recipe = _checked(arguments, gpus)
@@ -49,15 +52,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         chosen = _only(rows, arguments.only)
         output = recipe.output if arguments.output is None else Path(arguments.output)
         table = Table(recipe, rows, (output / recipe.name).resolve())
+        table.check_recipe()
+        environments = slots(arguments.workers, arguments.threads, gpus)
         if arguments.dry_run:
-            _print_plan(table, chosen)
+            _print_plan(table, chosen, len(environments))
+            _warn_of_mixture(table, gpus, arguments.threads)
             return
         with _locked(table.folder.parent):
-            environments = slots(arguments.workers, arguments.threads, gpus)
+            table.keep_recipe()
+            _warn_of_mixture(table, gpus, arguments.threads)
             failed = _run(table, chosen, environments, "gpu" if gpus else "cpu")
     except ConfigurationError as error:
         print(f"asyncpp ablate: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:
+        print(f"asyncpp ablate: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
     if failed:
         raise SystemExit(1)
 
@@ -71,7 +81,10 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--threads", type=PositiveInt, default=1, help="threads of every training")
     parser.add_argument(
-        "--gpus", type=str | None, default=None, help="such as 0,1: one training at once on each; 0,0 for two on one"
+        "--gpus",
+        type=str | None,
+        default=None,
+        help="such as 0,1: one training at once on each; 0,0 for two on one; counted as PyTorch counts them here",
     )
     parser.add_argument("--only", type=str | None, default=None, help="rows to run, such as 'AdamW*' (see --dry-run)")
     parser.add_argument("--dry-run", action="store_true", help="show what would be run, and what is done already")
@@ -101,13 +114,8 @@ def _gpu_problems(gpus: Sequence[str], recipe: Recipe | None) -> Iterator[str]:
     wanted = recipe is not None and dict(recipe.base.get("trainer") or {}).get("accelerator")
     if not gpus and wanted in ("gpu", "cuda"):
         yield f"the base recipe has accelerator: {wanted}; say on which GPUs with --gpus, or remove it to use the CPU"
-    available = torch.cuda.device_count() if gpus else 0
-    if gpus and not available:
-        yield f"--gpus={','.join(gpus)}: torch finds no GPU here"
-    elif gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        missing = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= available]
-        if missing:
-            yield f"--gpus={','.join(gpus)}: there are {available} GPUs, counted from 0, and no {', '.join(missing)}"
+    if gpus:
+        yield from gpu_problems(gpus)
 
 
 def _only(rows: Sequence[Row], pattern: str | None) -> list[Row]:
@@ -118,7 +126,14 @@ def _only(rows: Sequence[Row], pattern: str | None) -> list[Row]:
     return chosen
 
 
-def _print_plan(table: Table, rows: Sequence[Row]) -> None:
+def _warn_of_mixture(table: Table, gpus: Sequence[str], threads: int) -> None:
+    pending = table.plan().pending
+    now = versions(name_of(gpus), threads) if pending else {}
+    if message := mixture([result.versions for result in table.results.values()], now):
+        print(f"asyncpp ablate: warning: {message}.", file=sys.stderr)
+
+
+def _print_plan(table: Table, rows: Sequence[Row], at_once: int) -> None:
     recipe = table.recipe
     _print_left_out(recipe)
     plan = table.plan(rows)
@@ -135,6 +150,8 @@ def _print_plan(table: Table, rows: Sequence[Row]) -> None:
     most = sum(most_cells(row, recipe.seeds, recipe.lr_extensions) for row in rows)
     done = len(plan.cells) - len(plan.pending)
     print(f"{len(rows)} rows; {searches} runs to search the learning rates; at most {most} runs in total; {done} done")
+    if left := seconds_left(plan, table.results, at_once):
+        print(f"about {duration(left)} left with {at_once} at once")
     print(f"results: {table.folder}")
 
 
@@ -146,17 +163,16 @@ def _print_left_out(recipe: Recipe) -> None:
 
 
 def _run(table: Table, rows: Sequence[Row], environments: Sequence[dict[str, str]], accelerator: str) -> bool:
-    """Run, report, and say how it ended; whether a training failed."""
-    from lightning_asyncpp.tools.ablation.report import write_report
-
+    """Run, report, and say how it ended; whether anything failed."""
     at_once, threads = len(environments), environments[0]["OMP_NUM_THREADS"]
     print(f"{table.folder}: {len(rows)} rows, {at_once} runs at once on the {accelerator.upper()}, threads: {threads}")
     _print_left_out(table.recipe)
-    report = Report(at_once)
+    report = Report(at_once, table.results)
     runner = Runner(table, rows, environments, accelerator, report)
     try:
         with _stoppable():
             plan = runner.run()
+            trouble = runner.trouble or _report(table.folder)
     except (KeyboardInterrupt, StoppedError) as stop:
         report.close()
         number = stop.number if isinstance(stop, StoppedError) else signal.SIGINT
@@ -164,9 +180,21 @@ def _run(table: Table, rows: Sequence[Row], environments: Sequence[dict[str, str
         raise SystemExit(128 + number) from None
     finally:
         report.close()
-    write_report(table.folder)
     _print_end(table, runner, plan)
-    return bool(runner.failures)
+    if trouble:
+        print(f"asyncpp ablate: error: {trouble}", file=sys.stderr)
+    return bool(runner.failures or trouble)
+
+
+def _report(folder: Path) -> str:
+    """Write the tables and plots; say why not."""
+    from lightning_asyncpp.tools.ablation.report import write_report
+
+    try:
+        write_report(folder)
+    except OSError as error:
+        return f"the report cannot be written: {error}"
+    return ""
 
 
 def _print_end(table: Table, runner: Runner, plan: Plan) -> None:
@@ -175,7 +203,7 @@ def _print_end(table: Table, runner: Runner, plan: Plan) -> None:
             print(f"{row.name}: every learning rate diverged; add lower ones to its list")
     print(f"Tables and plots: {table.folder}", flush=True)
     if runner.gave_up:
-        print("The first runs all failed: no more were started.", file=sys.stderr)
+        print(runner.gave_up, file=sys.stderr)
     if runner.failures:
         print(f"{len(runner.failures)} runs failed; the same command tries them again:", file=sys.stderr)
         for failure in runner.failures:
@@ -185,6 +213,8 @@ def _print_end(table: Table, runner: Runner, plan: Plan) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Keep other runners out; the lock ends with this process, however that ends."""
+    import fcntl  # not on Windows
+
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a+", encoding="utf-8") as file:
         try:

@@ -35,6 +35,7 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False, "lines.linewidth": 1.8, "lines.markersize": 5,
     "figure.facecolor": "white", "savefig.facecolor": "white",
 }  # fmt: skip
+_LOOKS = len(CORRECTED)
 _RING: dict[str, Any] = {"ls": "", "marker": "o", "ms": 12, "mfc": "none", "mew": 1.5}
 _CROSS: dict[str, Any] = {"ls": "", "marker": "x", "ms": 7, "mew": 2}
 VARIABLE, FRESH, CONSTANT = "PipeDream: delay by stage", "a fresh last stage", "constant: one update"
@@ -43,26 +44,63 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "chosen": _RING, "diverged": _CROSS, ANY_DIVERGED: _CROSS,
     VARIABLE: {"ls": "-"}, FRESH: {"ls": "-"}, CONSTANT: {"ls": "--"},
 }  # fmt: skip
+_LEGEND_ROWS = 3  # that a figure has room for
 _COLUMNS, _PANEL = 4, (3.1, 2.7)  # panels side by side at most; width and height of one in inches
 
 
 @dataclass(frozen=True, order=True)
 class Line:
-    """How a state of the comparison is drawn everywhere, and its place in the legend."""
+    """A state of the comparison: its place in the legend, which decides how it is drawn everywhere, and its name.
+
+    Place 0 is no delay, 1 a delay of one update; the others share eight colours, and those of the same colour differ
+    in marker and in the dots between the dashes of their line.
+    """
 
     place: int
     label: str
-    colour: str
-    marker: str
+
+    @property
+    def colour(self) -> str:
+        """As matplotlib takes it."""
+        return (SYNC, ASYNC)[self.place][0] if self.place < 2 else CORRECTED[(self.place - 2) % _LOOKS][0]
+
+    @property
+    def marker(self) -> str:
+        """As matplotlib takes it."""
+        if self.place < 2:
+            return (SYNC, ASYNC)[self.place][1]
+        again, look = divmod(self.place - 2, _LOOKS)
+        return CORRECTED[(look + again) % _LOOKS][1]
+
+    @property
+    def stroke(self) -> dict[str, Any]:
+        """Colour and kind of its line: solid; from the ninth correction on a dash with a dot, with two, ..."""
+        dots = max(0, self.place - 2) // _LOOKS
+        return {"color": self.colour, "ls": (0, (6, 1.5, *(1, 1.5) * dots)) if dots else "-"}
 
 
-def panels(titles: Sequence[str], y_label: str, x_label: str, shared: bool = True) -> tuple[Figure, list[Axes]]:
-    """Small multiples, by default with one range of the vertical axis, so that heights compare across panels."""
+def panels(
+    titles: Sequence[str],
+    y_label: str,
+    x_label: str,
+    shared: bool = True,
+    size: tuple[float, float] = _PANEL,
+    more_width: float = 0.4,
+) -> tuple[Figure, list[Axes]]:
+    """Small multiples, by default with one range of the vertical axis, so that heights compare across panels.
+
+    Args:
+        titles: of the panels; at most four stand side by side.
+        y_label, x_label: what the axes show.
+        shared: whether the range of the vertical axis is.
+        size: width and height of a panel in inches.
+        more_width: of the figure, for what stands at the left of its panels.
+    """
     from matplotlib.figure import Figure
 
     rows = math.ceil(len(titles) / _COLUMNS)
     columns = math.ceil(len(titles) / rows)
-    figure = Figure(figsize=(_PANEL[0] * columns + 0.4, _PANEL[1] * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(size[0] * columns + more_width, size[1] * rows + 0.4), layout="constrained")
     grid = figure.subplots(rows, columns, sharey=shared, squeeze=False).ravel().tolist()
     for place, (axes, title) in enumerate(zip(grid, titles)):
         axes.set_title(title, loc="left")
@@ -77,9 +115,11 @@ def legend(figure: Figure, lines: Sequence[Line], marker: bool = True, more: Seq
     from matplotlib.lines import Line2D
 
     marked = [(line, line.marker if marker else "") for line in sorted(set(lines))]
-    handles = [Line2D([], [], color=line.colour, marker=mark, label=line.label) for line, mark in marked]
+    handles = [Line2D([], [], marker=mark, label=line.label, **line.stroke) for line, mark in marked]
     handles += [Line2D([], [], color=_MUTED, label=label, **_EXTRA[label]) for label in more]
     columns = min(len(handles), 2 * round(figure.get_figwidth() / _PANEL[0]))
+    more_rows = max(0, math.ceil(len(handles) / columns) - _LEGEND_ROWS)
+    figure.set_figheight(figure.get_figheight() + 0.2 * more_rows)  # a long legend would squeeze the panels
     figure.legend(handles=handles, loc="outside upper left", ncols=columns)
 
 
@@ -112,11 +152,11 @@ def _say_at_right(axes: Axes, place: int, text: str) -> None:
     axes.text(1, place - 0.14, text, color=_MUTED, fontsize=8.5, **at_right)
 
 
-def print_losses(axes: Axes, entries: Sequence[tuple[Line, Result]]) -> None:
+def print_losses(axes: Axes, entries: Sequence[tuple[Line, Result]], decimals: int) -> None:
     """Final losses in the upper right corner, in the colours of the curves."""
     for position, (line, result) in enumerate(entries):
         loss = result.loss
-        mean = "" if loss.mean is None else f" {loss.mean:.3f}"
+        mean = "" if loss.mean is None else f" {loss.mean:.{decimals}f}"
         lost = f" ({_diverged(loss)})" if loss.diverged else ""
         axes.annotate(
             f"{line.label}{mean}{lost}", (1, 1), (-2, -4 - 13 * position), xycoords="axes fraction",
@@ -135,11 +175,11 @@ def draw_search(figure: Figure, axes: Axes, line: Line, result: Result, ceiling:
     finished = [(lr, loss) for lr, loss in result.search.items() if loss is not None]
     diverged = [lr for lr, loss in result.search.items() if loss is None]
     if finished:
-        axes.plot(*zip(*finished), color=line.colour, marker=line.marker)
+        axes.plot(*zip(*finished), marker=line.marker, **line.stroke)
     if diverged:
         shift = axes.transData + ScaledTranslation(aside / 72, 0, figure.dpi_scale_trans)
         axes.plot(diverged, [ceiling] * len(diverged), color=line.colour, transform=shift, **_CROSS)
-    if result.lr is not None and result.best is not None:
+    if result.lr is not None and result.best is not None and result.search_over:
         axes.plot(result.lr, result.best, color=line.colour, **_RING)
 
 
@@ -147,12 +187,12 @@ def draw_gaps(axes: Axes, series: Series) -> None:
     """Gaps at evenly spaced positions, with their standard deviation over seeds; a cross at the top if any diverged."""
     places = sorted({place for points in series.values() for place, _ in points})
     for rank, (line, points) in enumerate(series.items()):
-        aside = 0.06 * (rank - (len(series) - 1) / 2)
+        aside = min(0.06, 0.5 / len(series)) * (rank - (len(series) - 1) / 2)
         at = [(places.index(place) + aside, gap) for place, gap in sorted(points, key=lambda point: point[0])]
         known = [(x, gap.mean, gap.std or 0.0) for x, gap in at if gap.mean is not None]
         if known:
             x, means, errors = zip(*known)
-            axes.errorbar(x, means, errors, color=line.colour, marker=line.marker, capsize=3, elinewidth=1)
+            axes.errorbar(x, means, errors, marker=line.marker, capsize=3, elinewidth=1, **line.stroke)
         lost = [x for x, gap in at if gap.diverged]
         axes.plot(
             lost, [0.97 - 0.07 * rank] * len(lost), color=line.colour, transform=axes.get_xaxis_transform(), **_CROSS

@@ -5,7 +5,8 @@ A page holds pairs of lines
     <!-- table: FOLDER#main -->
     <!-- end of table -->
 
-FOLDER, relative to the page, holds ``results.csv``; after ``#`` stands the name of a table: main, delays or search.
+FOLDER, relative to the page, holds ``results.csv``; after ``#`` stands the name of a table: main, corrections, equal,
+delays or search.
 ``python -m lightning_asyncpp.tools.ablation.embed PAGE`` replaces what is between them; ``--check`` only compares.
 """
 
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from lightning_asyncpp.tools.ablation.report import RESULTS, ResultsError, read_results
+from lightning_asyncpp.tools.ablation.report import ResultsError, read_results
+from lightning_asyncpp.tools.ablation.results import RESULTS
 from lightning_asyncpp.tools.ablation.tables import TABLES
 
 END = "<!-- end of table -->"

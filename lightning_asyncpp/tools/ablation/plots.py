@@ -6,15 +6,13 @@ data do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_asyncpp.tools.ablation.drawing import (
     ANY_DIVERGED,
-    ASYNC,
     CONSTANT,
-    CORRECTED,
     FRESH,
     STYLE,
     SYNC,
@@ -32,19 +30,28 @@ from lightning_asyncpp.tools.ablation.drawing import (
     panels,
     print_losses,
 )
-from lightning_asyncpp.tools.ablation.summary import UNCORRECTED, Ablation, Group, Result, Row, Spread, band
+from lightning_asyncpp.tools.ablation.grid import Group
+from lightning_asyncpp.tools.ablation.plot_data import (
+    Band,
+    Curves,
+    by_delay,
+    by_depth,
+    gaps_by_learning_rate,
+    gaps_to_sync,
+    lines_of,
+    with_band,
+)
+from lightning_asyncpp.tools.ablation.summary import Ablation, Spread
+from lightning_asyncpp.tools.ablation.table_cells import decimals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Curves = Mapping[str, Sequence[tuple[int, float]]]
-Band = list[tuple[int, float, float, float]]
 
 _GAP_LABEL = "gap to sync (own scale)"  # a robust optimizer's gap could not be seen on a shared one
 _BY_STAGE = {"pipedream": VARIABLE, "fresh_last_stage": FRESH}
 _MOST_IN_ONE_ROW = 3  # corrections of an optimizer that the overview shows in one row
 _SHOWN_FROM = 0.25  # share of the steps from which on curves decide the range of the axis
-_SEARCH_CEILING = 1.25  # end of the axis over the worst chosen loss
+_SEARCH_REACH = 0.25  # from the worst chosen loss to the end of the axis, as a part of that loss
 
 
 def write_plots(folder: Path, ablation: Ablation, curves: Curves) -> list[str]:
@@ -83,7 +90,7 @@ def write_plots(folder: Path, ablation: Ablation, curves: Curves) -> list[str]:
 
 def draw_overview(ablation: Ablation) -> Figure | None:
     """Gap to the run without delay of every optimizer and correction, with its standard deviation over seeds."""
-    shown = {group: gaps for group in ablation.groups if (gaps := _gaps(ablation, group))}
+    shown = {group: gaps for group in ablation.groups if (gaps := gaps_to_sync(ablation, group))}
     if not any(gap.values for gaps in shown.values() for _, gap in gaps):
         return None
     if max(map(len, shown.values())) > 1 + _MOST_IN_ONE_ROW:
@@ -103,8 +110,8 @@ def draw_overview(ablation: Ablation) -> Figure | None:
 def _forest(shown: Mapping[Group, Gaps]) -> Figure:
     """A panel per optimizer and a row per correction, on scales of their own."""
     lines = sorted({line for gaps in shown.values() for line, _ in gaps})
-    figure, every_axes = panels([group.label for group in shown], "", _GAP_LABEL)
-    figure.set_size_inches(3.4 * len(shown) + 1.6, 1.1 + 0.27 * len(lines))
+    size = 3.4, 0.7 + 0.27 * len(lines)
+    figure, every_axes = panels([group.label for group in shown], "", _GAP_LABEL, size=size, more_width=1.6)
     for axes, gaps in zip(every_axes, shown.values()):
         known = dict(gaps)
         draw_forest(axes, [(line, known.get(line, Spread({}))) for line in lines])
@@ -115,7 +122,7 @@ def _forest(shown: Mapping[Group, Gaps]) -> Figure:
 
 def draw_curves(ablation: Ablation, curves: Curves) -> Figure | None:
     """Validation loss against step at each row's learning rate: mean over seeds, band from minimum to maximum."""
-    shown = {group: _with_band(ablation, group, curves) for group in ablation.groups}
+    shown = {group: with_band(ablation, group, curves) for group in ablation.groups}
     shown = {group: entries for group, entries in shown.items() if entries}
     if not shown:
         return None
@@ -125,10 +132,10 @@ def draw_curves(ablation: Ablation, curves: Curves) -> Figure | None:
     for axes, entries in zip(every_axes, shown.values()):
         for line, points in ((line, points) for line, _, points in entries if points):
             steps, means, lows, highs = zip(*points)
-            axes.plot(steps, means, color=line.colour)
+            axes.plot(steps, means, **line.stroke)
             axes.fill_between(steps, lows, highs, color=line.colour, alpha=0.18, linewidth=0)
         if printed:
-            print_losses(axes, [(line, result) for line, result, _ in entries])
+            print_losses(axes, [(line, result) for line, result, _ in entries], decimals(ablation))
         axes.set_xlim(left=0)
     every = [points for entries in shown.values() for _, _, points in entries if points]
     every_axes[0].set_ylim(*_curve_range(every, printed))
@@ -137,19 +144,21 @@ def draw_curves(ablation: Ablation, curves: Curves) -> Figure | None:
 
 
 def draw_learning_rates(ablation: Ablation) -> Figure | None:
-    """Loss of every learning rate on the search seed; the chosen one is ringed, diverged ones are crosses at the top.
+    """Loss of every learning rate on the search seed; diverged ones are crosses at the top.
 
-    The axis ends above the worst chosen loss: lines of learning rates that are far worse leave it.
+    The chosen one is ringed where the search is over. The axis ends above the worst chosen loss: lines of learning
+    rates that are far worse leave it.
     """
-    shown = {group: _lines(ablation, group) for group in ablation.groups}
+    shown = {group: lines_of(ablation, group) for group in ablation.groups}
     shown = {group: entries for group, entries in shown.items() if any(result.searched for _, result in entries)}
     tried = [loss for entries in shown.values() for _, result in entries for loss in result.search.values()]
     losses = [loss for loss in tried if loss is not None]
     if not losses:
         return None
     figure, every_axes = panels([group.label for group in shown], "validation loss", "learning rate")
-    worst = max(result.best or 0.0 for entries in shown.values() for _, result in entries)
-    low, high = min(losses), min(max(losses), _SEARCH_CEILING * worst)
+    chosen = [result.best for entries in shown.values() for _, result in entries if result.best is not None]
+    low, worst = min(losses), max(chosen)
+    high = min(max(losses), worst + _SEARCH_REACH * max(abs(worst), worst - low))
     margin = 0.07 * (high - low or 1.0)
     every_axes[0].set_ylim(low - margin, high + 2 * margin)
     for axes, entries in zip(every_axes, shown.values()):
@@ -160,7 +169,8 @@ def draw_learning_rates(ablation: Ablation) -> Figure | None:
         axes.minorticks_off()
         for place, (line, result) in enumerate(entries):
             draw_search(figure, axes, line, result, high + margin, 8 * (place - (len(entries) - 1) / 2))
-    more = ["chosen", *(["diverged"] if None in tried else [])]
+    over = any(result.search_over for entries in shown.values() for _, result in entries)
+    more = [*(["chosen"] if over else []), *(["diverged"] if None in tried else [])]
     legend(figure, [line for entries in shown.values() for line, _ in entries], more=more)
     return figure
 
@@ -172,9 +182,9 @@ def draw_gaps_by_learning_rate(ablation: Ablation) -> Figure | None:
         sync = ablation.sync(group)
         if sync is None:
             continue
-        for line, result in _lines(ablation, group):
+        for line, result in lines_of(ablation, group):
             if result is not sync and result.searched:
-                points = _gaps_by_learning_rate(sync.search, result.search)
+                points = gaps_by_learning_rate(sync.search, result.search)
                 shown.setdefault(group.label, {})[line] = points
     return _gap_figure(shown, "learning rate of both", {})
 
@@ -183,7 +193,7 @@ def draw_momentum(ablation: Ablation) -> Figure | None:
     """Gap to the run without delay at the same momentum, each at its own best learning rate, by momentum."""
     shown: dict[str, dict[Line, list[Point]]] = {}
     for group in ablation.groups:
-        for line, gap in _gaps(ablation, group) if group.momentum is not None else []:
+        for line, gap in gaps_to_sync(ablation, group) if group.momentum is not None else []:
             shown.setdefault(group.optimizer, {}).setdefault(line, []).append((group.momentum or 0.0, gap))
     return _gap_figure(shown, "momentum", {})
 
@@ -196,8 +206,8 @@ def draw_depth(ablation: Ablation) -> Figure | None:
     """
     for kind, name in _BY_STAGE.items():
         if len({row.stages for row in ablation.results if row.delay == kind} - {None}) > 1:
-            shown = {group: series for group in ablation.groups if (series := _by_depth(ablation, group, kind))}
-            levels = {group.label: _gaps(ablation, group) for group in shown}
+            shown = {group: series for group in ablation.groups if (series := by_depth(ablation, group, kind))}
+            levels = {group.label: gaps_to_sync(ablation, group) for group in shown}
             return _gap_figure({group.label: series for group, series in shown.items()}, "stages", levels, name)
     return None
 
@@ -206,7 +216,7 @@ def draw_delay(ablation: Ablation) -> Figure | None:
     """Gap to the run without delay by constant delay; None unless at least two delays were run."""
     if len({row.kind for row in ablation.results if row.kind.isdigit()} - {"0"}) < 2:
         return None
-    shown = {group.label: series for group in ablation.groups if (series := _by_delay(ablation, group))}
+    shown = {group.label: series for group in ablation.groups if (series := by_delay(ablation, group))}
     return _gap_figure(shown, "delay in updates", {})
 
 
@@ -225,69 +235,6 @@ def _gap_figure(shown: Mapping[str, Series], x_label: str, levels: Mapping[str, 
     more = [name, CONSTANT] if levels else []
     legend(figure, lines, more=[*more, *([ANY_DIVERGED] if any(gap.diverged for gap in gaps) else [])])
     return figure
-
-
-def _lines(ablation: Ablation, group: Group) -> list[tuple[Line, Result]]:
-    """What there is of: no delay, a delay of one update, and that with each correction."""
-    found = [(Line(0, "sync", *SYNC), ablation.sync(group))]
-    for correction in (UNCORRECTED, *ablation.corrections):
-        found.append((_delayed_line(ablation, correction), ablation.constant(group, "1", correction)))
-    return [(line, result) for line, result in found if result is not None]
-
-
-def _delayed_line(ablation: Ablation, correction: str) -> Line:
-    if correction == UNCORRECTED:
-        return Line(1, "async", *ASYNC)
-    # Error Feedback looks the same in every report.
-    place = sorted(ablation.corrections, key=lambda name: name != "EF").index(correction)
-    return Line(2 + place, f"async + {correction}", *CORRECTED[place % len(CORRECTED)])
-
-
-def _gaps_by_learning_rate(
-    without_delay: Mapping[float, float | None], delayed: Mapping[float, float | None]
-) -> list[Point]:
-    """Gap at every learning rate at which both were tried and the run without delay finished."""
-    points = []
-    for lr, reference in sorted(without_delay.items()):
-        if lr in delayed and reference is not None:
-            loss = delayed[lr]
-            points.append((lr, Spread({}, diverged=1) if loss is None else Spread({0: loss - reference})))
-    return points
-
-
-def _with_band(ablation: Ablation, group: Group, curves: Curves) -> list[tuple[Line, Result, Band]]:
-    """The lines of a panel with the band of their finished runs, which is empty if all diverged."""
-    found = []
-    for line, result in _lines(ablation, group):
-        points = band([curves[run.cell] for run in result.runs if run.loss is not None and run.cell in curves])
-        if points or not result.loss.values:
-            found.append((line, result, points))
-    return found if any(points for _, _, points in found) else []
-
-
-def _gaps(ablation: Ablation, group: Group) -> list[tuple[Line, Spread]]:
-    """Gap to the run without delay of each delayed line, where a seed has both; without a value if one diverged."""
-    gaps = [(line, ablation.gap(result.row)) for line, result in _lines(ablation, group) if result.row.kind != "0"]
-    return [(line, gap) for line, gap in gaps if gap is not None]
-
-
-def _series(ablation: Ablation, group: Group, place: Callable[[Row], int | None]) -> dict[Line, list[Point]]:
-    """Gaps of a group's rows at their places, a series per correction; rows without a place are left out."""
-    series: dict[Line, list[Point]] = {}
-    for row in ablation.results:
-        at = place(row) if row.group == group else None
-        if at is not None and (gap := ablation.gap(row)):
-            series.setdefault(_delayed_line(ablation, row.correction), []).append((at, gap))
-    return series
-
-
-def _by_delay(ablation: Ablation, group: Group) -> dict[Line, list[Point]]:
-    constant = lambda row: int(row.kind) if row.kind.isdigit() and row.kind != "0" else None  # noqa: E731
-    return dict(sorted(_series(ablation, group, constant).items()))
-
-
-def _by_depth(ablation: Ablation, group: Group, kind: str) -> dict[Line, list[Point]]:
-    return _series(ablation, group, lambda row: row.stages if row.delay == kind else None)
 
 
 def _curve_range(bands: Sequence[Band], printed: int) -> tuple[float, float]:

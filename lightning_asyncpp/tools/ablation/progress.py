@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from textwrap import shorten
 
 from tqdm import tqdm
 
 from lightning_asyncpp.tools.ablation.results import CellResult
-from lightning_asyncpp.tools.ablation.rows import Plan
-from lightning_asyncpp.tools.ablation.run import LOG, Running
+from lightning_asyncpp.tools.ablation.rows import CellKey, Plan
+from lightning_asyncpp.tools.ablation.run import Running
+from lightning_asyncpp.tools.ablation.table import LOG
 
 _LOG_LINES = 15
 
 
 class Report:
-    """Prints to standard output; the bar goes to standard error.
+    """Prints to standard output; the bar and what is wrong go to standard error.
 
     Args:
         slots: number of trainings that can run at once.
+        results: of what is over; the caller goes on filling it.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, results: Mapping[CellKey, CellResult]) -> None:
         self.slots = slots
-        self.seconds: list[float] = []
-        self.failed = 0
+        self.results = results
+        self.starts: list[float] = []
+        self.failed: set[CellKey] = set()
         self.diverged = 0
         self._shown: tuple[int, int] | None = None
         self._bar = tqdm(disable=not sys.stderr.isatty(), unit="run", dynamic_ncols=True, bar_format="{desc}")
@@ -36,12 +39,12 @@ class Report:
         """Print one line, and of a failed training the end of its log."""
         seconds = running.seconds()
         if result is None:
-            self.failed += 1
+            self.failed.add(running.key)
             code = running.process.returncode
             print_line(f"FAILED    {running.name}  (exit code {code}); the end of {running.folder / LOG}:")
             print_line(_tail(running))
             return
-        self.seconds.append(seconds)
+        self.starts.append(max(0.0, seconds - result.seconds))
         if result.status == "diverged":
             self.diverged += 1
             print_line(
@@ -56,9 +59,13 @@ class Report:
         if not self._bar.disable:
             steps = ", ".join(r.progress() or "starting" for r in running)
             self._bar.set_description_str(f"{self._summary(done, plan, running)} [{steps}]")
-        elif self._shown is None or self._shown != (done, self.failed):
-            self._shown = (done, self.failed)
+        elif self._shown is None or self._shown != (done, len(self.failed)):
+            self._shown = (done, len(self.failed))
             print_line(self._summary(done, plan, running))
+
+    def warn(self, message: str) -> None:
+        """Print one line."""
+        tqdm.write(message, file=sys.stderr)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -67,18 +74,52 @@ class Report:
     def _summary(self, done: int, plan: Plan, running: Sequence[Running]) -> str:
         parts = [f"{done}/{plan.total} runs", f"{len(running)} running"]
         parts += [f"{self.diverged} diverged"] if self.diverged else []
-        parts += [f"{self.failed} failed"] if self.failed else []
-        left = self._seconds_left(plan.total - done - self.failed, running)
-        parts += [f"about {timedelta(seconds=round(left))} left"] if left is not None else []
+        parts += [f"{len(self.failed)} failed"] if self.failed else []
+        start = statistics.median(self.starts) if self.starts else 0.0
+        spent = {r.key: r.seconds() for r in running}
+        left = seconds_left(plan, self.results, self.slots, start, self.failed, spent)
+        parts += [f"about {duration(left)} left"] if left is not None else []
         return ", ".join(parts)
 
-    def _seconds_left(self, left: int, running: Sequence[Running]) -> float | None:
-        """Estimate from the median training so far; ``None`` before the first one has ended."""
-        if not self.seconds:
-            return None
-        median = statistics.median(self.seconds)
-        spent = sum(min(r.seconds(), median) for r in running)
-        return max(0.0, left * median - spent) / min(self.slots, max(1, left))
+
+def seconds_left(
+    plan: Plan,
+    results: Mapping[CellKey, CellResult],
+    slots: int,
+    start: float = 0.0,
+    failed: Collection[CellKey] = (),
+    spent: Mapping[CellKey, float] | None = None,
+) -> float | None:
+    """Estimate from the median length of the finished trainings, those of the same optimizer where there are some.
+
+    Args:
+        plan: what is left.
+        results: of what is over.
+        slots: number of trainings that can run at once.
+        start: seconds that every training needs before it trains.
+        failed: pending trainings that are not run.
+        spent: seconds since the start of those that are under way.
+
+    Returns:
+        ``None`` if none has finished.
+    """
+    known: dict[str, list[float]] = {}
+    for key, result in results.items():
+        if result.status == "finished":
+            known.setdefault(key.row.optimizer, []).append(result.seconds)
+    if not known:
+        return None
+    anyone = statistics.median(seconds for lengths in known.values() for seconds in lengths)
+    medians = {optimizer: statistics.median(lengths) for optimizer, lengths in known.items()}
+    left = {key: start + medians.get(key.row.optimizer, anyone) for key in plan.pending if key not in failed}
+    total = sum(left.values()) + plan.waiting * (start + anyone)
+    total -= sum(min(seconds, left.get(key, 0.0)) for key, seconds in (spent or {}).items())
+    return total / min(slots, max(1, len(left) + plan.waiting))
+
+
+def duration(seconds: float) -> str:
+    """As hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def print_line(text: str) -> None:

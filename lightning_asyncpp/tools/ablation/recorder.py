@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pkgutil
 import time
@@ -52,7 +53,6 @@ class Recorder(Callback):
         self.train_curve: list[tuple[int, float]] = []
         self.step = 0
         self.seconds = 0.0
-        self.samples: int | None = 0
         self._unread: list[tuple[int, Tensor]] = []
         self._started = 0.0
         self._written = 0.0
@@ -79,8 +79,6 @@ class Recorder(Callback):
         """Keep the loss; read it later, because reading waits for the device."""
         self.step = trainer.global_step
         self.seconds = time.monotonic() - self._started
-        size = batch.shape[0] if isinstance(batch, Tensor) and batch.ndim else None
-        self.samples = None if size is None or self.samples is None else self.samples + size
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if not isinstance(loss, Tensor):
             loss = trainer.callback_metrics.get("train_loss")
@@ -127,7 +125,8 @@ class Recorder(Callback):
 
     def _write_progress(self) -> None:
         total = self.trainer.max_steps if self.trainer is not None else -1
-        (self.folder / PROGRESS).write_text(f"{self.step}/{total}" if total > 0 else str(self.step))
+        with contextlib.suppress(OSError):  # a disk that is full now may have room when the result is written
+            (self.folder / PROGRESS).write_text(f"{self.step}/{total}" if total > 0 else str(self.step))
         self._written = time.monotonic()
 
 

@@ -15,15 +15,20 @@ from typing import TypeVar
 
 from jsonargparse import ArgumentParser
 
-from lightning_asyncpp.tools.ablation.summary import UNCORRECTED, Ablation, Run
+from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, Run
+from lightning_asyncpp.tools.ablation.results import (
+    CURVE_COLUMNS,
+    CURVES,
+    OPEN,
+    OPEN_COLUMNS,
+    RESULT_COLUMNS,
+    RESULTS,
+    write_whole,
+)
+from lightning_asyncpp.tools.ablation.summary import Ablation
 from lightning_asyncpp.tools.ablation.tables import page
 
-RESULTS, CURVES, TABLE = "results.csv", "curves.csv", "table.md"
-RESULT_COLUMNS = (
-    "table", "optimizer", "correction", "delay", "stages", "momentum", "lr", "seed", "status", "loss", "steps",
-    "seconds", "cell",
-)  # fmt: skip
-CURVE_COLUMNS = ("cell", "step", "metric", "value")
+TABLE = "table.md"
 _SHOWN_PROBLEMS = 20
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -41,7 +46,7 @@ def write_report(folder: Path) -> None:
     written all the same, and a line on standard error says what is missing.
 
     Args:
-        folder: holds ``results.csv`` and, for the loss curves, ``curves.csv``.
+        folder: holds ``results.csv``; for the loss curves ``curves.csv``; and ``open.csv``, if something is missing.
 
     Raises:
         ResultsError: a file is missing or garbled.
@@ -55,11 +60,11 @@ def write_report(folder: Path) -> None:
         from lightning_asyncpp.tools.ablation.plots import write_plots
 
         plots = write_plots(folder, ablation, curves)
-    (folder / TABLE).write_text(page(ablation, plots), encoding="utf-8")
+    write_whole(folder / TABLE, page(ablation, plots))
 
 
 def read_results(path: Path) -> Ablation:
-    """Read and check ``results.csv``.
+    """Read and check ``results.csv`` and, if it is there, ``open.csv`` beside it.
 
     Raises:
         ResultsError: all that is wrong, by file and line.
@@ -74,8 +79,10 @@ def read_results(path: Path) -> Ablation:
     tables = sorted({run.table for _, run in lines})
     if len(tables) > 1:
         problems.append(f"{path}: holds several ablations ({', '.join(tables)}); a folder holds one")
+    missing = path.with_name(OPEN)
+    left = [one for _, one in _parsed(missing, OPEN_COLUMNS, _open, problems)] if missing.exists() else []
     _raise(problems)
-    return Ablation.of(run for _, run in lines)
+    return Ablation.of((run for _, run in lines), left)
 
 
 def read_curves(path: Path) -> Curves:
@@ -126,17 +133,36 @@ def _run(fields: Mapping[str, str]) -> Run:
         raise ValueError(f'status is "{status}"; expected finished or diverged')
     if status == "diverged" and loss:
         raise ValueError(f'loss is "{loss}" although the run diverged; expected nothing')
+    row = _row(fields)
     return Run(
-        **{name: fields[name] for name in ("table", "optimizer", "delay", "cell")},
-        correction=fields["correction"] or UNCORRECTED,
-        stages=_number(fields, "stages", int) if fields["stages"] else None,
-        momentum=_number(fields, "momentum", float) if fields["momentum"] else None,
+        table=fields["table"],
+        optimizer=row.group.optimizer,
+        correction=row.correction,
+        delay=row.delay,
+        stages=row.stages,
+        momentum=row.group.momentum,
         lr=_number(fields, "lr", _positive),
         seed=_number(fields, "seed", int),
         loss=_number(fields, "loss", float) if status == "finished" else None,
         steps=_number(fields, "steps", int),
         seconds=_number(fields, "seconds", float),
+        cell=fields["cell"],
     )
+
+
+def _open(fields: Mapping[str, str]) -> Open:
+    status = fields["status"]
+    if status not in ("failed", "pending"):
+        raise ValueError(f'status is "{status}"; expected failed or pending')
+    lr = _number(fields, "lr", _positive) if fields["lr"] or status == "failed" else None
+    seed = None if lr is None else _number(fields, "seed", int)
+    return Open(_row(fields), lr, seed, status == "failed", fields["log"])
+
+
+def _row(fields: Mapping[str, str]) -> Row:
+    momentum = _number(fields, "momentum", float) if fields["momentum"] else None
+    stages = _number(fields, "stages", int) if fields["stages"] else None
+    return Row(Group(fields["optimizer"], momentum), fields["delay"], stages, fields["correction"] or UNCORRECTED)
 
 
 def _point(fields: Mapping[str, str]) -> tuple[str, str, int, float]:

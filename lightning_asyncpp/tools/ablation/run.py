@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lightning_asyncpp.tools.ablation.cell import CELL
-from lightning_asyncpp.tools.ablation.config import cell_config, cell_name, digest_of, with_places
-from lightning_asyncpp.tools.ablation.recipe import Recipe
+from lightning_asyncpp.tools.ablation.cell import CHANGED
 from lightning_asyncpp.tools.ablation.recorder import PROGRESS
-from lightning_asyncpp.tools.ablation.results import CellResult, read_result, write_tables
-from lightning_asyncpp.tools.ablation.rows import CellKey, Plan, Row, make_plan
-from lightning_asyncpp.tools.ablation.yaml_files import write_yaml
+from lightning_asyncpp.tools.ablation.results import RESULT, CellResult
+from lightning_asyncpp.tools.ablation.rows import CellKey, Plan, Row
+from lightning_asyncpp.tools.ablation.table import LOG, Table
 
-LOG = "cell.log"
-CELLS = "cells"
 _POLL_SECONDS = 0.1
 _MOST_FAILURES = 3  # that many at first, and nothing else: the rest would fail as well
 
@@ -62,69 +57,9 @@ class Running:
 
     def kill(self) -> None:
         """End it with all processes that it started; what is unfinished is discarded anyway."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says so of one that has just ended
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-
-class Table:
-    """The trainings of a recipe on disk: their folders, results and tables.
-
-    Args:
-        recipe: what to train.
-        rows: its rows, all of them.
-        folder: of the table.
-    """
-
-    def __init__(self, recipe: Recipe, rows: Sequence[Row], folder: Path) -> None:
-        self.recipe = recipe
-        self.folder = folder
-        self.rows = {row.key: row for row in rows}
-        self.results: dict[CellKey, CellResult] = {}
-        self._names: dict[CellKey, str] = {}
-
-    def plan(self, rows: Sequence[Row] | None = None) -> Plan:
-        """Plan ``rows``, by default all of them, with every result that is on disk."""
-        rows = list(self.rows.values()) if rows is None else rows
-        while True:
-            outcomes = {key: result.loss for key, result in self.results.items()}
-            plan = make_plan(rows, self.recipe.seeds, self.recipe.lr_extensions, outcomes)
-            found = {key: result for key in plan.pending if (result := self.read(key)) is not None}
-            if not found:
-                return plan
-            self.results |= found
-
-    def name(self, key: CellKey) -> str:
-        """Name of a training's folder."""
-        if key not in self._names:
-            self._names[key] = cell_name(self.recipe, self.rows[key.row], key.lr, key.seed)
-        return self._names[key]
-
-    def cell_folder(self, key: CellKey) -> Path:
-        """Folder of a training."""
-        return self.folder.parent / CELLS / self.name(key)
-
-    def read(self, key: CellKey) -> CellResult | None:
-        """Result on disk; tables of one output share what they have in common, whatever they call it."""
-        same = (self.folder.parent / CELLS).glob(f"*_{digest_of(self.name(key))}")
-        return next((result for folder in same if (result := read_result(folder)) is not None), None)
-
-    def make_cell(self, key: CellKey, accelerator: str) -> Path:
-        """Make the folder of a training anew; what an interrupted one left there is discarded."""
-        folder = self.cell_folder(key)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        config = cell_config(self.recipe, self.rows[key.row], key.lr, key.seed)
-        config = with_places(config, self.recipe, folder.resolve(), accelerator)
-        write_yaml(folder / CELL, {"base_recipe": str(self.recipe.base_path), "config": config})
-        return folder
-
-    def write(self) -> None:
-        """Write the tables from all results that the recipe asks for."""
-        wanted = set(self.plan().cells)
-        results = {key: result for key, result in self.results.items() if key in wanted}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_tables(self.folder, self.recipe.name, results, {key: self.name(key) for key in results})
 
 
 class Progress(Protocol):
@@ -135,6 +70,9 @@ class Progress(Protocol):
 
     def show(self, plan: Plan, running: Sequence[Running]) -> None:
         """The present state."""
+
+    def warn(self, message: str) -> None:
+        """Something is wrong that does not end the trainings that are under way."""
 
 
 class Runner:
@@ -163,13 +101,19 @@ class Runner:
         self.progress = progress
         self.running: list[Running] = []
         self.failures: list[Failure] = []
-        self._finished = 0
+        self.trouble = ""
+        """What the last try to write the tables or to start a training ended with, if it failed."""
         self._data_is_ready = False
+        self._is_stuck = False
 
     @property
-    def gave_up(self) -> bool:
-        """Whether the first trainings all failed, so that no more were started."""
-        return not self._finished and len(self.failures) >= _MOST_FAILURES
+    def gave_up(self) -> str:
+        """Why no more trainings are started; empty if there is no reason."""
+        if any(failure.code == CHANGED for failure in self.failures):
+            return "The code has changed meanwhile: no more were started; the same command goes on with the new code."
+        if not self.table.results and len(self.failures) >= _MOST_FAILURES:
+            return "The first runs all failed: no more were started."
+        return ""
 
     def run(self) -> Plan:
         """Run until nothing is left that can be run; return the last plan.
@@ -177,17 +121,18 @@ class Runner:
         Whatever ends this method, no training goes on after it.
         """
         try:
-            self.table.write()
             plan = self.table.plan(self.rows)
+            self._write()
             while True:
-                if not self.gave_up:
+                if not self.gave_up and not self._is_stuck:
                     self._start(plan)
                 self.progress.show(plan, self.running)
                 if not self.running:
                     return plan
                 if self._collect():
                     plan = self.table.plan(self.rows)
-                    self.table.write()
+                    self._is_stuck = False
+                    self._write()
                 else:
                     time.sleep(_POLL_SECONDS)
         finally:
@@ -195,20 +140,44 @@ class Runner:
                 running.kill()
 
     def _start(self, plan: Plan) -> None:
-        taken = {running.key for running in self.running} | {failure.key for failure in self.failures}
+        """Start what has never been tried, then what failed or was interrupted before; the same training only once."""
         free = [s for s in range(len(self.environments)) if s not in {running.slot for running in self.running}]
-        waiting = [key for key in plan.pending if key not in taken]
-        for slot, key in zip(free, waiting):
+        if not free:
+            return
+        waiting = sorted(plan.pending, key=self.table.was_tried)
+        keys = [running.key for running in self.running] + [failure.key for failure in self.failures]
+        taken = {self.table.digest(key) for key in keys}
+        for slot in free:
+            key = next((key for key in waiting if self.table.digest(key) not in taken), None)
             # The first training prepares the data; others at the same time would do all of it once more.
-            if self.running and not self._ready():
+            if key is None or (self.running and not self._ready()):
                 return
-            self.running.append(self._launch(key, slot))
+            try:
+                self.running.append(self._launch(key, slot))
+            except OSError as error:
+                self._is_stuck = True  # until something ends, which may leave room
+                self._tell(f"{self.table.name(key)} cannot be started: {error}")
+                return
+            taken.add(self.table.digest(key))
+
+    def _write(self) -> None:
+        try:
+            self.table.write()
+            self.trouble = ""
+        except Exception as error:  # a full disk, or a mistake in a table, must not end trainings of hours
+            self._tell(f"the tables cannot be written: {type(error).__name__}: {error}")
+
+    def _tell(self, trouble: str) -> None:
+        self.trouble = trouble
+        self.progress.warn(trouble + ("; tried again when the next run has ended" if self.running else ""))
 
     def _ready(self) -> bool:
         self._data_is_ready = self._data_is_ready or any(running.progress() for running in self.running)
         return self._data_is_ready
 
     def _launch(self, key: CellKey, slot: int) -> Running:
+        if (aside := self.table.set_aside(key)) is not None:
+            self.progress.warn(f"{aside} is kept: its {RESULT} cannot be understood, and the training is run again")
         folder = self.table.make_cell(key, self.accelerator)
         with open(folder / LOG, "wb") as log:
             # In a session of its own, an interrupt from the keyboard reaches this process alone.
@@ -229,13 +198,11 @@ class Runner:
             self._data_is_ready = self._ready()
             self.running.remove(running)
             running.kill()  # processes that it left behind
-            result = read_result(running.folder)
+            result = self.table.take(running.key)
             if result is None:
                 log, code = running.folder / LOG, running.process.returncode
                 self.failures.append(Failure(running.key, running.name, log, code))
-            else:
-                self._finished += 1
-                self.table.results[running.key] = result
+                self.table.note_failure(running.key, code)
             self.progress.ended(running, result)
         return bool(ended)
 
@@ -244,21 +211,3 @@ def worker_command(folder: Path) -> list[str]:
     """The command that trains the cell of ``folder`` and ends with this process."""
     worker = [sys.executable, "-m", "lightning_asyncpp.tools.ablation.cell"]
     return [*worker, str(folder), "--parent", str(os.getpid())]
-
-
-def slots(
-    workers: int | None, threads: int, gpus: Sequence[str], cores: Callable[[], int | None] = os.cpu_count
-) -> list[dict[str, str]]:
-    """The environment of every slot: one per GPU, or as many as the cores have room for.
-
-    Args:
-        workers: number of slots without GPUs; ``None``: cores divided by threads.
-        threads: of every training.
-        gpus: what CUDA_VISIBLE_DEVICES may be set to; one named twice gets two slots.
-        cores: counts the cores of this machine.
-    """
-    common = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    if gpus:
-        return [common | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
-    count = workers if workers is not None else max(1, (cores() or 1) // threads)
-    return [common | {"CUDA_VISIBLE_DEVICES": ""} for _ in range(count)]

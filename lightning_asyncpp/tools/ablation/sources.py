@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
+import pkgutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,16 +19,19 @@ _PACKAGE = Path(__file__).parents[2]
 def own_sources(config: Any) -> dict[str, str]:
     """Digests of the files of the classes that a recipe names, but for installed packages, this one among them.
 
-    What those files import is not looked at.
+    These are the file that the class's path names, the one that defines the class, if it is another, and those of its
+    base classes. What else those files import is not looked at.
 
     Args:
         config: a recipe of ``asyncpp fit``, or a part of it.
 
     Returns:
-        Class path -> digest of its file.
+        Path of a class -> digest of its file.
     """
-    found = {class_path: _digest(class_path) for class_path in sorted(set(_class_paths(config)))}
-    return {class_path: digest for class_path, digest in found.items() if digest}
+    found: dict[str, str] = {}
+    for class_path in sorted(set(_class_paths(config))):
+        found |= _digests(class_path)
+    return found
 
 
 def _class_paths(config: Any) -> Iterator[str]:
@@ -39,15 +45,34 @@ def _class_paths(config: Any) -> Iterator[str]:
 
 
 @functools.cache  # code that changes while a grid is run does not split it
-def _digest(class_path: str) -> str:
+def _digests(class_path: str) -> dict[str, str]:
+    files: dict[Path, str] = {}
+    for name, file in _files(class_path):
+        files.setdefault(file.resolve(), name)
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for file, name in files.items() if _is_own(file)}
+
+
+def _files(class_path: str) -> Iterator[tuple[str, Path]]:
+    """The files of a class, the one that its path names first; all of them are imported then."""
     try:
         spec = importlib.util.find_spec(class_path.rpartition(".")[0])
     except (ImportError, AttributeError, ValueError):  # the check of the recipe tells
-        return ""
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-        return ""
-    file = Path(spec.origin).resolve()
+        return
+    if spec is None or spec.origin is None or not _is_own(Path(spec.origin).resolve()):
+        return
+    try:
+        found = pkgutil.resolve_name(class_path)
+    except Exception:  # the user's code, which the check of the recipe imports, too
+        found = None
+    yield class_path, Path(spec.origin)
+    for part in getattr(found, "__mro__", (found,)):
+        with contextlib.suppress(TypeError, OSError):  # not written in Python
+            if file := inspect.getsourcefile(part):
+                yield f"{part.__module__}.{part.__qualname__}", Path(file)
+
+
+def _is_own(file: Path) -> bool:
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-    if any(file.is_relative_to(folder) for folder in (*installed, _PACKAGE)):
-        return ""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    if {"site-packages", "dist-packages"} & set(file.parts):
+        return False
+    return file.is_file() and not any(file.is_relative_to(folder) for folder in (*installed, _PACKAGE))

@@ -1,83 +1,21 @@
-"""What the runs of an ablation say: rows of the grid, each one's learning rate, gaps and the shares recovered.
+"""What the runs of an ablation say: each row's learning rate, gaps and the shares recovered.
 
-Pure functions over a list of :class:`Run`; nothing here reads, writes or formats.
+Pure functions over lists of :class:`Run` and :class:`Open`; nothing here reads, writes or formats.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
-UNCORRECTED = "none"
+from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, Run, Setting, kind_of
+from lightning_asyncpp.tools.ablation.rows import best_lr
 
-
-@dataclass(frozen=True)
-class Run:
-    """One training: a line of ``results.csv``.
-
-    Attributes:
-        table: name of the ablation.
-        optimizer, correction: names from its recipe.
-        delay: ``"0"``, ``"1"``, ``"pipedream"``, ..., further settings appended as ``key=value``.
-        stages: of an emulated pipeline; None where the delay does not depend on it.
-        momentum: None unless it is swept.
-        lr: learning rate.
-        seed: of weights and data order.
-        loss: last validation loss; None if the run diverged.
-        steps: updates made.
-        seconds: duration of the training.
-        cell: name of the run's folder and of its curves.
-    """
-
-    table: str
-    optimizer: str
-    correction: str
-    delay: str
-    stages: int | None
-    momentum: float | None
-    lr: float
-    seed: int
-    loss: float | None
-    steps: int
-    seconds: float
-    cell: str
-
-    @property
-    def row(self) -> Row:
-        """The row of the grid that this run belongs to."""
-        return Row(Group(self.optimizer, self.momentum), self.delay, self.stages, self.correction)
-
-
-@dataclass(frozen=True)
-class Group:
-    """What is compared within itself: an optimizer, at one momentum where that is swept."""
-
-    optimizer: str
-    momentum: float | None
-
-    @property
-    def label(self) -> str:
-        """Its name in plots."""
-        return self.optimizer if self.momentum is None else f"{self.optimizer}, momentum {self.momentum:g}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the grid: all that is fixed while learning rates and seeds vary."""
-
-    group: Group
-    delay: str
-    stages: int | None
-    correction: str
-
-    @property
-    def kind(self) -> str:
-        """The delay without further settings."""
-        return re.split(r"[\s,;]", self.delay, maxsplit=1)[0]
+_MOST_OF_A_GAP = 10  # a correction that does more, up or down, does something else than to close the gap
 
 
 @dataclass(frozen=True)
@@ -112,12 +50,14 @@ class Result:
         search: learning rate to loss on the search seed, ascending; None where the run diverged.
         lr: the chosen learning rate; None if several were tried and all diverged.
         runs: all seeds at ``lr``, by seed; all runs of the search if ``lr`` is None.
+        open: trainings of the row that have no result.
     """
 
     row: Row
     search: Mapping[float, float | None]
     lr: float | None
     runs: Sequence[Run]
+    open: Sequence[Open] = ()
 
     @property
     def loss(self) -> Spread:
@@ -131,9 +71,14 @@ class Result:
         return None if self.lr is None else self.search[self.lr]
 
     @property
+    def search_over(self) -> bool:
+        """Whether no learning rate is left to be tried, so that the chosen one will not change."""
+        return all(one.lr == self.lr for one in self.open)
+
+    @property
     def at_edge(self) -> bool:
-        """Whether the chosen learning rate is the lowest or the highest of several that were tried."""
-        return len(self.search) > 1 and self.lr in (min(self.search), max(self.search))
+        """Whether the search is over and chose the lowest or the highest of several learning rates."""
+        return self.search_over and self.searched and self.lr in (min(self.search), max(self.search))
 
     @property
     def searched(self) -> bool:
@@ -169,55 +114,102 @@ class Ablation:
     Attributes:
         runs: every run.
         results: row to result.
+        open: trainings of the recipe that have no result.
     """
 
     runs: Sequence[Run]
     results: Mapping[Row, Result]
+    open: Sequence[Open] = ()
 
     @classmethod
-    def of(cls, runs: Iterable[Run]) -> Ablation:
-        """Sort runs into rows and choose each row's learning rate."""
+    def of(cls, runs: Iterable[Run], left: Iterable[Open] = ()) -> Ablation:
+        """Sort runs into rows and choose each row's learning rate; ``left`` has no result yet, or never will."""
         runs = list(runs)
+        known = {(run.row, run.lr, run.seed) for run in runs}
+        left = [one for one in left if (one.row, one.lr, one.seed) not in known]
         rows: dict[Row, list[Run]] = {}
         for run in runs:
             rows.setdefault(run.row, []).append(run)
-        return cls(runs, {row: _result(row, members) for row, members in rows.items()})
+        unfinished = _by_row(left)
+        return cls(runs, {row: _result(row, ones, unfinished.get(row, [])) for row, ones in rows.items()}, left)
 
-    @property
+    @cached_property
+    def unfinished(self) -> dict[Row, list[Open]]:
+        """Rows of which trainings have no result, and these."""
+        return _by_row(self.open)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Rows that have a result, and those that only wait for one."""
+        return list(dict.fromkeys([*self.results, *self.unfinished]))
+
+    @cached_property
     def groups(self) -> list[Group]:
         """Optimizers in order of appearance, each with its momenta ascending."""
-        optimizers = list(dict.fromkeys(row.group.optimizer for row in self.results))
-        groups = {row.group for row in self.results}
+        optimizers = list(dict.fromkeys(row.group.optimizer for row in self.rows))
+        groups = {row.group for row in self.rows}
         return sorted(groups, key=lambda g: (optimizers.index(g.optimizer), g.momentum is not None, g.momentum or 0.0))
 
-    @property
+    @cached_property
     def corrections(self) -> list[str]:
         """Names of the corrections without "none", in order of appearance."""
-        return [name for name in dict.fromkeys(row.correction for row in self.results) if name != UNCORRECTED]
+        return [name for name in dict.fromkeys(row.correction for row in self.rows) if name != UNCORRECTED]
 
     @property
     def swept_momentum(self) -> bool:
         """Whether any optimizer was run at several momenta."""
         return any(group.momentum is not None for group in self.groups)
 
+    @cached_property
+    def one_update(self) -> Setting:
+        """What stands for a delay of one update: that without further settings, or the only one there is."""
+        return self._standing_for("1")
+
+    @cached_property
+    def no_delay(self) -> Setting:
+        """What stands for no delay: that with the further settings of :attr:`one_update`, where there is one."""
+        return self._twin(self.one_update, "0")
+
     def sync(self, group: Group) -> Result | None:
         """The group's run without delay; None if it is not there yet."""
-        return self.constant(group, "0", UNCORRECTED)
+        return self.results.get(Row(group, *self.no_delay, UNCORRECTED))
+
+    def delayed(self, group: Group, correction: str = UNCORRECTED) -> Result | None:
+        """The group's result at a delay of one update; None if it is not there yet."""
+        return self.results.get(Row(group, *self.one_update, correction))
+
+    def sync_row(self, row: Row) -> Row:
+        """The row without delay that another is compared with: of the same further settings, where there is one."""
+        setting = self.no_delay if row.kind == "0" else self._twin(row.setting, "0")
+        return Row(row.group, *setting, UNCORRECTED)
+
+    def uncorrected_row(self, row: Row) -> Row:
+        """The delayed row whose gap this one takes something back of; itself if it is not corrected.
+
+        For a fresh last stage, corrected or not, that is the delay of one update.
+        """
+        setting = self._twin(row.setting, "1") if row.kind == "fresh_last_stage" else row.setting
+        return Row(row.group, *setting, UNCORRECTED)
 
     def gap(self, row: Row) -> Spread | None:
         """Loss of a row less that of its group's run without delay; None where no seed has both."""
-        sync = self.sync(row.group)
+        sync = self.results.get(self.sync_row(row))
         gap = None if sync is None else difference(self.results[row], sync)
         return gap if gap is not None and (gap.values or gap.diverged) else None
 
-    def constant(self, group: Group, delay: str, correction: str) -> Result | None:
-        """The group's result at the same delay on all stages; None if it is not there yet."""
-        return self.results.get(Row(group, *self.setting(delay), correction))
+    @cached_property
+    def _settings(self) -> set[Setting]:
+        return {row.setting for row in self.rows}
 
-    def setting(self, delay: str) -> tuple[str, int | None]:
-        """Text and stages of the rows that stand for a constant delay: without further settings, or the only ones."""
-        settings = {(row.delay, row.stages) for row in self.results if row.kind == delay}
-        return next(iter(settings)) if len(settings) == 1 else (delay, None)
+    def _standing_for(self, delay: str) -> Setting:
+        settings = [setting for setting in self._settings if kind_of(setting[0]) == delay]
+        return settings[0] if len(settings) == 1 else (delay, None)
+
+    def _twin(self, setting: Setting, delay: str) -> Setting:
+        """The constant delay of the same further settings, if there is one; else what stands for that delay."""
+        text = delay + setting[0].removeprefix(kind_of(setting[0]))
+        equal = [twin for twin in ((text, setting[1]), (text, None)) if twin in self._settings]
+        return equal[0] if equal else self._standing_for(delay)
 
 
 def difference(worse: Result, better: Result) -> Spread:
@@ -239,20 +231,25 @@ def share_recovered(sync: Result, delayed: Result, corrected: Result) -> Share:
     shared = _seeds(sync) & _seeds(delayed) & _seeds(corrected)
     if not seeds:
         return Share(Verdict.DIVERGED if shared else Verdict.NOT_SHARED, Spread({}, len(shared)))
-    verdict = judge(gap)
+    verdict = judge(gap, max(map(abs, gain.values.values())))
     if verdict is not Verdict.RECOVERED:
         return Share(verdict, Spread({}, len(shared) - len(seeds)))
     shares = {seed: gain.values[seed] / gap.values[seed] for seed in seeds}
     return Share(verdict, Spread(shares, len(shared) - len(seeds)))
 
 
-def judge(gap: Spread) -> Verdict:
-    """Whether a gap is large enough, against its spread over seeds, for a share of it to mean anything."""
+def judge(gap: Spread, gain: float = 0.0) -> Verdict:
+    """Whether a gap is large enough, against its spread over seeds, for a share of it to mean anything.
+
+    Args:
+        gap: between no delay and delay.
+        gain: the most that a correction changes, up or down. Ten times the gap and more is no share of it.
+    """
     if gap.mean is None:
         return Verdict.DIVERGED if gap.diverged else Verdict.NOT_SHARED
     if abs(gap.mean) < 2 * (gap.std or 0.0):
         return Verdict.WITHIN_NOISE
-    if gap.mean <= 0:
+    if gap.mean <= 0 or gap.mean * _MOST_OF_A_GAP < gain:
         return Verdict.NO_GAP
     return Verdict.RECOVERED if min(gap.values.values()) > 0 else Verdict.WITHIN_NOISE
 
@@ -272,12 +269,19 @@ def band(curves: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float
     return [(step, statistics.fmean(at[step]), min(at[step]), max(at[step])) for step in steps]
 
 
-def _result(row: Row, runs: Sequence[Run]) -> Result:
+def _by_row(left: Iterable[Open]) -> dict[Row, list[Open]]:
+    rows: dict[Row, list[Open]] = {}
+    for one in left:
+        rows.setdefault(one.row, []).append(one)
+    return rows
+
+
+def _result(row: Row, runs: Sequence[Run], left: Sequence[Open]) -> Result:
     seed = _search_seed(runs)
     search = {run.lr: run.loss for run in sorted(runs, key=lambda run: run.lr) if run.seed == seed}
-    lr = _best_lr(search)
+    lr = best_lr(search) if len(search) > 1 else next(iter(search))  # a single one is used even if this seed diverged
     chosen = [run for run in runs if run.seed == seed] if lr is None else [run for run in runs if run.lr == lr]
-    return Result(row, search, lr, sorted(chosen, key=lambda run: (run.seed, run.lr)))
+    return Result(row, search, lr, sorted(chosen, key=lambda run: (run.seed, run.lr)), left)
 
 
 def _search_seed(runs: Sequence[Run]) -> int:
@@ -286,14 +290,6 @@ def _search_seed(runs: Sequence[Run]) -> int:
     for run in runs:
         lrs.setdefault(run.seed, set()).add(run.lr)
     return min(lrs, key=lambda seed: (-len(lrs[seed]), seed))
-
-
-def _best_lr(search: Mapping[float, float | None]) -> float | None:
-    """The learning rate with the lowest loss, the lower one of equals; the only one if there is one only."""
-    if len(search) == 1:
-        return next(iter(search))
-    finished = [(loss, lr) for lr, loss in search.items() if loss is not None]
-    return min(finished)[1] if finished else None
 
 
 def _seeds(result: Result) -> set[int]:

@@ -5,28 +5,21 @@ Pure functions of an :class:`~lightning_asyncpp.tools.ablation.summary.Ablation`
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from lightning_asyncpp.tools.ablation.summary import (
-    UNCORRECTED,
-    Ablation,
-    Group,
-    Result,
-    Row,
-    Spread,
-    Verdict,
-    difference,
-    judge,
-    share_recovered,
-)
+from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Row, named
+from lightning_asyncpp.tools.ablation.missing import missing_list
+from lightning_asyncpp.tools.ablation.summary import Ablation, Spread, Verdict, difference, judge
+from lightning_asyncpp.tools.ablation.table_cells import EDGE, ONE_LR, UNFINISHED, Cells, per_cent
 
-NOT_RUN = "not run yet"
 _MOST_BESIDE = 2  # corrections that the main table has columns for
-EDGE, ONE_LR = "†", "‡"
 _NOTES = {
     EDGE: f"{EDGE} edge of the search: the best learning rate is the lowest or the highest one tried.",
     ONE_LR: f"{ONE_LR} a single learning rate was run: not searched for.",
+    UNFINISHED: f"{UNFINISHED} not finished: trainings of this row, or of one that it is compared with, failed or are"
+    " still to be run.",
 }
 
 
@@ -38,7 +31,7 @@ def page(ablation: Ablation, plots: Sequence[str]) -> str:
         plots: file names of the plots, relative to the page.
     """
     name = ablation.runs[0].table if ablation.runs else "no runs yet"
-    parts = [f"# Ablation: {_escape(name)}"]
+    parts = [f"# Ablation: {_escape(name)}", *([text] if (text := missing_list(ablation)) else [])]
     parts += [f"## {TITLES[key]}\n\n{text}" for key in TABLES if (text := TABLES[key](ablation))]
     if plots:
         parts.append("## Plots\n\n" + "\n\n".join(f"![{plot.removesuffix('.svg')}]({plot})" for plot in plots))
@@ -46,14 +39,23 @@ def page(ablation: Ablation, plots: Sequence[str]) -> str:
 
 
 def main_table(ablation: Ablation) -> str:
-    """Loss without delay, with a delay of one update, and with each correction; empty if neither was run."""
-    shown = [g for g in ablation.groups if any(r.group == g and r.kind in ("0", "1") for r in ablation.results)]
+    """Loss without delay, with a delay of one update, and with each correction; empty if the recipe has neither.
+
+    Columns that the recipe asks nothing of are left out.
+    """
+    compared = (ablation.no_delay, ablation.one_update)
+    shown = [g for g in ablation.groups if any(r.group == g and r.setting in compared for r in ablation.rows)]
     if not shown:
         return ""
-    header = [*_group_header(ablation), "sync", "async", "gap"]
+    sync, delayed = named("sync", ablation.no_delay), named("async", ablation.one_update)
+    names = len(_group_header(ablation))
+    header = [*_group_header(ablation), sync, delayed, "gap"]
     for correction in _beside(ablation):
-        header += [f"async + {correction}", f"{correction} recovers"]
-    lines = [_main_line(ablation, group) for group in shown]
+        header += [f"{delayed} + {correction}", f"{correction} recovers"]
+    cells = Cells(ablation)
+    lines = [_main_line(cells, group) for group in shown]
+    kept = [column for column in range(len(header)) if column < names or any(line[column] for line in lines)]
+    header, *lines = [[line[column] for column in kept] for line in (header, *lines)]
     return _with_notes(_markdown(header, lines), ablation, _MAIN_NOTE)
 
 
@@ -62,51 +64,50 @@ def correction_table(ablation: Ablation) -> str:
     if len(_used(ablation)) <= _MOST_BESIDE:
         return ""
     header = [*_group_header(ablation), "correction", "loss", "gap to sync", "recovers"]
+    cells, known = Cells(ablation), set(ablation.rows)
     lines = [
-        _correction_line(ablation, group, correction)
+        [*_group_names(ablation, group), row.correction, cells.loss(row), cells.gap(row), cells.share(row)]
         for group in ablation.groups
-        for correction in [UNCORRECTED, *_used(ablation)]
-        if ablation.constant(group, "1", correction) is not None
+        for row in (Row(group, *ablation.one_update, name) for name in [UNCORRECTED, *_used(ablation)])
+        if row in known
     ]
     return _with_notes(_markdown(header, lines), ablation, _MAIN_NOTE)
 
 
 def equal_table(ablation: Ablation) -> str:
     """All three at the learning rate of the corrected run, on the search seed; empty where that was never tried."""
-    lines = [
-        line
-        for group in ablation.groups
-        for correction in _used(ablation)
-        if (line := _equal_line(ablation, group, correction))
-    ]
-    header = [*_group_header(ablation), "correction", "lr", "sync", "async", "corrected", "recovers"]
-    return f"{_markdown(header, lines)}\n\n{_EQUAL_NOTE}" if lines else ""
+    cells = Cells(ablation)
+    lines = [line for group in ablation.groups for name in _used(ablation) if (line := _equal_line(cells, group, name))]
+    compared = [named("sync", ablation.no_delay), named("async", ablation.one_update)]
+    header = [*_group_header(ablation), "correction", "lr", *compared, "corrected", "recovers"]
+    return _with_marks(_markdown(header, lines), _EQUAL_NOTE) if lines else ""
 
 
 def delay_table(ablation: Ablation) -> str:
     """Loss and gap under every other delay, the delay of one update above them; empty if there is no other."""
-    constant = {ablation.setting("0"), ablation.setting("1")}
-    other = [row for row in ablation.results if (row.delay, row.stages) not in constant]
+    other = [row for row in ablation.rows if row.setting not in (ablation.no_delay, ablation.one_update)]
     if not other:
         return ""
-    one_update = ablation.setting("1")
     compared = {row.group for row in other}
-    reference = [r for r in ablation.results if (r.delay, r.stages) == one_update and r.group in compared]
+    reference = [r for r in ablation.rows if r.setting == ablation.one_update and r.group in compared]
     rows = sorted([*reference, *other], key=_row_order(ablation))
     header = [*_group_header(ablation), "delay", "stages", "correction", "loss", "gap to sync", "recovers"]
-    lines = [_delay_line(ablation, row) for row in rows]
-    return _with_notes(_markdown(header, lines), ablation, _DELAY_NOTE)
+    cells = Cells(ablation)
+    lines = [[*_row_names(ablation, row), cells.loss(row), cells.gap(row), cells.share(row)] for row in rows]
+    several = len({ablation.sync_row(row).setting for row in rows}) > 1
+    return _with_notes(_markdown(header, lines), ablation, _DELAY_NOTE + (_SEVERAL_SYNC_NOTE if several else ""))
 
 
 def search_table(ablation: Ablation) -> str:
     """Loss of every learning rate on the search seed, a table per optimizer, the chosen one in bold."""
-    parts = []
+    parts, cells = [], Cells(ablation)
     for optimizer in dict.fromkeys(group.optimizer for group in ablation.groups):
-        rows = sorted((r for r in ablation.results if r.group.optimizer == optimizer), key=_row_order(ablation))
-        lrs = sorted({lr for row in rows for lr in ablation.results[row].search})
+        rows = sorted((r for r in ablation.rows if r.group.optimizer == optimizer), key=_row_order(ablation))
+        found = [(row, searched) for row in rows if (searched := cells.searched(row))]
+        lrs = sorted({lr for _, searched in found for lr in searched})
         header = [*_group_header(ablation), "delay", "stages", "correction", *(f"lr {lr:g}" for lr in lrs)]
-        lines = [_row_names(ablation, row) + _search_cells(ablation.results[row], lrs) for row in rows]
-        parts.append(_markdown(header, lines))
+        lines = [_row_names(ablation, row) + [searched.get(lr, "") for lr in lrs] for row, searched in found]
+        parts += [_markdown(header, lines)] if lines else []
     return "\n\n".join(parts)
 
 
@@ -138,55 +139,14 @@ _DELAY_NOTE = (
     " sample standard deviation over seeds. Recovered: what a correction takes back of the gap at the same delay, and"
     " what a fresh last stage, corrected or not, takes back of the gap of one update."
 )
-
-
-def loss_cell(result: Result | None, seeds: int) -> str:
-    """Loss and learning rate of a row, its diverged seeds named.
-
-    Args:
-        result: None if it was not run yet.
-        seeds: how many seeds the whole ablation has; a row with fewer says so.
-    """
-    if result is None:
-        return NOT_RUN
-    if result.lr is None:
-        return f"diverged at all {len(result.search)} lrs"
-    mark = f" {EDGE}" if result.at_edge else "" if result.searched else f" {ONE_LR}"
-    lr, loss, total = f"({result.lr:g}{mark})", result.loss, len(result.runs)
-    few = f", {_seeds(total)}" if total < seeds else ""
-    if not loss.values:
-        return f"{loss.diverged} of {total} diverged {lr}"
-    if loss.diverged:
-        return f"{loss.diverged} of {total} diverged, else {_spread(loss)} {lr}"
-    return f"{_spread(loss)} {lr}{few}"
-
-
-def gap_cell(result: Result | None, sync: Result | None) -> str:
-    """Difference to the run without delay, paired by seed."""
-    if result is None or sync is None:
-        return NOT_RUN
-    gap = difference(result, sync)
-    if gap.mean is None:
-        return judge(gap).value
-    few = f", {gap.diverged} of {gap.diverged + len(gap.values)} diverged" if gap.diverged else ""
-    return _spread(gap, "+.3f") + few
-
-
-def share_cell(sync: Result | None, delayed: Result | None, corrected: Result | None) -> str:
-    """Share of the gap that a correction recovers, in per cent, or why there is none."""
-    if sync is None or delayed is None or corrected is None:
-        return NOT_RUN
-    share = share_recovered(sync, delayed, corrected)
-    if share.verdict is not Verdict.RECOVERED or share.spread.mean is None:
-        return share.verdict.value
-    few = f", {share.spread.diverged} diverged" if share.spread.diverged else ""
-    std = "" if share.spread.std is None else f" ± {_per_cent(share.spread.std)}"
-    return f"{_per_cent(share.spread.mean)}{std} %{few}"
+_SEVERAL_SYNC_NOTE = " The sync run is the one of the same further settings, where there is one."
 
 
 def counts(ablation: Ablation) -> str:
     """How many runs, seeds and steps, and how long a run took."""
     runs = ablation.runs
+    if not runs:
+        return "No training is over yet."
     diverged = sum(run.loss is None for run in runs)
     steps = sorted({run.steps for run in runs if run.loss is not None})
     how_long = f"{'-'.join(str(n) for n in dict.fromkeys((steps[0], steps[-1])))} steps" if steps else "none finished"
@@ -196,58 +156,33 @@ def counts(ablation: Ablation) -> str:
     return f"{len(runs)} runs ({diverged} diverged), {which}, {how_long}, median {seconds:.1f} s of training per run."
 
 
-def _main_line(ablation: Ablation, group: Group) -> list[str]:
-    seeds = _seed_count(ablation)
-    sync, delayed = ablation.sync(group), ablation.constant(group, "1", UNCORRECTED)
-    cells = [loss_cell(sync, seeds), loss_cell(delayed, seeds), gap_cell(delayed, sync)]
+def _main_line(cells: Cells, group: Group) -> list[str]:
+    ablation = cells.ablation
+    sync, delayed = (Row(group, *setting, UNCORRECTED) for setting in (ablation.no_delay, ablation.one_update))
+    line = [*_group_names(ablation, group), cells.loss(sync), cells.loss(delayed), cells.gap(delayed)]
     for correction in _beside(ablation):
-        corrected = ablation.constant(group, "1", correction)
-        cells += [loss_cell(corrected, seeds), share_cell(sync, delayed, corrected)]
-    return _group_names(ablation, group) + cells
+        corrected = Row(group, *ablation.one_update, correction)
+        line += [cells.loss(corrected), cells.share(corrected)]
+    return line
 
 
-def _correction_line(ablation: Ablation, group: Group, correction: str) -> list[str]:
-    sync, delayed = ablation.sync(group), ablation.constant(group, "1", UNCORRECTED)
-    result = ablation.constant(group, "1", correction)
-    share = "" if correction == UNCORRECTED else share_cell(sync, delayed, result)
-    cells = [loss_cell(result, _seed_count(ablation)), gap_cell(result, sync), share]
-    return [*_group_names(ablation, group), correction, *cells]
-
-
-def _equal_line(ablation: Ablation, group: Group, correction: str) -> list[str] | None:
-    sync, delayed = ablation.sync(group), ablation.constant(group, "1", UNCORRECTED)
-    corrected = ablation.constant(group, "1", correction)
+def _equal_line(cells: Cells, group: Group, correction: str) -> list[str] | None:
+    ablation = cells.ablation
+    sync, delayed, corrected = ablation.sync(group), ablation.delayed(group), ablation.delayed(group, correction)
     if sync is None or delayed is None or corrected is None or corrected.lr is None:
         return None
     first, second, third = (result.search.get(corrected.lr) for result in (sync, delayed, corrected))
     if first is None or second is None or third is None or not sync.searched:
         return None
-    share = f"{_per_cent((second - third) / (second - first))} %" if second > first else Verdict.NO_GAP.value
-    shown = [f"{loss:.3f}" for loss in (first, second, third)]
-    return [*_group_names(ablation, group), correction, f"{corrected.lr:g}", *shown, share]
-
-
-def _delay_line(ablation: Ablation, row: Row) -> list[str]:
-    result = ablation.results[row]
-    sync, delayed = ablation.sync(row.group), _recovered_from(ablation, row)
-    share = "" if delayed == row else share_cell(sync, ablation.results.get(delayed), result)
-    cells = [loss_cell(result, _seed_count(ablation)), gap_cell(result, sync), share]
-    return _row_names(ablation, row) + cells
-
-
-def _recovered_from(ablation: Ablation, row: Row) -> Row:
-    """The delayed row whose gap this one takes something back of; itself if it is uncorrected."""
-    delay, stages = ablation.setting("1") if row.kind == "fresh_last_stage" else (row.delay, row.stages)
-    return Row(row.group, delay, stages, UNCORRECTED)
-
-
-def _search_cells(result: Result, lrs: Sequence[float]) -> list[str]:
-    cells = []
-    for lr in lrs:
-        loss = result.search.get(lr)
-        text = "" if lr not in result.search else "diverged" if loss is None else f"{loss:.3f}"
-        cells.append(f"**{text}**" if lr == result.lr else text)
-    return cells
+    # One seed says nothing of noise: a gap that is none over the seeds is none here.
+    verdict = judge(difference(delayed, sync))
+    if verdict is Verdict.RECOVERED:
+        verdict = judge(Spread({0: second - first}), abs(second - third))
+    recovered = verdict is Verdict.RECOVERED
+    share = f"{per_cent((second - third) / (second - first))} %" if recovered else verdict.value
+    shown = [cells.number(loss) for loss in (first, second, third)]
+    mark = cells.mark(sync.row, delayed.row, corrected.row)
+    return [*_group_names(ablation, group), correction, f"{corrected.lr:g}", *shown, share + mark]
 
 
 def _group_header(ablation: Ablation) -> list[str]:
@@ -264,15 +199,20 @@ def _row_names(ablation: Ablation, row: Row) -> list[str]:
     return [*_group_names(ablation, row.group), row.delay, stages, row.correction]
 
 
-def _row_order(ablation: Ablation) -> Callable[[Row], tuple[int, bool, str, int, int]]:
+def _row_order(ablation: Ablation) -> Callable[[Row], tuple[int, list[tuple[bool, int, str]], int, int]]:
     groups, corrections = ablation.groups, [UNCORRECTED, *ablation.corrections]
     return lambda row: (
         groups.index(row.group),
-        not row.kind.isdigit(),
-        row.delay,
+        _natural(row.delay),
         row.stages or 0,
         corrections.index(row.correction),
     )
+
+
+def _natural(text: str) -> list[tuple[bool, int, str]]:
+    """An order of texts in which numbers count as such, and come before words."""
+    parts = [part for part in re.split(r"(\d+)", text) if part]
+    return [(False, int(part), "") if part.isdecimal() else (True, 0, part) for part in parts]
 
 
 def _beside(ablation: Ablation) -> list[str]:
@@ -282,36 +222,24 @@ def _beside(ablation: Ablation) -> list[str]:
 
 
 def _used(ablation: Ablation) -> list[str]:
-    """Corrections that were run at a delay of one update."""
-    run = {row.correction for row in ablation.results if row.kind == "1"}
+    """Corrections that the recipe runs at a delay of one update."""
+    run = {row.correction for row in ablation.rows if row.setting == ablation.one_update}
     return [name for name in ablation.corrections if name in run]
 
 
 def _with_notes(table: str, ablation: Ablation, note: str) -> str:
-    marks = [_NOTES[mark] for mark in (EDGE, ONE_LR) if f" {mark})" in table]
-    return "\n\n".join([table, " ".join([note, *marks, counts(ablation)])])
+    return _with_marks(table, note, counts(ablation))
+
+
+def _with_marks(table: str, note: str, last: str = "") -> str:
+    """A table and the notes on it, among them those on the signs that it uses."""
+    marks = [text for mark, text in _NOTES.items() if re.search(rf" {mark}[ )]", table)]
+    return "\n\n".join([table, " ".join([note, *marks, *([last] if last else [])])])
 
 
 def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join(f"| {' | '.join(_escape(cell) for cell in row)} |" for row in rows)
-
-
-def _spread(spread: Spread, form: str = ".3f") -> str:
-    std = "" if spread.std is None else f" ± {spread.std:.3f}"
-    return f"{spread.mean:{form}}{std}"
-
-
-def _per_cent(share: float) -> int:
-    return round(100 * share)  # as a whole number it has no -0
-
-
-def _seeds(count: int) -> str:
-    return f"{count} seed{'s' if count > 1 else ''}"
-
-
-def _seed_count(ablation: Ablation) -> int:
-    return len({run.seed for run in ablation.runs})
 
 
 def _escape(text: str) -> str:

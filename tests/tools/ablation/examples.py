@@ -6,8 +6,10 @@ import csv
 import math
 from pathlib import Path
 
-from lightning_asyncpp.tools.ablation.report import CURVE_COLUMNS, RESULT_COLUMNS
-from lightning_asyncpp.tools.ablation.summary import Run
+from lightning_asyncpp.tools.ablation import results
+from lightning_asyncpp.tools.ablation.grid import Group, Open, Row, Run
+from lightning_asyncpp.tools.ablation.results import CURVE_COLUMNS, RESULT_COLUMNS
+from lightning_asyncpp.tools.ablation.rows import RowKey
 
 
 def run(
@@ -25,6 +27,23 @@ def seeds(losses, **row):
 def search(losses, seed=1, **row):
     """A run per learning rate, from a dict of losses."""
     return [run(loss, seed, lr, **row) for lr, loss in losses.items()]
+
+
+def left(lr=0.01, seed=1, log="", *, optimizer="Muon", correction="none", delay="1", stages=None, momentum=None):
+    """A training without a result: failed if it has a log, else still to be run."""
+    row = Row(Group(optimizer, momentum), delay, stages, correction)
+    return Open(row, lr, None if lr is None else seed, bool(log), log)
+
+
+def write_open(folder, ones):
+    """As the runner writes it."""
+    text = lambda value: "" if value is None else f"{value:g}"  # noqa: E731
+    lines = []
+    for one in ones:
+        group, row = one.row.group, one.row
+        key = RowKey(group.optimizer, row.correction, row.delay, text(row.stages), text(group.momentum))
+        lines.append((key, one.lr, one.seed, one.log))
+    results.write_open(folder, lines)
 
 
 def write_results(folder, runs):

@@ -6,6 +6,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_asyncpp.tools.ablation.yaml_files import write_yaml
 
 FIT: dict[str, Any] = {
@@ -35,6 +37,16 @@ ADAMW: dict[str, Any] = {
 }
 
 EF: dict[str, Any] = {"class_path": "lightning_asyncpp.optim.ErrorFeedback", "init_args": {}}
+
+
+class Fragile(torch.optim.AdamW):
+    """AdamW that can be built with any momentum, and breaks at the first step with less than 0.5."""
+
+    def step(self, closure: Any = None) -> Any:
+        """As AdamW's."""
+        if self.param_groups[0]["betas"][0] < 0.5:
+            raise ArithmeticError("this momentum is too low")
+        return super().step(closure)
 
 
 def grid(**changes: Any) -> dict[str, Any]:

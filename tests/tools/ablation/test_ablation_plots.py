@@ -6,9 +6,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from lightning_asyncpp.tools.ablation.drawing import Line
+from lightning_asyncpp.tools.ablation.plot_data import gaps_by_learning_rate
 from lightning_asyncpp.tools.ablation.report import read_curves
 from lightning_asyncpp.tools.ablation.summary import Ablation
-from tests.tools.ablation.examples import run, search, seeds, whole_grid, write_curves
+from tests.tools.ablation.examples import left, run, search, seeds, whole_grid, write_curves
 
 matplotlib = pytest.importorskip("matplotlib")
 plots = pytest.importorskip("lightning_asyncpp.tools.ablation.plots")
@@ -100,6 +102,12 @@ def test_the_chosen_lr_is_ringed_and_diverged_ones_are_crossed():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.01", "0.1", "1"]
 
 
+def test_no_lr_is_ringed_while_the_search_is_not_over():
+    figure = plots.draw_learning_rates(Ablation.of(search({0.1: 1.5, 0.7: 1.6}), [left(0.5, log="x")]))
+    assert len(axes_of(figure)[0].lines) == 1
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["async"]
+
+
 def test_a_finite_but_useless_lr_does_not_squeeze_the_axis():
     figure = plots.draw_learning_rates(Ablation.of(search({0.001: 1.7, 0.01: 1.5, 0.1: 400.0}, delay="0")))
     assert axes_of(figure)[0].get_ylim()[1] < 2.1
@@ -170,5 +178,77 @@ def test_a_depth_at_which_a_seed_diverged_has_a_cross_at_the_top():
 
 def test_the_gap_at_equal_learning_rates_leaves_out_what_has_no_pair():
     without = {0.1: 1.5, 0.2: 1.6, 0.4: None}
-    points = plots._gaps_by_learning_rate(without, {0.2: 1.9, 0.1: None, 0.4: 2.0, 0.8: 2.0})
+    points = gaps_by_learning_rate(without, {0.2: 1.9, 0.1: None, 0.4: 2.0, 0.8: 2.0})
     assert [(lr, gap.mean, gap.diverged) for lr, gap in points] == [(0.1, None, 1), (0.2, pytest.approx(0.3), 0)]
+
+
+def test_the_forest_of_many_optimizers_has_rows_of_four_panels_each_as_large_as_those_of_few():
+    def size(optimizers):
+        runs = [run(1.5, delay="0", optimizer=name) for name in optimizers]
+        for place, name in enumerate(("none", "EF", "EF-2", "EF-4", "prediction")):
+            runs += [run(1.6 + place / 10, correction=name, optimizer=optimizer) for optimizer in optimizers]
+        figure = plots.draw_overview(Ablation.of(runs))
+        rows, columns = figure.axes[0].get_gridspec().get_geometry()
+        return rows, columns, *figure.get_size_inches()
+
+    few, many = size("ABCD"), size("ABCDEFG")
+    assert few[:2] == (1, 4)
+    assert many[:2] == (2, 4)
+    assert many[2] == few[2]
+    assert (few[3], many[3]) == pytest.approx((2.45, 4.5))  # a panel of five lines is 2.05 high
+
+
+@pytest.mark.parametrize("diverged", [{0.1: None, 0.2: None}, {0.1: -0.6, 0.2: -0.65}])
+def test_negative_losses_are_inside_an_axis_that_points_up(diverged):
+    runs = [*search({0.1: -0.8, 0.2: -0.85, 0.4: -0.7}, delay="0"), *search(diverged)]
+    (axes,) = axes_of(plots.draw_learning_rates(Ablation.of(runs)))
+    bottom, top = axes.get_ylim()
+    assert bottom < -0.85
+    assert top > max(loss for loss in (-0.7, *diverged.values()) if loss is not None)
+
+
+def test_a_useless_lr_does_not_squeeze_the_axis_of_losses_around_zero():
+    (axes,) = axes_of(plots.draw_learning_rates(Ablation.of(search({0.1: -0.4, 0.2: -0.5, 0.4: 90.0}, delay="0"))))
+    assert -0.4 < axes.get_ylim()[1] < 1
+
+
+def test_a_delay_of_one_update_with_other_settings_has_a_line_of_its_own():
+    runs = [run(1.5, delay="0"), run(1.6), run(1.9, delay="1 micro_batches=4"), run(1.8, delay="2")]
+    runs += [run(1.7, delay="1 micro_batches=4", correction="EF"), run(1.65, correction="EF")]
+    figure = plots.draw_delay(Ablation.of(runs))
+    (axes,) = axes_of(figure)
+    drawn = [[round(float(gap), 6) for gap in bars.lines[0].get_ydata()] for bars in axes.containers]
+    assert drawn == [[0.1, 0.3], [0.15], [0.4], [0.2]]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["async", "async + EF", "async (micro_batches=4)", "async (micro_batches=4) + EF"]
+    looks = [(bars.lines[0].get_color(), bars.lines[0].get_marker()) for bars in axes.containers]
+    assert len(set(looks)) == 4
+
+
+def test_no_two_lines_look_alike_with_or_without_their_markers():
+    lines = [Line(place, str(place)) for place in range(2 + 8 * 8)]
+    assert len({(line.colour, line.marker) for line in lines}) == len(lines)
+    assert len({(line.colour, line.stroke["ls"]) for line in lines}) == len(lines)
+
+
+def test_the_legend_says_with_which_settings_the_delay_was_run():
+    runs = [run(1.5, delay="0 micro_batches=4"), run(1.6, delay="1 micro_batches=4")]
+    figure = plots.draw_overview(Ablation.of([*runs, run(1.55, delay="1 micro_batches=4", correction="EF")]))
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["async (micro_batches=4)", "async (micro_batches=4) + EF"]
+
+
+def test_small_final_losses_are_printed_with_as_many_decimals_as_in_the_tables(tmp_path):
+    runs = [run(0.00031, delay="0"), run(0.00044)]
+    figure = plots.draw_curves(Ablation.of(runs), read_curves(write_curves(tmp_path, runs)))
+    assert {text.get_text() for text in axes_of(figure)[0].texts} == {"sync 0.00031", "async 0.00044"}
+
+
+def test_many_lines_leave_the_panel_its_height_and_stay_inside_it():
+    runs = [run(1.5, delay="0"), *(run(1.6, delay=delay, correction=f"c{n}") for n in range(20) for delay in "12")]
+    figure = plots.draw_delay(Ablation.of(runs))
+    assert figure.get_figheight() > 4.4  # ten lines of legend above a panel of 2.7
+    (axes,) = axes_of(figure)
+    left_end, right_end = axes.get_xlim()
+    places = [x for bars in axes.containers for x in bars.lines[0].get_xdata()]
+    assert left_end < min(places) < max(places) < right_end

@@ -6,15 +6,9 @@ import sys
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.report import (
-    RESULT_COLUMNS,
-    ResultsError,
-    main,
-    read_curves,
-    read_results,
-    write_report,
-)
-from tests.tools.ablation.examples import run, seeds, whole_grid, write_curves, write_results
+from lightning_asyncpp.tools.ablation.report import ResultsError, main, read_curves, read_results, write_report
+from lightning_asyncpp.tools.ablation.results import OPEN_COLUMNS, RESULT_COLUMNS
+from tests.tools.ablation.examples import left, run, seeds, whole_grid, write_curves, write_open, write_results
 
 HEADER = ",".join(RESULT_COLUMNS)
 LINE = "demo,Muon,none,1,,,0.01,1,finished,1.5,600,40.0,a"
@@ -105,6 +99,54 @@ def test_curves_hold_the_validation_loss_by_step_and_name_garbled_lines(tmp_path
         str(caught.value)
         == f'{path}:2: step is "1.5"; expected a whole number\n{path}:3: value is "low"; expected a number'
     )
+
+
+def test_what_is_open_is_read_where_it_is_written(tmp_path):
+    path = write_results(tmp_path, [run(1.5, delay="0")])
+    assert read_results(path).open == []
+    write_open(tmp_path, [])
+    assert read_results(path).open == []
+    ones = [left(0.5, 3, log="cells/a/log.txt"), left(None, delay="2", stages=4, momentum=0.9, correction="EF")]
+    write_open(tmp_path, ones)
+    assert read_results(path).open == ones
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("Muon,none,1,,,0.01,1,lost,", 'status is "lost"; expected failed or pending'),
+        ("Muon,none,1,,,,1,failed,x", 'lr is ""; expected a positive number'),
+        ("Muon,none,1,,,0.01,,pending,", 'seed is ""; expected a whole number'),
+        ("Muon,none,1,,,0.01,1,pending", "not as many fields as the header names"),
+    ],
+)
+def test_a_garbled_line_of_what_is_open_is_named_beside_those_of_the_results(tmp_path, line, message):
+    path = tmp_path / "open.csv"
+    path.write_text("\n".join([",".join(OPEN_COLUMNS), line, ""]))
+    text = refused(tmp_path, LINE.replace("600", "x")).splitlines()
+    assert text == ['FILE:2: steps is "x"; expected a whole number', f"{path}:2: {message}"]
+
+
+def test_the_page_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_results(tmp_path, [run(1.5, delay="0")])
+    write_report(tmp_path)
+    before = (tmp_path / "table.md").read_text()
+    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
+    write_results(tmp_path, [run(1.7, delay="0")])
+    with pytest.raises(OSError, match="no space"):
+        write_report(tmp_path)
+    assert (tmp_path / "table.md").read_text() == before
+
+
+def test_a_failed_training_is_on_the_page_and_in_the_tables(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_results(tmp_path, [run(0.1, lr=0.1), run(0.7, lr=0.7)])
+    write_open(tmp_path, [left(0.5, log="cells/a/log.txt")])
+    write_report(tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert "- Muon, delay 1, lr 0.5, seed 1: `cells/a/log.txt`" in text
+    assert "0.100 (0.1 §)" in text
 
 
 def test_without_matplotlib_the_tables_are_written_all_the_same(tmp_path, monkeypatch, capsys):

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asyncpp.tools.ablation.summary import Ablation, Group, Verdict, band, difference, share_recovered
-from tests.tools.ablation.examples import run, search, seeds
+from lightning_asyncpp.tools.ablation.grid import Group
+from lightning_asyncpp.tools.ablation.summary import Ablation, Verdict, band, difference, share_recovered
+from tests.tools.ablation.examples import left, run, search, seeds
 
 MUON = Group("Muon", None)
 
@@ -23,7 +24,7 @@ def the_result(runs):
 def results(sync, delayed, corrected):
     runs = [*seeds(sync, delay="0"), *seeds(delayed), *seeds(corrected, correction="EF")]
     ablation = Ablation.of(runs)
-    return ablation.sync(MUON), ablation.constant(MUON, "1", "none"), ablation.constant(MUON, "1", "EF")
+    return ablation.sync(MUON), ablation.delayed(MUON), ablation.delayed(MUON, "EF")
 
 
 def test_the_lr_with_the_lowest_loss_on_the_search_seed_is_chosen_whatever_other_seeds_say():
@@ -139,12 +140,69 @@ def test_conclusions_do_not_depend_on_the_order_of_runs():
     assert dict(Ablation.of(shuffled).results) == dict(Ablation.of(runs).results)
 
 
-def test_a_delay_with_further_settings_is_the_constant_one_only_where_it_is_the_only_one():
+def test_a_gap_of_which_a_correction_moves_ten_times_as_much_has_no_share():
+    most, more = (share_recovered(*results([1.0], [1.01], [1.01 - gain])) for gain in (0.099, 0.101))
+    assert (most.verdict, most.spread.mean) == (Verdict.RECOVERED, pytest.approx(9.9))
+    assert (more.verdict, more.spread.mean) == (Verdict.NO_GAP, None)
+    worse = share_recovered(*results([1.0], [1.01], [1.2]))
+    assert worse.verdict is Verdict.NO_GAP
+
+
+def test_a_search_with_a_training_left_has_neither_an_edge_nor_an_end():
+    runs = search({0.1: 1.5, 0.7: 1.6})
+    (searching,) = Ablation.of(runs, [left(0.5, log="x")]).results.values()
+    assert (searching.search_over, searching.at_edge) == (False, False)
+    (seeds_left,) = Ablation.of(runs, [left(0.1, 2), left(0.1, 3, log="x")]).results.values()
+    assert (seeds_left.search_over, seeds_left.at_edge) == (True, True)
+    (waiting,) = Ablation.of(runs, [left(None)]).results.values()
+    assert not waiting.search_over
+
+
+def test_what_has_a_result_is_not_open():
+    assert Ablation.of([run(1.5)], [left()]).open == []
+    assert len(Ablation.of([run(1.5)], [left(seed=2), left(0.02), left(delay="2")]).open) == 3
+
+
+def test_rows_that_only_wait_for_a_result_come_after_those_that_have_one():
+    ablation = Ablation.of([run(1.5)], [left(0.02), left(delay="0", optimizer="Lion"), left(correction="EF")])
+    assert [group.label for group in ablation.groups] == ["Muon", "Lion"]
+    assert ablation.corrections == ["EF"]
+    assert [(row.group.optimizer, row.delay, row.correction) for row in ablation.rows] == [
+        ("Muon", "1", "none"),
+        ("Lion", "0", "none"),
+        ("Muon", "1", "EF"),
+    ]
+
+
+def test_a_delay_with_further_settings_is_that_of_one_update_only_where_it_is_the_only_one():
     settings = {"delay": "1 micro_batches=4"}
     alone = Ablation.of([run(1.0, delay="0"), run(1.2, **settings)])
-    assert alone.constant(MUON, "1", "none").loss.mean == 1.2
+    assert (alone.one_update, alone.no_delay) == (("1 micro_batches=4", None), ("0", None))
+    assert alone.delayed(MUON).loss.mean == 1.2
     both = Ablation.of([run(1.0, delay="0"), run(1.1), run(1.2, **settings)])
-    assert both.constant(MUON, "1", "none").loss.mean == 1.1
+    assert both.delayed(MUON).loss.mean == 1.1
+    two = Ablation.of([run(1.0, delay="0"), run(1.1, delay="1 micro_batches=2"), run(1.2, **settings)])
+    assert two.delayed(MUON) is None
+    planned = Ablation.of([run(1.2, **settings)], [left()])
+    assert planned.one_update == ("1", None)
+
+
+@pytest.mark.parametrize(
+    ("delays", "delay", "sync"),
+    [
+        (["0", "0 micro_batches=4"], "1 micro_batches=4", "0 micro_batches=4"),
+        (["0", "0 micro_batches=4"], "2 micro_batches=4", "0 micro_batches=4"),
+        (["0", "0 micro_batches=4"], "2", "0"),
+        (["0", "0 micro_batches=4"], "2 micro_batches=8", "0"),
+        (["0"], "1 micro_batches=4", "0"),
+        (["0 micro_batches=4"], "1", "0 micro_batches=4"),
+        (["0 micro_batches=4", "0 micro_batches=8"], "pipedream", None),
+    ],
+)
+def test_a_row_is_compared_with_the_one_without_delay_of_the_same_further_settings(delays, delay, sync):
+    ablation = Ablation.of([*(run(1.0, delay=text) for text in delays), run(1.2, delay=delay)])
+    against = ablation.sync_row(run(1.2, delay=delay).row)
+    assert (against.delay if against in ablation.results else None) == sync
 
 
 def test_the_band_holds_mean_and_extremes_at_the_steps_that_all_curves_have():

@@ -1,0 +1,124 @@
+"""What the lines of an ablation's CSV files speak of: trainings, and the rows of the grid that they belong to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+UNCORRECTED = "none"
+Setting = tuple[str, "int | None"]
+"""Text of a delay, and its stages: what a recipe lists under ``delays``."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is compared within itself: an optimizer, at one momentum where that is swept."""
+
+    optimizer: str
+    momentum: float | None
+
+    @property
+    def label(self) -> str:
+        """Its name in plots."""
+        return self.optimizer if self.momentum is None else f"{self.optimizer}, momentum {self.momentum:g}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the grid: all that is fixed while learning rates and seeds vary."""
+
+    group: Group
+    delay: str
+    stages: int | None
+    correction: str
+
+    @property
+    def setting(self) -> Setting:
+        """Its delay and stages."""
+        return self.delay, self.stages
+
+    @property
+    def kind(self) -> str:
+        """The delay without further settings."""
+        return kind_of(self.delay)
+
+    @property
+    def label(self) -> str:
+        """Its name in a sentence."""
+        stages = [] if self.stages is None else [f"{self.stages} stages"]
+        correction = [] if self.correction == UNCORRECTED else [self.correction]
+        return ", ".join([self.group.label, f"delay {self.delay}", *stages, *correction])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a line of ``results.csv``.
+
+    Attributes:
+        table: name of the ablation.
+        optimizer, correction: names from its recipe.
+        delay: ``"0"``, ``"1"``, ``"pipedream"``, ..., further settings appended as ``key=value``.
+        stages: of an emulated pipeline; None where the delay does not depend on it.
+        momentum: None unless it is swept.
+        lr: learning rate.
+        seed: of weights and data order.
+        loss: last validation loss; None if the run diverged.
+        steps: updates made.
+        seconds: duration of the training.
+        cell: name of the run's folder and of its curves.
+    """
+
+    table: str
+    optimizer: str
+    correction: str
+    delay: str
+    stages: int | None
+    momentum: float | None
+    lr: float
+    seed: int
+    loss: float | None
+    steps: int
+    seconds: float
+    cell: str
+
+    @property
+    def row(self) -> Row:
+        """The row of the grid that this run belongs to."""
+        return Row(Group(self.optimizer, self.momentum), self.delay, self.stages, self.correction)
+
+
+@dataclass(frozen=True)
+class Open:
+    """A training of the recipe that has no result: a line of ``open.csv``.
+
+    Attributes:
+        row: that it belongs to.
+        lr: learning rate; None if it is that of another row, whose search is not over.
+        seed: of weights and data order; None where ``lr`` is: the line stands for all seeds.
+        failed: whether it was run and failed; else it is still to be run.
+        log: path of the log of a failed one.
+    """
+
+    row: Row
+    lr: float | None
+    seed: int | None
+    failed: bool
+    log: str = ""
+
+
+def kind_of(delay: str) -> str:
+    """A delay's text without further settings: ``"1"`` of ``"1 micro_batches=4"``."""
+    return re.split(r"[\s,;]", delay, maxsplit=1)[0]
+
+
+def further(setting: Setting) -> Setting:
+    """What a delay sets besides itself: ``("micro_batches=4", None)`` of ``("1 micro_batches=4", None)``."""
+    delay, stages = setting
+    return delay[len(kind_of(delay)) :].strip(" ,;\t"), stages
+
+
+def named(name: str, setting: Setting) -> str:
+    """A name, and in brackets what the delay sets besides itself: ``"async (micro_batches=4)"``."""
+    text, stages = further(setting)
+    settings = [*([text] if text else []), *([] if stages is None else [f"stages={stages}"])]
+    return f"{name} ({', '.join(settings)})" if settings else name

@@ -1,0 +1,16 @@
+"""Fixtures of the tests of ablations."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from lightning_asyncpp.tools.ablation import run as ablate_run
+from tests.tools.ablation.pretending import PRETENDER
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings that take their result from the folder's name."""
+    monkeypatch.setattr(ablate_run, "worker_command", lambda folder: [sys.executable, "-c", PRETENDER, str(folder)])
