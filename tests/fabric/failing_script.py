@@ -14,9 +14,9 @@ from tests.pipeline.cases import Case, make_model
 CASE = Case(3, batch_sizes=(6,) * 30)
 
 
-def main(stages: int, stage: int, where: str) -> None:
+def main(stage: int, where: str) -> None:
     strategy = AsyncPipelineStrategy(micro_batches=3)
-    fabric = L.Fabric(strategy=strategy, devices=stages, accelerator="cpu")
+    fabric = L.Fabric(strategy=strategy, devices=3, accelerator="cpu")
     fabric.launch()
     model = fabric.setup_module(make_model())
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.01))
@@ -44,4 +44,4 @@ def main(stages: int, stage: int, where: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2])

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fabric import failing_script
+from tests.trainer.pool import Pools
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "docs" / "examples" / "fabric_gpt.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
@@ -39,12 +42,15 @@ def test_the_example_trains(launcher: str) -> None:
     assert float(re.findall(r"validation loss ([\d.]+)", done.stdout)[0]) < 4.5
 
 
-SLOW = [pytest.param(3, *case, marks=pytest.mark.slow) for case in ((0, "step"), (1, "loop"), (2, "evaluation"))]
-
-
-@pytest.mark.parametrize(("stages", "stage", "where"), [(2, 1, "step"), *SLOW])
-def test_a_failure_on_one_rank_ends_all(stages: int, stage: int, where: str) -> None:
-    done = run(sys.executable, "-m", "tests.fabric.failing_script", str(stages), str(stage), where)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "where"), [(2, "step"), (0, "step"), (1, "loop"), (2, "evaluation")])
+def test_a_failure_on_one_rank_ends_all(stage: int, where: str) -> None:
+    done = run(sys.executable, "-m", "tests.fabric.failing_script", str(stage), where)
     assert done.returncode != 0
     assert "ValueError: the user's own mistake" in done.stderr
     assert "first cause is the first error" in done.stderr, "the other ranks say where to look"
+
+
+def test_a_failure_on_one_rank_whose_process_lives_on_ends_all(pools: Pools) -> None:
+    outcomes = pools.outcomes(3, failing_script.main, 2, "step", timeout=25.0)
+    assert sorted(outcome.error for outcome in outcomes) == ["PeerLostError", "PeerLostError", "ValueError"]

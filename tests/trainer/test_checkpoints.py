@@ -66,7 +66,13 @@ def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("stages", "fresh"), [(2, False), (3, False), (2, True), pytest.param(3, True, marks=pytest.mark.slow)]
+    ("stages", "fresh"),
+    [
+        pytest.param(2, False, marks=pytest.mark.slow),
+        (3, False),
+        (2, True),
+        pytest.param(3, True, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, fresh: bool, tmp_path: Path) -> None:

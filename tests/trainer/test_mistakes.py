@@ -165,6 +165,7 @@ def test_checkpoint_of_a_plain_run(pools: Pools, tmp_path: Path) -> None:
     assert_refused(refusals(pools, run), "was not written by a pipeline strategy", "load_state_dict")
 
 
+@pytest.mark.slow
 def test_names_without_the_import() -> None:
     """Lightning's own message, which lists the names that it knows."""
     script = "import lightning as L; L.Trainer(strategy='async_pipeline', accelerator='cpu')"
