@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChangedError(RuntimeError):
-    """Is the user's code still what the training is named by?"""
+    """The user's code is not what the training was named by."""
 
 
 def main(argv: list[str] | None = None) -> None:

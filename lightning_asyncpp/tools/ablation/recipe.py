@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.tools.ablation.grid import UNCORRECTED
 from lightning_asyncpp.tools.ablation.section import Section, is_whole, set_at
 from lightning_asyncpp.tools.ablation.yaml_files import read_yaml
 
@@ -55,7 +56,7 @@ class Correction:
     """Use the learning rate that was chosen without the correction instead of searching."""
 
 
-ALONE = Correction("none", None)
+ALONE = Correction(UNCORRECTED, None)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _WRITE_EVERY_SECONDS = 1.0
 
 
 class DivergedError(RuntimeError):
-    """Did the loss stop being one?"""
+    """A loss is not finite, or above the bound."""
 
 
 class Recorder(Callback):
