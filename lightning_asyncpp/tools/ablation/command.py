@@ -20,6 +20,7 @@ from lightning_asyncpp.tools.ablation.check import find_problems
 from lightning_asyncpp.tools.ablation.config import LEFT_OUT
 from lightning_asyncpp.tools.ablation.devices import gpu_problems, name_of, slots
 from lightning_asyncpp.tools.ablation.progress import Report, duration, seconds_left
+from lightning_asyncpp.tools.ablation.published import read_published
 from lightning_asyncpp.tools.ablation.recipe import Recipe, read_recipe
 from lightning_asyncpp.tools.ablation.rows import Plan, Row, make_rows, most_cells, with_leaders
 from lightning_asyncpp.tools.ablation.run import Runner
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = make_rows(recipe)
         chosen = _only(rows, arguments.only)
         output = recipe.output if arguments.output is None else Path(arguments.output)
-        table = Table(recipe, rows, (output / recipe.name).resolve())
+        published = {} if arguments.published is None else read_published(Path(arguments.published))
+        table = Table(recipe, rows, (output / recipe.name).resolve(), published)
         table.check_recipe()
         environments = slots(arguments.workers, arguments.threads, gpus)
         if arguments.dry_run:
@@ -87,6 +89,12 @@ def _parser() -> ArgumentParser:
         help="such as 0,1: one training at once on each; 0,0 for two on one; counted as PyTorch counts them here",
     )
     parser.add_argument("--only", type=str | None, default=None, help="rows to run, such as 'AdamW*' (see --dry-run)")
+    parser.add_argument(
+        "--published",
+        type=str | None,
+        default=None,
+        help="folder with tables, such as docs/evidence: what their results.csv hold is not run again",
+    )
     parser.add_argument("--dry-run", action="store_true", help="show what would be run, and what is done already")
     return parser
 

@@ -85,8 +85,8 @@ def read_results(path: Path) -> Ablation:
     return Ablation.of((run for _, run in lines), left)
 
 
-def read_curves(path: Path) -> Curves:
-    """Read and check ``curves.csv``: validation loss against step by cell; nothing if the file is not there.
+def read_curves(path: Path, metric: str = "val_loss") -> Curves:
+    """Read and check ``curves.csv``: a metric against step by cell; nothing if the file is not there.
 
     Raises:
         ResultsError: all that is wrong, by file and line.
@@ -95,8 +95,8 @@ def read_curves(path: Path) -> Curves:
         return {}
     problems: list[str] = []
     curves: Curves = {}
-    for _, (cell, metric, step, value) in _parsed(path, CURVE_COLUMNS, _point, problems):
-        if metric == "val_loss":
+    for _, (cell, name, step, value) in _parsed(path, CURVE_COLUMNS, _point, problems):
+        if name == metric:
             curves.setdefault(cell, []).append((step, value))
     _raise(problems)
     return {cell: sorted(points) for cell, points in curves.items()}

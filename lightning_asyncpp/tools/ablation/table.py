@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.cell import CELL
 from lightning_asyncpp.tools.ablation.config import cell_config, cell_name, digest_of, with_places
+from lightning_asyncpp.tools.ablation.published import Published
 from lightning_asyncpp.tools.ablation.recipe import Recipe
 from lightning_asyncpp.tools.ablation.report import TABLE, read_results
 from lightning_asyncpp.tools.ablation.results import (
@@ -41,15 +42,17 @@ class Table:
         recipe: what to train.
         rows: its rows, all of them.
         folder: of the table.
+        published: trainings that count as run, though they have no folder here.
     """
 
-    def __init__(self, recipe: Recipe, rows: Sequence[Row], folder: Path) -> None:
+    def __init__(self, recipe: Recipe, rows: Sequence[Row], folder: Path, published: Published | None = None) -> None:
         self.recipe = recipe
         self.folder = folder
+        self.published = published or {}
         self.rows = {row.key: row for row in rows}
         self.results: dict[CellKey, CellResult] = {}
         self.places: dict[CellKey, str] = {}
-        """Names of the folders that the results were read from."""
+        """Names of the trainings that the results were read from."""
         self._names: dict[CellKey, str] = {}
 
     def plan(self, rows: Sequence[Row] | None = None) -> Plan:
@@ -76,7 +79,7 @@ class Table:
         return self.folder.parent / CELLS / self.name(key)
 
     def take(self, key: CellKey) -> CellResult | None:
-        """Read a result that is on disk and keep it.
+        """Read a result that is on disk, or take it from the published ones, and keep it.
 
         Tables of one output, and rows of one table, share what they have in common, whatever they call it.
 
@@ -87,6 +90,9 @@ class Table:
             if (result := read_result(folder)) is not None:
                 self.results[key], self.places[key] = result, folder.name
                 return result
+        if (known := self.published.get(self.digest(key))) is not None:
+            self.places[key], self.results[key] = known
+            return self.results[key]
         return None
 
     def was_tried(self, key: CellKey) -> bool:

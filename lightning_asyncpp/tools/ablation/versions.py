@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -9,16 +10,17 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 PACKAGES = ("lightning-asyncpp", "torch", "lightning")
+KNOWN = ("python", *PACKAGES, "device", "threads")
 
 
 def versions(device: str | None, threads: int) -> dict[str, str]:
-    """Versions of the packages that decide a result, and what it is computed on.
+    """Versions of what decides a result, and what it is computed on; ``stdlib`` data is the running Python's.
 
     Args:
         device: as :func:`device_name` has it; ``None``: not known.
         threads: that PyTorch uses.
     """
-    found = {package: _version(package) for package in PACKAGES}
+    found = {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
     return found | ({} if device is None else {"device": device}) | {"threads": str(threads)}
 
 
@@ -35,7 +37,7 @@ def mixture(finished: Collection[Mapping[str, str]], now: Mapping[str, str]) -> 
         now: those of a run that would be started now; empty if there is none.
     """
     parts = []
-    for name in (*PACKAGES, "device", "threads"):
+    for name in KNOWN:
         runs = Counter(known[name] for known in finished if name in known)
         if runs and len(runs.keys() | {now.get(name, next(iter(runs)))}) > 1:
             values = [f"{value} ({count} {'run' if count == 1 else 'runs'})" for value, count in sorted(runs.items())]
