@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.config import digest_of
-from lightning_asyncpp.tools.ablation.report import ResultsError, read_curves, read_results
+from lightning_asyncpp.tools.ablation.report import ResultsError, read_all_curves, read_results
 from lightning_asyncpp.tools.ablation.results import CURVES, RESULTS, CellResult
 
 Published = Mapping[str, tuple[str, CellResult]]
@@ -36,15 +36,16 @@ def read_published(folder: Path) -> Published:
 
 
 def _read_table(path: Path) -> dict[str, CellResult]:
-    curves, train_curves = (read_curves(path.with_name(CURVES), metric) for metric in ("val_loss", "train_loss"))
+    curves = read_all_curves(path.with_name(CURVES))
+    validation, training = curves.get("val_loss", {}), curves.get("train_loss", {})
     return {
         run.cell: CellResult(
             status="diverged" if run.loss is None else "finished",
             loss=run.loss,
             steps=run.steps,
             seconds=run.seconds,
-            curve=[*curves.get(run.cell, [])],
-            train_curve=[*train_curves.get(run.cell, [])],
+            curve=validation.get(run.cell, []),
+            train_curve=training.get(run.cell, []),
         )
         for run in read_results(path).runs
     }

@@ -85,8 +85,13 @@ def read_results(path: Path) -> Ablation:
     return Ablation.of((run for _, run in lines), left)
 
 
-def read_curves(path: Path, metric: str = "val_loss") -> Curves:
-    """Read and check ``curves.csv``: a metric against step by cell; nothing if the file is not there.
+def read_curves(path: Path) -> Curves:
+    """Validation loss against step by cell, as :func:`read_all_curves` reads it."""
+    return read_all_curves(path).get("val_loss", {})
+
+
+def read_all_curves(path: Path) -> dict[str, Curves]:
+    """Read and check ``curves.csv``: by metric, its values against step by cell; nothing if the file is not there.
 
     Raises:
         ResultsError: all that is wrong, by file and line.
@@ -94,12 +99,11 @@ def read_curves(path: Path, metric: str = "val_loss") -> Curves:
     if not path.exists():
         return {}
     problems: list[str] = []
-    curves: Curves = {}
-    for _, (cell, name, step, value) in _parsed(path, CURVE_COLUMNS, _point, problems):
-        if name == metric:
-            curves.setdefault(cell, []).append((step, value))
+    found: dict[str, Curves] = {}
+    for _, (cell, metric, step, value) in _parsed(path, CURVE_COLUMNS, _point, problems):
+        found.setdefault(metric, {}).setdefault(cell, []).append((step, value))
     _raise(problems)
-    return {cell: sorted(points) for cell, points in curves.items()}
+    return {metric: {cell: sorted(points) for cell, points in curves.items()} for metric, curves in found.items()}
 
 
 def _parsed(

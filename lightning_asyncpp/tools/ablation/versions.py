@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 PACKAGES = ("lightning-asyncpp", "torch", "lightning")
-KNOWN = ("python", *PACKAGES, "device", "threads")
+_COMPARED = ("python", *PACKAGES, "device", "threads")
 
 
 def versions(device: str | None, threads: int) -> dict[str, str]:
@@ -37,7 +37,7 @@ def mixture(finished: Collection[Mapping[str, str]], now: Mapping[str, str]) -> 
         now: those of a run that would be started now; empty if there is none.
     """
     parts = []
-    for name in KNOWN:
+    for name in _COMPARED:
         runs = Counter(known[name] for known in finished if name in known)
         if runs and len(runs.keys() | {now.get(name, next(iter(runs)))}) > 1:
             values = [f"{value} ({count} {'run' if count == 1 else 'runs'})" for value, count in sorted(runs.items())]

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from lightning_asyncpp.tools.ablation import command as ablate
+from lightning_asyncpp.tools.ablation import report as ablate_report
 from lightning_asyncpp.tools.ablation import run as ablate_run
 from tests.tools.ablation.pretending import PRETENDER
 
@@ -14,3 +16,10 @@ from tests.tools.ablation.pretending import PRETENDER
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings that take their result from the folder's name."""
     monkeypatch.setattr(ablate_run, "worker_command", lambda folder: [sys.executable, "-c", PRETENDER, str(folder)])
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what is tested elsewhere."""
+    monkeypatch.setattr(ablate, "find_problems", lambda recipe: [])
+    monkeypatch.setattr(ablate_report, "write_report", lambda folder: None)

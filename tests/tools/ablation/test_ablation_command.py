@@ -23,13 +23,6 @@ from tests.tools.ablation.small import ADAMW, write_ablation
 pytestmark = pytest.mark.usefixtures("pretend", "quick")
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what is tested elsewhere."""
-    monkeypatch.setattr(ablate, "find_problems", lambda recipe: [])
-    monkeypatch.setattr(ablate_report, "write_report", lambda folder: None)
-
-
 def ended(*arguments: str) -> Any:
     """The code that the command ends with."""
     with pytest.raises(SystemExit) as end:

@@ -9,19 +9,11 @@ from typing import Any
 import pytest
 
 from lightning_asyncpp.tools.ablation import command as ablate
-from lightning_asyncpp.tools.ablation import report as ablate_report
 from tests.tools.ablation.pretending import results_of
 from tests.tools.ablation.small import ADAMW, write_ablation
 
 pytestmark = pytest.mark.usefixtures("pretend", "quick")
-FILES = ("results.csv", "curves.csv", "open.csv", "table.md")
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what is tested elsewhere."""
-    monkeypatch.setattr(ablate, "find_problems", lambda recipe: [])
-    monkeypatch.setattr(ablate_report, "write_report", lambda folder: None)
+FILES = ("results.csv", "curves.csv")
 
 
 @pytest.fixture
@@ -31,7 +23,7 @@ def published(tmp_path: Path) -> Path:
         path = write_ablation(tmp_path, text=False, name=name, optimizers=optimizers(lrs))
         ablate.main([str(path), "--threads", "3"])
         (tmp_path / "docs" / name).mkdir(parents=True)
-        for file in FILES[:2]:
+        for file in FILES:
             shutil.copy(tmp_path / "out" / name / file, tmp_path / "docs" / name)
     shutil.rmtree(tmp_path / "out")
     return tmp_path / "docs"
@@ -49,7 +41,7 @@ def test_a_published_table_is_made_again_without_a_run(tmp_path: Path, published
     path = write_ablation(tmp_path, text=False, optimizers=optimizers([0.1, 9.0]))
     ablate.main([str(path), "--threads", "3", "--published", str(published / "tiny")])
     assert runs_of(tmp_path) == []
-    for file in FILES[:2]:
+    for file in FILES:
         assert (tmp_path / "out" / "tiny" / file).read_bytes() == (published / "tiny" / file).read_bytes()
     assert [row["status"] for row in results_of(tmp_path / "out" / "tiny")] == ["finished", "diverged"]
 
