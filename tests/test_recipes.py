@@ -16,9 +16,9 @@ import yaml
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.data.unigram import unigram_loss
-from lightning_asyncpp.tools.ablation.check import find_problems
-from lightning_asyncpp.tools.ablation.recipe import load_recipe
-from lightning_asyncpp.tools.ablation.rows import make_rows
+from lightning_asyncpp.tools.ablation.recipe.check import find_problems
+from lightning_asyncpp.tools.ablation.recipe.recipe import load_recipe
+from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

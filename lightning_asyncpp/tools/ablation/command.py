@@ -16,16 +16,16 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.tools.ablation.check import find_problems
-from lightning_asyncpp.tools.ablation.config import LEFT_OUT
-from lightning_asyncpp.tools.ablation.devices import gpu_problems, name_of, slots
-from lightning_asyncpp.tools.ablation.progress import Report, duration, seconds_left
-from lightning_asyncpp.tools.ablation.published import read_published
-from lightning_asyncpp.tools.ablation.recipe import Recipe, read_recipe
-from lightning_asyncpp.tools.ablation.rows import Plan, Row, make_rows, most_cells, with_leaders
-from lightning_asyncpp.tools.ablation.run import Runner
-from lightning_asyncpp.tools.ablation.table import Table
-from lightning_asyncpp.tools.ablation.versions import mixture, versions
+from lightning_asyncpp.tools.ablation.recipe.check import find_problems
+from lightning_asyncpp.tools.ablation.recipe.config import LEFT_OUT
+from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe, read_recipe
+from lightning_asyncpp.tools.ablation.recipe.rows import Plan, Row, make_rows, most_cells, with_leaders
+from lightning_asyncpp.tools.ablation.run.devices import gpu_problems, name_of, slots
+from lightning_asyncpp.tools.ablation.run.progress import Report, duration, seconds_left
+from lightning_asyncpp.tools.ablation.run.published import read_published
+from lightning_asyncpp.tools.ablation.run.runner import Runner
+from lightning_asyncpp.tools.ablation.run.table import Table
+from lightning_asyncpp.tools.ablation.run.versions import mixture, versions
 
 
 class StoppedError(BaseException):
@@ -196,7 +196,7 @@ def _run(table: Table, rows: Sequence[Row], environments: Sequence[dict[str, str
 
 def _report(folder: Path) -> str:
     """Write the tables and plots; say why not."""
-    from lightning_asyncpp.tools.ablation.report import write_report
+    from lightning_asyncpp.tools.ablation.report.writing import write_report
 
     try:
         write_report(folder)

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.tools.ablation.rows import CellKey, RowKey
+from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, RowKey
 
 RESULT = "result.json"
-RESULTS, CURVES, OPEN = "results.csv", "curves.csv", "open.csv"
+RESULTS, CURVES, OPEN, TABLE = "results.csv", "curves.csv", "open.csv", "table.md"
 RESULT_COLUMNS = (
     "table", "optimizer", "correction", "delay", "stages", "momentum", "lr", "seed", "status", "loss", "steps",
     "seconds", "cell",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lightning_asyncpp.tools.ablation import results
 from lightning_asyncpp.tools.ablation.grid import Group, Open, Row, Run
+from lightning_asyncpp.tools.ablation.recipe.rows import RowKey
 from lightning_asyncpp.tools.ablation.results import CURVE_COLUMNS, RESULT_COLUMNS
-from lightning_asyncpp.tools.ablation.rows import RowKey
 
 
 def run(

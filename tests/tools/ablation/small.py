@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_asyncpp.tools.ablation.yaml_files import write_yaml
+from lightning_asyncpp.tools.ablation.recipe.yaml_files import write_yaml
 
 FIT: dict[str, Any] = {
     "trainer": {

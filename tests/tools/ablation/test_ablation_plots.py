@@ -6,14 +6,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.drawing import Line
-from lightning_asyncpp.tools.ablation.plot_data import gaps_by_learning_rate
-from lightning_asyncpp.tools.ablation.report import read_curves
-from lightning_asyncpp.tools.ablation.summary import Ablation
+from lightning_asyncpp.tools.ablation.report.drawing import Line
+from lightning_asyncpp.tools.ablation.report.plot_data import gaps_by_learning_rate
+from lightning_asyncpp.tools.ablation.report.reading import read_curves
+from lightning_asyncpp.tools.ablation.report.summary import Ablation
 from tests.tools.ablation.examples import left, run, search, seeds, whole_grid, write_curves
 
 matplotlib = pytest.importorskip("matplotlib")
-plots = pytest.importorskip("lightning_asyncpp.tools.ablation.plots")
+plots = pytest.importorskip("lightning_asyncpp.tools.ablation.report.plots")
 
 SVG = "{http://www.w3.org/2000/svg}"
 

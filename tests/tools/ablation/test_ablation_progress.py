@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.progress import seconds_left
+from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan, RowKey
 from lightning_asyncpp.tools.ablation.results import CellResult
-from lightning_asyncpp.tools.ablation.rows import CellKey, Plan, RowKey
+from lightning_asyncpp.tools.ablation.run.progress import seconds_left
 
 
 def key(optimizer: str, seed: int = 1) -> CellKey:

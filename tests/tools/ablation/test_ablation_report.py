@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.report import ResultsError, main, read_curves, read_results, write_report
+from lightning_asyncpp.tools.ablation.report.reading import ResultsError, read_curves, read_results
+from lightning_asyncpp.tools.ablation.report.writing import main, write_report
 from lightning_asyncpp.tools.ablation.results import OPEN_COLUMNS, RESULT_COLUMNS
 from tests.tools.ablation.examples import left, run, seeds, whole_grid, write_curves, write_open, write_results
 

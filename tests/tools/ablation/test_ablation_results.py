@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, RowKey
 from lightning_asyncpp.tools.ablation.results import CellResult, read_result, thinned, write_result, write_tables
-from lightning_asyncpp.tools.ablation.rows import CellKey, RowKey
 
 RESULT = CellResult("finished", 1.5, 10, 2.0, curve=[(5, 2.0), (10, 1.5)], train_curve=[(10, 3.0)])
 # As written before device and threads were kept.

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asyncpp.tools.ablation.recipe import ClassConfig, Correction, Delay, Momentum, OptimizerGrid
-from lightning_asyncpp.tools.ablation.rows import CellKey, Plan, Row, best_lr, make_plan, search, with_leaders
+from lightning_asyncpp.tools.ablation.recipe.recipe import ClassConfig, Correction, Delay, Momentum, OptimizerGrid
+from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan, Row, best_lr, make_plan, search, with_leaders
 
 ADAMW = ClassConfig("torch.optim.AdamW", {"betas": [0.9, 0.95]})
 EF = ClassConfig("lightning_asyncpp.optim.ErrorFeedback", {})

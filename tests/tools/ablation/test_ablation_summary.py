@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asyncpp.tools.ablation.grid import Group
-from lightning_asyncpp.tools.ablation.summary import Ablation, Verdict, band, difference, share_recovered
+from lightning_asyncpp.tools.ablation.report.summary import Ablation, Verdict, band, difference, share_recovered
 from tests.tools.ablation.examples import left, run, search, seeds
 
 MUON = Group("Muon", None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.summary import Ablation
-from lightning_asyncpp.tools.ablation.tables import (
+from lightning_asyncpp.tools.ablation.report.summary import Ablation
+from lightning_asyncpp.tools.ablation.report.tables import (
     TITLES,
     correction_table,
     delay_table,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_asyncpp.tools.ablation.recipe import Correction, Delay, OptimizerGrid, Recipe
+from lightning_asyncpp.tools.ablation.recipe.recipe import Correction, Delay, OptimizerGrid, Recipe
 
 
 class RowKey(NamedTuple):

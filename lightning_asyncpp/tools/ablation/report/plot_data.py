@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from lightning_asyncpp.tools.ablation.drawing import Line, Point
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Row, further, named
-from lightning_asyncpp.tools.ablation.summary import Ablation, Result, Spread, band
+from lightning_asyncpp.tools.ablation.report.drawing import Line, Point
+from lightning_asyncpp.tools.ablation.report.summary import Ablation, Result, Spread, band
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 Band = list[tuple[int, float, float, float]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_asyncpp.tools.ablation.grid import Row
-from lightning_asyncpp.tools.ablation.summary import (
+from lightning_asyncpp.tools.ablation.report.summary import (
     Ablation,
     Result,
     Spread,

@@ -7,7 +7,8 @@ A page holds pairs of lines
 
 FOLDER, relative to the page, holds ``results.csv``; after ``#`` stands the name of a table: main, corrections, equal,
 delays or search.
-``python -m lightning_asyncpp.tools.ablation.embed PAGE`` replaces what is between them; ``--check`` only compares.
+``python -m lightning_asyncpp.tools.ablation.report.embed PAGE`` replaces what is between them; ``--check`` only
+compares.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from lightning_asyncpp.tools.ablation.report import ResultsError, read_results
+from lightning_asyncpp.tools.ablation.report.reading import ResultsError, read_results
+from lightning_asyncpp.tools.ablation.report.tables import TABLES
 from lightning_asyncpp.tools.ablation.results import RESULTS
-from lightning_asyncpp.tools.ablation.tables import TABLES
 
 END = "<!-- end of table -->"
 _START = re.compile(r"<!-- table: (?P<folder>[^#]*?)(?:#(?P<table>.*?))? -->")
@@ -95,7 +96,7 @@ def _table(place: str, root: Path, folder: str, table: str | None, problems: lis
 def main(argv: Sequence[str] | None = None) -> None:
     """Embed into the pages named on the command line, or check them."""
     parser = ArgumentParser(
-        prog="python -m lightning_asyncpp.tools.ablation.embed",
+        prog="python -m lightning_asyncpp.tools.ablation.report.embed",
         description="Ablation tables in pages of documentation.",
     )
     parser.add_argument("pages", type=Path, nargs="+", help="Markdown files")
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for page in changed:
         print(f"{page}: {'out of date' if arguments.check else 'tables written again'}")
     if arguments.check and changed:
-        sys.exit(f"Run `python -m lightning_asyncpp.tools.ablation.embed {' '.join(map(str, changed))}`.")
+        sys.exit(f"Run `python -m lightning_asyncpp.tools.ablation.report.embed {' '.join(map(str, changed))}`.")
 
 
 def _stale(page: Path) -> bool:

@@ -1,34 +1,22 @@
-"""From the CSV files of an ablation to its tables and plots: reads, checks and writes files.
-
-``python -m lightning_asyncpp.tools.ablation.report FOLDER`` writes the report again, also of an unfinished ablation.
-"""
+"""Reads and checks the CSV files of an ablation."""
 
 from __future__ import annotations
 
 import csv
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from jsonargparse import ArgumentParser
-
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, Run
+from lightning_asyncpp.tools.ablation.report.summary import Ablation
 from lightning_asyncpp.tools.ablation.results import (
     CURVE_COLUMNS,
-    CURVES,
     OPEN,
     OPEN_COLUMNS,
     RESULT_COLUMNS,
-    RESULTS,
-    write_whole,
 )
-from lightning_asyncpp.tools.ablation.summary import Ablation
-from lightning_asyncpp.tools.ablation.tables import page
 
-TABLE = "table.md"
 _SHOWN_PROBLEMS = 20
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -37,30 +25,6 @@ T = TypeVar("T")
 
 class ResultsError(ValueError):
     """Files of an ablation that cannot be read; the message names each file and line."""
-
-
-def write_report(folder: Path) -> None:
-    """Write ``table.md`` and the plots (``*.svg``) beside the CSV files of an ablation.
-
-    A plot is written where its data exist, and one whose data are gone is removed. Without matplotlib the tables are
-    written all the same, and a line on standard error says what is missing.
-
-    Args:
-        folder: holds ``results.csv``; for the loss curves ``curves.csv``; and ``open.csv``, if something is missing.
-
-    Raises:
-        ResultsError: a file is missing or garbled.
-    """
-    folder = Path(folder)
-    ablation, curves = read_results(folder / RESULTS), read_curves(folder / CURVES)
-    plots: list[str] = []
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"No plots in {folder}: matplotlib is missing (`pip install matplotlib`).", file=sys.stderr)
-    else:
-        from lightning_asyncpp.tools.ablation.plots import write_plots
-
-        plots = write_plots(folder, ablation, curves)
-    write_whole(folder / TABLE, page(ablation, plots))
 
 
 def read_results(path: Path) -> Ablation:
@@ -199,21 +163,3 @@ def _raise(problems: Sequence[str]) -> None:
     if problems:
         more = len(problems) - _SHOWN_PROBLEMS
         raise ResultsError("\n".join([*problems[:_SHOWN_PROBLEMS], *([f"... and {more} more"] if more > 0 else [])]))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the report of the folder named on the command line."""
-    parser = ArgumentParser(
-        prog="python -m lightning_asyncpp.tools.ablation.report", description="Tables and plots of an ablation."
-    )
-    parser.add_argument("folder", type=Path, help=f"folder with {RESULTS} and {CURVES}")
-    folder = parser.parse_args(argv).folder
-    try:
-        write_report(folder)
-    except ResultsError as error:
-        sys.exit(str(error))
-    print(f"Wrote {folder / TABLE} and {len(list(folder.glob('*.svg')))} plots.")
-
-
-if __name__ == "__main__":
-    main()

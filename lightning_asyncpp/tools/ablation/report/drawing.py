@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_asyncpp.tools.ablation.summary import Result, Spread
+from lightning_asyncpp.tools.ablation.report.summary import Result, Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

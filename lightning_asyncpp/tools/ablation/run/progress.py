@@ -10,10 +10,10 @@ from textwrap import shorten
 
 from tqdm import tqdm
 
+from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan
 from lightning_asyncpp.tools.ablation.results import CellResult
-from lightning_asyncpp.tools.ablation.rows import CellKey, Plan
-from lightning_asyncpp.tools.ablation.run import Running
-from lightning_asyncpp.tools.ablation.table import LOG
+from lightning_asyncpp.tools.ablation.run.runner import Running
+from lightning_asyncpp.tools.ablation.run.table import LOG
 
 _LOG_LINES = 15
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.tools.ablation.config import digest_of
-from lightning_asyncpp.tools.ablation.report import ResultsError, read_all_curves, read_results
+from lightning_asyncpp.tools.ablation.recipe.config import digest_of
+from lightning_asyncpp.tools.ablation.report.reading import ResultsError, read_all_curves, read_results
 from lightning_asyncpp.tools.ablation.results import CURVES, RESULTS, CellResult
 
 Published = Mapping[str, tuple[str, CellResult]]

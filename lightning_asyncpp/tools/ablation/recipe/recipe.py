@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED
-from lightning_asyncpp.tools.ablation.section import Section, is_whole, set_at
-from lightning_asyncpp.tools.ablation.yaml_files import read_yaml
+from lightning_asyncpp.tools.ablation.recipe.section import Section, is_whole, set_at
+from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml
 
 STRATEGY = "lightning_asyncpp.DelayedGradientStrategy"
 _KEYS = (

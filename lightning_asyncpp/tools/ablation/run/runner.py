@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lightning_asyncpp.tools.ablation.cell import CHANGED
-from lightning_asyncpp.tools.ablation.recorder import PROGRESS
+from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan, Row
 from lightning_asyncpp.tools.ablation.results import RESULT, CellResult
-from lightning_asyncpp.tools.ablation.rows import CellKey, Plan, Row
-from lightning_asyncpp.tools.ablation.table import LOG, Table
+from lightning_asyncpp.tools.ablation.run.cell import CHANGED
+from lightning_asyncpp.tools.ablation.run.recorder import PROGRESS
+from lightning_asyncpp.tools.ablation.run.table import LOG, Table
 
 _POLL_SECONDS = 0.1
 _MOST_FAILURES = 3  # that many at first, and nothing else: the rest would fail as well
@@ -209,5 +209,5 @@ class Runner:
 
 def worker_command(folder: Path) -> list[str]:
     """The command that trains the cell of ``folder`` and ends with this process."""
-    worker = [sys.executable, "-m", "lightning_asyncpp.tools.ablation.cell"]
+    worker = [sys.executable, "-m", "lightning_asyncpp.tools.ablation.run.cell"]
     return [*worker, str(folder), "--parent", str(os.getpid())]

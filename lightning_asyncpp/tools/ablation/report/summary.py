@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cached_property
 
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, Run, Setting, kind_of
-from lightning_asyncpp.tools.ablation.rows import best_lr
+from lightning_asyncpp.tools.ablation.recipe.rows import best_lr
 
 _MOST_OF_A_GAP = 10  # a correction that does more, up or down, does something else than to close the gap
 

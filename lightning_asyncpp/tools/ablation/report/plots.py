@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_asyncpp.tools.ablation.drawing import (
+from lightning_asyncpp.tools.ablation.grid import Group
+from lightning_asyncpp.tools.ablation.report.drawing import (
     ANY_DIVERGED,
     CONSTANT,
     FRESH,
@@ -30,8 +31,7 @@ from lightning_asyncpp.tools.ablation.drawing import (
     panels,
     print_losses,
 )
-from lightning_asyncpp.tools.ablation.grid import Group
-from lightning_asyncpp.tools.ablation.plot_data import (
+from lightning_asyncpp.tools.ablation.report.plot_data import (
     Band,
     Curves,
     by_delay,
@@ -41,8 +41,8 @@ from lightning_asyncpp.tools.ablation.plot_data import (
     lines_of,
     with_band,
 )
-from lightning_asyncpp.tools.ablation.summary import Ablation, Spread
-from lightning_asyncpp.tools.ablation.table_cells import decimals
+from lightning_asyncpp.tools.ablation.report.summary import Ablation, Spread
+from lightning_asyncpp.tools.ablation.report.table_cells import decimals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

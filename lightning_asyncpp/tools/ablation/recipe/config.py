@@ -9,14 +9,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.tools.ablation.recipe import Delay, Recipe
-from lightning_asyncpp.tools.ablation.rows import Row
-from lightning_asyncpp.tools.ablation.section import set_at
-from lightning_asyncpp.tools.ablation.sources import own_sources
+from lightning_asyncpp.tools.ablation.recipe.recipe import Delay, Recipe
+from lightning_asyncpp.tools.ablation.recipe.rows import Row
+from lightning_asyncpp.tools.ablation.recipe.section import set_at
+from lightning_asyncpp.tools.ablation.recipe.sources import own_sources
 
 # What the base recipe logs, saves and draws is not wanted once per training.
 LEFT_OUT = ("logger", "callbacks", "default_root_dir", "accelerator", "num_nodes")
-_RECORDER = "lightning_asyncpp.tools.ablation.recorder.Recorder"
+_RECORDER = "lightning_asyncpp.tools.ablation.run.recorder.Recorder"
 
 
 def cell_config(recipe: Recipe, row: Row, lr: float, seed: int) -> dict[str, Any]:

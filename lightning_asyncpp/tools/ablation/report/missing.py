@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_asyncpp.tools.ablation.grid import Open
-from lightning_asyncpp.tools.ablation.summary import Ablation
-from lightning_asyncpp.tools.ablation.table_cells import UNFINISHED
+from lightning_asyncpp.tools.ablation.report.summary import Ablation
+from lightning_asyncpp.tools.ablation.report.table_cells import UNFINISHED
 
 _BEGIN = (
     f"Not all trainings of the recipe have a result; what depends on one that is missing is marked {UNFINISHED}. The"

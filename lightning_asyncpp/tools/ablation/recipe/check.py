@@ -15,10 +15,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
-from lightning_asyncpp.tools.ablation.building import parameter_names, refusal
-from lightning_asyncpp.tools.ablation.config import strategy_config, training_config, with_places
-from lightning_asyncpp.tools.ablation.recipe import ALONE, ClassConfig, Correction, OptimizerGrid, Recipe
-from lightning_asyncpp.tools.ablation.yaml_files import write_yaml
+from lightning_asyncpp.tools.ablation.recipe.building import parameter_names, refusal
+from lightning_asyncpp.tools.ablation.recipe.config import strategy_config, training_config, with_places
+from lightning_asyncpp.tools.ablation.recipe.recipe import ALONE, ClassConfig, Correction, OptimizerGrid, Recipe
+from lightning_asyncpp.tools.ablation.recipe.yaml_files import write_yaml
 
 # Lines of the parser's messages that repeat the value or the annotation instead of saying what is wrong.
 _REMARK = re.compile(

@@ -10,24 +10,25 @@ from itertools import count
 from pathlib import Path
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.tools.ablation.cell import CELL
-from lightning_asyncpp.tools.ablation.config import cell_config, cell_name, digest_of, with_places
-from lightning_asyncpp.tools.ablation.published import Published
-from lightning_asyncpp.tools.ablation.recipe import Recipe
-from lightning_asyncpp.tools.ablation.report import TABLE, read_results
+from lightning_asyncpp.tools.ablation.recipe.config import cell_config, cell_name, digest_of, with_places
+from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe
+from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan, Row, RowKey, make_plan
+from lightning_asyncpp.tools.ablation.recipe.sources import own_sources
+from lightning_asyncpp.tools.ablation.recipe.yaml_files import write_yaml
+from lightning_asyncpp.tools.ablation.report.reading import read_results
+from lightning_asyncpp.tools.ablation.report.tables import page
 from lightning_asyncpp.tools.ablation.results import (
     RESULT,
     RESULTS,
+    TABLE,
     CellResult,
     read_result,
     write_open,
     write_tables,
     write_whole,
 )
-from lightning_asyncpp.tools.ablation.rows import CellKey, Plan, Row, RowKey, make_plan
-from lightning_asyncpp.tools.ablation.sources import own_sources
-from lightning_asyncpp.tools.ablation.tables import page
-from lightning_asyncpp.tools.ablation.yaml_files import write_yaml
+from lightning_asyncpp.tools.ablation.run.cell import CELL
+from lightning_asyncpp.tools.ablation.run.published import Published
 
 LOG = "cell.log"
 CELLS = "cells"

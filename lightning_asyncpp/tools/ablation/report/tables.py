@@ -1,6 +1,7 @@
 """The tables of an ablation as Markdown: without delay against delayed and corrected, other delays, the lr search.
 
-Pure functions of an :class:`~lightning_asyncpp.tools.ablation.summary.Ablation`; the text depends on nothing else.
+Pure functions of an :class:`~lightning_asyncpp.tools.ablation.report.summary.Ablation`; the text depends on nothing
+else.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Row, named
-from lightning_asyncpp.tools.ablation.missing import missing_list
-from lightning_asyncpp.tools.ablation.summary import Ablation, Spread, Verdict, difference, judge
-from lightning_asyncpp.tools.ablation.table_cells import EDGE, ONE_LR, UNFINISHED, Cells, per_cent
+from lightning_asyncpp.tools.ablation.report.missing import missing_list
+from lightning_asyncpp.tools.ablation.report.summary import Ablation, Spread, Verdict, difference, judge
+from lightning_asyncpp.tools.ablation.report.table_cells import EDGE, ONE_LR, UNFINISHED, Cells, per_cent
 
 _MOST_BESIDE = 2  # corrections that the main table has columns for
 _NOTES = {

@@ -1,0 +1,1 @@
+"""What an ablation trains: its recipe, read and checked, and the trainings that it needs next."""

@@ -1,0 +1,1 @@
+"""From the CSV files of an ablation to its tables and plots."""

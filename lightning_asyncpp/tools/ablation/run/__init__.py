@@ -1,0 +1,1 @@
+"""The trainings of an ablation: processes, their folders and what they leave there."""
