@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 import lightning_asyncpp.optim  # noqa: F401  (registers the strategies; finds optimizers by their short names)
 
 # subcommand -> the module whose main(arguments) runs it
-TOOLS = {"ablate": "lightning_asyncpp.tools.ablation.command", "bench": "lightning_asyncpp.tools.bench"}
+TOOLS = {"ablate": "lightning_asyncpp.tools.ablation.command", "bench": "lightning_asyncpp.tools.bench.command"}
 
 # Optimizers known by the name of their rule for matrices; torch.optim.Muon takes nothing but matrices, and no model.
 _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}

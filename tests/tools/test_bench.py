@@ -11,10 +11,10 @@ import pytest
 
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench import main
-from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, ONE_F_ONE_B, TITLES, Job, RankRun
-from lightning_asyncpp.tools.bench_launch import BenchmarkFailedError, Measured, measure
-from lightning_asyncpp.tools.bench_report import clipping_cost, summarise, table
+from lightning_asyncpp.tools.bench.command import main
+from lightning_asyncpp.tools.bench.job import ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, ONE_F_ONE_B, TITLES, Job, RankRun
+from lightning_asyncpp.tools.bench.launch import BenchmarkFailedError, Measured, measure
+from lightning_asyncpp.tools.bench.report import clipping_cost, summarise, table
 
 TINY = ["--stages", "2", "--mini-batches", "3", "--warm-up", "2", "--repeats", "1", "--timeout", "200"]
 SYSTEMS = set(TITLES)

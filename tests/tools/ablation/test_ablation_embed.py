@@ -51,7 +51,9 @@ def test_folders_may_be_relative_to_another_root(data):
 def test_the_check_fails_until_the_page_is_written_again(data, capsys):
     page = make_page(data, *marked())
     before = page.read_text()
-    with pytest.raises(SystemExit, match=r"Run `python -m lightning_asyncpp\.tools\.ablation\.report\.embed .*page\.md`"):
+    with pytest.raises(
+        SystemExit, match=r"Run `python -m lightning_asyncpp\.tools\.ablation\.report\.embed .*page\.md`"
+    ):
         main([str(page), "--check"])
     assert page.read_text() == before
     main([str(page)])

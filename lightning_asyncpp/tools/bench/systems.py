@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
 from lightning_asyncpp.pipeline.trace import Trace
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy, SyncPipelineStrategy
-from lightning_asyncpp.tools.bench_job import (
+from lightning_asyncpp.tools.bench.job import (
     ASYNC,
     ASYNC_CLIPPED,
     ASYNC_FABRIC,

@@ -14,8 +14,8 @@ import lightning as L
 import torch
 
 from lightning_asyncpp.pipeline.trace import utilisation
-from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, ONE_F_ONE_B, TITLES, Job, RankRun
-from lightning_asyncpp.tools.bench_launch import Measured
+from lightning_asyncpp.tools.bench.job import ASYNC, ASYNC_CLIPPED, ONE_F_ONE_B, TITLES, Job, RankRun
+from lightning_asyncpp.tools.bench.launch import Measured
 
 
 @dataclass(frozen=True)

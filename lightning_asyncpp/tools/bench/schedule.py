@@ -20,8 +20,8 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench_arguments import check_shape, make_parser
-from lightning_asyncpp.tools.bench_job import (
+from lightning_asyncpp.tools.bench.arguments import check_shape, make_parser
+from lightning_asyncpp.tools.bench.job import (
     ASYNC,
     ASYNC_CLIPPED,
     ASYNC_FABRIC,
@@ -33,8 +33,8 @@ from lightning_asyncpp.tools.bench_job import (
     Job,
     spans_to_json,
 )
-from lightning_asyncpp.tools.bench_launch import Measured, measure
-from lightning_asyncpp.tools.bench_report import as_json, clipping_cost, machine, summarise, table, write_json
+from lightning_asyncpp.tools.bench.launch import Measured, measure
+from lightning_asyncpp.tools.bench.report import as_json, clipping_cost, machine, summarise, table, write_json
 from lightning_asyncpp.tools.timeline import Axis, Panel, draw_timelines
 
 _SHOWN_BATCHES = 3

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.tools.bench_job import Job, RankRun
+from lightning_asyncpp.tools.bench.job import Job, RankRun
 
 
 class BenchmarkFailedError(RuntimeError):
@@ -68,7 +68,7 @@ def _start(folder: Path, rank: int, world_size: int, port: int) -> subprocess.Po
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-m", "lightning_asyncpp.tools._bench_worker", str(folder / "job.json"), str(folder)]
+    command = [sys.executable, "-m", "lightning_asyncpp.tools.bench.worker", str(folder / "job.json"), str(folder)]
     with open(folder / f"rank-{rank}.log", "wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 

@@ -6,10 +6,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_COMMANDS = {
-    "schedule": ("bench_schedule", "utilisation of sleeping stages under every schedule"),
-    "compute": ("bench_compute", "gain when stages really compute"),
-    "draw": ("bench_draw", "draw the ideal timeline of a schedule"),
+_COMMANDS = {  # by the name of their module
+    "schedule": "utilisation of sleeping stages under every schedule",
+    "compute": "gain when stages really compute",
+    "draw": "draw the ideal timeline of a schedule",
 }
 
 
@@ -24,11 +24,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{_usage()}\nasyncpp bench: error: unknown benchmark {command!r}", file=sys.stderr)
         raise SystemExit(2)
     # Imported late: torch takes seconds, and a wrong command should not.
-    importlib.import_module(f"lightning_asyncpp.tools.{_COMMANDS[command][0]}").main(rest)
+    importlib.import_module(f"lightning_asyncpp.tools.bench.{command}").main(rest)
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10}{text}" for name, (_, text) in _COMMANDS.items()]
+    lines = [f"  {name:<10}{text}" for name, text in _COMMANDS.items()]
     return "\n".join(["usage: asyncpp bench {schedule,compute,draw} [--help] ...", "", *lines])
 
 

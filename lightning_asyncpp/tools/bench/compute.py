@@ -20,10 +20,10 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
-from lightning_asyncpp.tools.bench_arguments import check_shape, make_parser
-from lightning_asyncpp.tools.bench_job import ASYNC, ASYNC_CLIPPED, ASYNC_FABRIC, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, Job
-from lightning_asyncpp.tools.bench_launch import measure
-from lightning_asyncpp.tools.bench_report import as_json, clipping_cost, summarise, table, write_json
+from lightning_asyncpp.tools.bench.arguments import check_shape, make_parser
+from lightning_asyncpp.tools.bench.job import ASYNC, ASYNC_CLIPPED, ASYNC_FABRIC, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, Job
+from lightning_asyncpp.tools.bench.launch import measure
+from lightning_asyncpp.tools.bench.report import as_json, clipping_cost, summarise, table, write_json
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""One process of a benchmark: ``python -m lightning_asyncpp.tools._bench_worker JOB RESULTS``.
+"""One process of a benchmark: ``python -m lightning_asyncpp.tools.bench.worker JOB RESULTS``.
 
 It expects the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), runs every system
 of the job in turn, and writes what it measured to ``RESULTS/rank-<rank>.json``.
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_asyncpp.pipeline.trace import Trace
-from lightning_asyncpp.tools.bench_job import Job, RankRun
-from lightning_asyncpp.tools.bench_layers import ComputingLayer, SleepingLayer, block_seconds
-from lightning_asyncpp.tools.bench_systems import RUNNERS
+from lightning_asyncpp.tools.bench.job import Job, RankRun
+from lightning_asyncpp.tools.bench.layers import ComputingLayer, SleepingLayer, block_seconds
+from lightning_asyncpp.tools.bench.systems import RUNNERS
 
 
 def main(argv: list[str]) -> None:

@@ -1,0 +1,1 @@
+"""`asyncpp bench`: the pipeline measured against its rivals, and timelines drawn."""
