@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from lightning_asyncpp.fabric import delayed_refusals as refusals
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
-from lightning_asyncpp.pipeline.delay_emulator import CallOnce, DelayEmulator
-from lightning_asyncpp.pipeline.delayed_strategy_mixin import DelayedStrategyMixin
+from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
+from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
+from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.pipeline.runner import UserHooks

@@ -20,10 +20,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.delay_emulator import CallOnce, DelayEmulator
-from lightning_asyncpp.pipeline.delayed_strategy_mixin import DelayedStrategyMixin
+from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
+from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
+from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.state import GATHERED_OPTIMIZER

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
+from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.tools.ablation.recipe.building import parameter_names, refusal
 from lightning_asyncpp.tools.ablation.recipe.config import strategy_config, training_config, with_places
 from lightning_asyncpp.tools.ablation.recipe.recipe import ALONE, ClassConfig, Correction, OptimizerGrid, Recipe

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.delayed_weights import DelayedWeights, check_same_delay
+from lightning_asyncpp.pipeline.emulator.delayed_weights import DelayedWeights, check_same_delay
+from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
+from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
-from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
-from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.units import stages_of_parameters
 from lightning_asyncpp.pipeline.update import clip_coefficient, squared_norm
 from lightning_asyncpp.pipeline.weights import leave_out, lent

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_asyncpp.pipeline.delay_emulator import DelayEmulator
-from lightning_asyncpp.pipeline.gradient_delay import DelaySettings
-from lightning_asyncpp.pipeline.micro_batch_gradient import MicroBatchGradient
+from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
+from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
+from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.randomness import seed_of_run
 from lightning_asyncpp.pipeline.runner import UserHooks
 
