@@ -22,9 +22,8 @@ from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-OF_ABLATIONS = sorted((ROOT / "recipes" / "ablation").glob("*.yaml"))
-TRAINED = [path for path in OF_ABLATIONS if path.stem in ("toy", "toy_clipped", "toy_long", "small", "medium")]
-ABLATIONS = [path for path in OF_ABLATIONS if path not in TRAINED]
+ABLATIONS = sorted((ROOT / "recipes" / "ablation").glob("*.yaml"))
+TRAINED = sorted((ROOT / "recipes" / "ablation" / "base").glob("*.yaml"))
 STRUCTURE = {
     "trainer",
     "model",
