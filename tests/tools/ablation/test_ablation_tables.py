@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_asyncpp.tools.ablation.report.summary import Ablation
@@ -261,20 +263,32 @@ def test_a_delay_is_compared_with_the_plain_sync_run_without_a_word_where_there_
     assert "further settings" not in table
 
 
-def test_at_the_same_learning_rate_all_three_are_those_of_the_corrected_run():
+def test_at_the_same_learning_rate_all_three_are_run_at_it():
     runs = [*search({0.01: 1.5, 0.1: 1.4}, delay="0"), *search({0.01: 1.7, 0.1: 2.0}), run(1.6, correction="EF")]
     runs += [*search({0.1: 1.2, 0.2: 1.3}, delay="0", optimizer="AdamW"), *search({0.01: 1.7}, optimizer="AdamW")]
     runs += search({0.01: 1.6}, optimizer="AdamW", correction="EF")
     lines = equal_table(Ablation.of(runs)).splitlines()
     assert lines[0] == "| optimizer | correction | lr | sync | async | corrected | recovers |"
-    assert lines[2:4] == ["| Muon | EF | 0.01 | 1.500 | 1.700 | 1.600 | 50 % |", ""]  # AdamW has no such sync run
+    assert lines[2:4] == ["| Muon | EF | 0.01 | 1.500 | **1.700** | 1.600 | 50 % |", ""]  # AdamW has no such sync run
     single = [run(1.5, delay="0"), run(1.6), run(1.55, correction="EF")]
     assert equal_table(Ablation.of(single)) == ""
 
 
+def test_at_the_same_learning_rate_a_training_of_two_corrections_stands_once_and_the_best_ones_are_bold():
+    runs = [*search({0.01: 1.5, 0.02: 1.4, 0.04: None}, delay="0"), *search({0.01: 1.7, 0.02: 2.0, 0.04: 2.1})]
+    same = run(1.6, correction="EF")
+    searched = [replace(same, correction="EF-searched"), run(1.7, lr=0.02, correction="EF-searched")]
+    table = equal_table(Ablation.of([*runs, same, *searched, run(1.9, lr=0.04, correction="EF-searched")]))
+    assert table.splitlines()[2:5] == [
+        "| Muon | EF-searched | 0.01 | 1.500 | **1.700** | **1.600** | 50 % |",
+        "| Muon | EF-searched | 0.02 | **1.400** | 2.000 | 1.700 | 50 % |",
+        "",
+    ]
+
+
 def test_at_the_same_learning_rate_there_is_no_share_of_a_gap_that_is_none_over_the_seeds():
     sync, delayed = search({0.01: 1.5, 0.1: 1.6}, delay="0"), search({0.01: 1.55, 0.1: 1.7})
-    corrected = search({0.01: 1.52, 0.1: 1.7}, correction="EF")
+    corrected = [run(1.52, correction="EF")]
     alone = [*sync, *delayed, *corrected]
     assert cells(equal_table(Ablation.of(alone)))["Muon"][-1] == "60 %"
     noisy = [*seeds([1.5, 1.6], delay="0")[1:], *seeds([1.55, 1.6])[1:], *alone]
@@ -289,7 +303,7 @@ def test_small_losses_and_gaps_have_more_decimals():
     assert cells(small)["Muon"] == ["0.00031 (0.01 ‡)", "0.00044 (0.01 ‡)", "+0.00013"]
     near = Ablation.of([*search({0.01: 1.5, 0.1: 1.6}, delay="0"), run(1.5004), run(1.5002, correction="EF")])
     assert cells(main_table(near))["Muon"][1:3] == ["1.50040 (0.01 ‡)", "+0.00040"]
-    assert cells(equal_table(near))["Muon"][2:5] == ["1.50000", "1.50040", "1.50020"]
+    assert cells(equal_table(near))["Muon"][2:5] == ["**1.50000**", "1.50040", "1.50020"]
     assert "**1.50000**" in search_table(near)
 
 

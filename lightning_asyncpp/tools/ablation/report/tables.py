@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Row, named
 from lightning_asyncpp.tools.ablation.report.missing import missing_list
-from lightning_asyncpp.tools.ablation.report.summary import Ablation, Spread, Verdict, difference, judge
+from lightning_asyncpp.tools.ablation.report.summary import Ablation, Result, Spread, Verdict, difference, judge
 from lightning_asyncpp.tools.ablation.report.table_cells import EDGE, ONE_LR, UNFINISHED, Cells, per_cent
 
 _MOST_BESIDE = 2  # corrections that the main table has columns for
@@ -76,12 +76,20 @@ def correction_table(ablation: Ablation) -> str:
 
 
 def equal_table(ablation: Ablation) -> str:
-    """All three at the learning rate of the corrected run, on the search seed; empty where that was never tried."""
+    """All three at every learning rate that all three were run at, on the search seed; empty if there is none.
+
+    A training that two corrections share, such as one with its own and one with another row's learning rate, stands
+    once, with the one whose learning rate was searched.
+    """
     cells = Cells(ablation)
-    lines = [line for group in ablation.groups for name in _used(ablation) if (line := _equal_line(cells, group, name))]
+    lines: dict[tuple[Group, str], list[str]] = {}  # by the corrected training
+    for group in ablation.groups:
+        for name in sorted(_used(ablation), key=lambda name: not _searched(ablation.delayed(group, name))):
+            for cell, line in _equal_lines(cells, group, name):
+                lines.setdefault((group, cell), line)
     compared = [named("sync", ablation.no_delay), named("async", ablation.one_update)]
     header = [*_group_header(ablation), "correction", "lr", *compared, "corrected", "recovers"]
-    return _with_marks(_markdown(header, lines), _EQUAL_NOTE) if lines else ""
+    return _with_marks(_markdown(header, list(lines.values())), _EQUAL_NOTE) if lines else ""
 
 
 def delay_table(ablation: Ablation) -> str:
@@ -132,8 +140,8 @@ _MAIN_NOTE = (
     " deviation is within noise."
 )
 _EQUAL_NOTE = (
-    "Last validation loss on the seed of the search, all three at the learning rate of the corrected run: what a"
-    " correction does where nothing else is changed."
+    "Last validation loss on the seed of the search, all three at one learning rate: what a correction does where"
+    " nothing else is changed. Bold: at the best learning rate of the column."
 )
 _DELAY_NOTE = (
     "Last validation loss (learning rate) and its difference to the same optimizer's sync run, paired by seed: mean ±"
@@ -167,23 +175,37 @@ def _main_line(cells: Cells, group: Group) -> list[str]:
     return line
 
 
-def _equal_line(cells: Cells, group: Group, correction: str) -> list[str] | None:
+def _equal_lines(cells: Cells, group: Group, correction: str) -> Iterator[tuple[str, list[str]]]:
+    """The corrected training, and its line, at every learning rate that all three have finished at."""
     ablation = cells.ablation
     sync, delayed, corrected = ablation.sync(group), ablation.delayed(group), ablation.delayed(group, correction)
-    if sync is None or delayed is None or corrected is None or corrected.lr is None:
-        return None
-    first, second, third = (result.search.get(corrected.lr) for result in (sync, delayed, corrected))
-    if first is None or second is None or third is None or not sync.searched:
-        return None
-    # One seed says nothing of noise: a gap that is none over the seeds is none here.
-    verdict = judge(difference(delayed, sync))
-    if verdict is Verdict.RECOVERED:
-        verdict = judge(Spread({0: second - first}), abs(second - third))
-    recovered = verdict is Verdict.RECOVERED
-    share = f"{per_cent((second - third) / (second - first))} %" if recovered else verdict.value
-    shown = [cells.number(loss) for loss in (first, second, third)]
+    if sync is None or delayed is None or corrected is None or not sync.searched:
+        return
+    trainings = {(run.lr, run.loss): run.cell for run in ablation.runs if run.row == corrected.row}
     mark = cells.mark(sync.row, delayed.row, corrected.row)
-    return [*_group_names(ablation, group), correction, f"{corrected.lr:g}", *shown, share + mark]
+    three = (sync, delayed, corrected)
+    for lr, third in corrected.search.items():
+        first, second = sync.search.get(lr), delayed.search.get(lr)
+        if first is None or second is None or third is None:
+            continue
+        losses = zip(three, (first, second, third))
+        shown = [cells.searched(one.row)[lr] if one.searched else cells.number(loss) for one, loss in losses]
+        share = _equal_share(difference(delayed, sync), first, second, third)
+        names = [*_group_names(ablation, group), correction, f"{lr:g}"]
+        yield trainings[lr, third], [*names, *shown, share + mark]
+
+
+def _searched(result: Result | None) -> bool:
+    return result is not None and result.searched
+
+
+def _equal_share(over_seeds: Spread, sync: float, delayed: float, corrected: float) -> str:
+    # One seed says nothing of noise: a gap that is none over the seeds is none here.
+    verdict = judge(over_seeds)
+    if verdict is Verdict.RECOVERED:
+        verdict = judge(Spread({0: delayed - sync}), abs(delayed - corrected))
+    recovered = verdict is Verdict.RECOVERED
+    return f"{per_cent((delayed - corrected) / (delayed - sync))} %" if recovered else verdict.value
 
 
 def _group_header(ablation: Ablation) -> list[str]:
