@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_asyncpp.tools.ablation.report.embed import END, PageError, embed, embedded, main
+from lightning_asyncpp.tools.ablation.report.tables import DEFINITIONS
 from tests.tools.ablation.examples import run, write_results
 
 EVIDENCE = Path(__file__).parents[3] / "docs" / "evidence.md"
@@ -41,6 +42,15 @@ def test_what_is_between_the_markers_is_replaced_and_the_rest_is_kept(data):
     assert text.split(END)[1].startswith("\nbetween\n<!-- table")
     assert text.endswith(f"\n\n{END}\nend")
     assert not embed(page)
+
+
+def test_what_tables_of_a_kind_say_below_them_stands_once_and_their_counts_everywhere(data):
+    page = make_page(data, *marked(), "between", *marked(), *marked("data/demo#delays"))
+    first, second, third = embedded(page).split(END)[:3]
+    assert "Gap: async less sync, paired by seed." in first
+    assert second == first.replace("<!--", "\nbetween\n<!--").replace(DEFINITIONS[0] + " ", "")
+    assert "\n\n‡ a single learning rate was run: not searched for. 3 runs (0 diverged)" in second
+    assert "paired by seed: mean" in third
 
 
 def test_folders_may_be_relative_to_another_root(data):

@@ -8,7 +8,7 @@ A page holds pairs of lines
 FOLDER, relative to the page, holds ``results.csv``; after ``#`` stands the name of a table: main, corrections, equal,
 delays or search.
 ``python -m lightning_asyncpp.tools.ablation.report.embed PAGE`` replaces what is between them; ``--check`` only
-compares.
+compares. What all tables of a kind have below them, stands below the first one alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from lightning_asyncpp.tools.ablation.report.reading import ResultsError, read_results
-from lightning_asyncpp.tools.ablation.report.tables import TABLES
+from lightning_asyncpp.tools.ablation.report.tables import DEFINITIONS, TABLES
 from lightning_asyncpp.tools.ablation.results import RESULTS
 
 END = "<!-- end of table -->"
@@ -58,6 +58,7 @@ def embedded(page: Path, root: Path | None = None) -> str:
     problems: list[str] = []
     lines: list[str] = []
     opened: int | None = None
+    said: set[str] = set()
     for number, line in enumerate(page.read_text(encoding="utf-8").split("\n"), start=1):
         start = _START.fullmatch(line.strip())
         if start is not None and opened is not None:
@@ -66,7 +67,8 @@ def embedded(page: Path, root: Path | None = None) -> str:
             problems.append(f"{page}:{number}: ends a table that was not begun")
         if start is not None:
             opened = number
-            lines += [line, "", *_table(f"{page}:{number}", root, start["folder"], start["table"], problems), ""]
+            text = _table(f"{page}:{number}", root, start["folder"], start["table"], problems)
+            lines += [line, "", *_without_repetition(text, said).splitlines(), ""]
         elif line.strip() == END:
             opened = None
         if opened is None:
@@ -78,19 +80,29 @@ def embedded(page: Path, root: Path | None = None) -> str:
     return "\n".join(lines)
 
 
-def _table(place: str, root: Path, folder: str, table: str | None, problems: list[str]) -> list[str]:
-    """The lines of a table; what is wrong goes to ``problems``."""
+def _without_repetition(text: str, said: set[str]) -> str:
+    """A table without the definitions that the page has given before; ``said`` keeps them."""
+    for definition in DEFINITIONS:
+        if definition in text and definition in said:
+            text = text.replace(definition, "").replace("\n\n ", "\n\n")
+        elif definition in text:
+            said.add(definition)
+    return text.rstrip()
+
+
+def _table(place: str, root: Path, folder: str, table: str | None, problems: list[str]) -> str:
+    """A table with its notes; what is wrong goes to ``problems``."""
     if table is None or table not in TABLES:
         problems.append(f'{place}: no table "{table or ""}"; expected FOLDER#TABLE, TABLE one of {", ".join(TABLES)}')
-        return []
+        return ""
     try:
         text = TABLES[table](read_results(root / folder / RESULTS))
     except ResultsError as error:
         problems.append(f"{place}: {error}")
-        return []
+        return ""
     if not text:
         problems.append(f'{place}: {root / folder / RESULTS} has no runs for the table "{table}"')
-    return text.splitlines()
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> None:

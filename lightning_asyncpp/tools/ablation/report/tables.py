@@ -149,6 +149,8 @@ _DELAY_NOTE = (
     " what a fresh last stage, corrected or not, takes back of the gap of one update."
 )
 _SEVERAL_SYNC_NOTE = " The sync run is the one of the same further settings, where there is one."
+DEFINITIONS = (_MAIN_NOTE, _EQUAL_NOTE, _DELAY_NOTE)
+"""What stands below tables of one kind, whatever they hold: a page with several needs it once."""
 
 
 def counts(ablation: Ablation) -> str:
