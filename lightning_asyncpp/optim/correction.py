@@ -54,7 +54,7 @@ class DelayCorrection(Optimizer):
     ``group["lr"]`` act on it. Names of parameters are passed through to the base. Corrections may wrap corrections.
 
     A strategy says how old the gradients are (:meth:`set_delay`); where they are fresh there is nothing to correct and
-    the base step is left as it is.
+    the base step is left as it is, unless the correction is told otherwise (``WeightPrediction(ahead=...)``).
 
     A subclass overrides :meth:`_before_step`, :meth:`_after_step` or both, names its buffers in ``buffer_names``, its
     attributes in ``option_names`` and its entry of the state dict in ``state_name``.
@@ -115,7 +115,7 @@ class DelayCorrection(Optimizer):
         if wrong:
             raise ValueError(f"a gradient cannot be {wrong[0]!r} updates old: delay must be a whole number, 0 or more")
         memory = self._memory
-        if not any(delays):
+        if not any(delays) and not self._acts_on_fresh:
             memory.reset()
             if not memory.announced:
                 rank_zero_info(
@@ -129,7 +129,7 @@ class DelayCorrection(Optimizer):
 
     def skip_update(self) -> None:
         """Say that an update is left out: its gradient was not finite, and the weights stay as they are."""
-        if self.delay:
+        if self._acts:
             with torch.no_grad():
                 self._skip()
         if isinstance(self.base, DelayCorrection):
@@ -145,6 +145,15 @@ class DelayCorrection(Optimizer):
         """How many updates old the gradients of ``parameter`` are."""
         delay = self._memory.delay
         return delay if isinstance(delay, int) else delay.get(parameter, 0)
+
+    @property
+    def _acts_on_fresh(self) -> bool:
+        """Whether steps from fresh gradients are changed, too."""
+        return False
+
+    @property
+    def _acts(self) -> bool:
+        return self.delay > 0 or self._acts_on_fresh
 
     @contextmanager
     def weights_before(self, weights: Weights) -> Iterator[None]:
@@ -203,10 +212,10 @@ class DelayCorrection(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.delay == 0:
+        if not self._acts:
             self.base.step()
             return loss
-        moving = [p for p in self._parameters() if p.grad is not None and self.delay_of(p)]
+        moving = [p for p in self._parameters() if p.grad is not None and (self.delay_of(p) or self._acts_on_fresh)]
         before = self._weights_before_step(moving)
         with torch.no_grad():
             self._before_step(moving, before)
@@ -237,7 +246,7 @@ class DelayCorrection(Optimizer):
         return {**self.base.state_dict(), self.state_name: own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; with delay 0 the buffers are not kept."""
+        """Load what :meth:`state_dict` returned; where nothing is corrected the buffers are not kept."""
         if self.state_name not in state_dict:
             raise ValueError(
                 f"this optimizer state has no entry {self.state_name!r}: it was saved without {type(self).__name__}. To"
@@ -245,11 +254,11 @@ class DelayCorrection(Optimizer):
                 "(state)`"
             )
         saved = state_dict[self.state_name]
-        kept = self.buffer_names if self.delay > 0 else ()
+        kept = self.buffer_names if self._acts else ()
         buffers = {name: self._read_buffers(name, saved[name]) for name in kept}
         self.base.load_state_dict({key: value for key, value in state_dict.items() if key != self.state_name})
         self._memory.reset()
-        if self.delay > 0:
+        if self._acts:
             self._memory.steps = int(saved["steps"])
             self._memory.learning_rates = list(saved["learning_rates"])
             for name, tensors in buffers.items():
@@ -274,11 +283,12 @@ class DelayCorrection(Optimizer):
 
     def _weights_before_step(self, moving: list[Tensor]) -> Weights:
         lent = self._memory.lent
-        if lent is not None:
-            for p in moving:
+        if lent is None:
+            return {p: p.detach().clone() for p in moving} if self.needs_weights_before else {}
+        for p in moving:
+            if self.delay_of(p):  # there is an older version of these alone
                 check_lent(p, lent.get(p))
-            return {p: lent[p] for p in moving}
-        return {p: p.detach().clone() for p in moving} if self.needs_weights_before else {}
+        return {p: lent[p] if self.delay_of(p) else p.detach().clone() for p in moving}
 
     def _with_group(self) -> Iterator[tuple[int, dict[str, Any], Tensor]]:
         """Yield (index of the group, group, parameter)."""

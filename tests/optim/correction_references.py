@@ -56,14 +56,14 @@ def base_step(base, params, weights, grads):
     return [w - p.detach() for w, p in zip(weights, params.values())]
 
 
-def predict(base, params, steps, delay, horizon=None, smoothing=0.0):
+def predict(base, params, steps, delay, horizon=None, smoothing=0.0, ahead=0.0):
     weights = [p.detach().clone() for p in params.values()]
     y, v = [w.clone() for w in weights], None
     for t in steps:
         u = base_step(base, params, weights, gradients(weights, t))
         v = u if v is None else [smoothing * a + (1 - smoothing) * b for a, b in zip(v, u)]
         y = [a - b for a, b in zip(y, u)]
-        weights = [a - (delay if horizon is None else horizon) * b for a, b in zip(y, v)]
+        weights = [a - (ahead + (horizon if horizon and delay else delay)) * b for a, b in zip(y, v)]
     return weights
 
 
@@ -164,6 +164,7 @@ CASES = {
     "feedback": (ErrorFeedback, feed_back, {"strength": 1.5}),
     "prediction": (WeightPrediction, predict, {}),
     "prediction-2.5": (WeightPrediction, predict, {"horizon": 2.5}),
+    "prediction-ahead": (WeightPrediction, predict, {"ahead": 1.5}),
     "prediction-smooth": (WeightPrediction, predict, {"smoothing": 0.8}),
     "prediction-momentum": (WeightPrediction, predict_by_momentum, {"source": "momentum"}),
     "look-ahead": (NesterovLookAhead, look_ahead, {"momentum": 0.9, "momentum_decay": 0.5}),
@@ -173,3 +174,4 @@ CASES = {
     "compensation-adaptive": (DelayCompensation, compensate, {"strength": 0.3, "adaptive": True, "decay": 0.5}),
     "extrapolation": (GradientExtrapolation, extrapolate, {"strength": 0.7}),
 }
+STOPS_WITHOUT_DELAY = [case for case in CASES if case != "prediction-ahead"]

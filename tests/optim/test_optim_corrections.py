@@ -22,9 +22,11 @@ from tests.optim.correction_references import (
     BASES,
     CASES,
     STEPS,
+    STOPS_WITHOUT_DELAY,
     base_step,
     gradients,
     make_params,
+    predict,
     train,
 )
 
@@ -54,7 +56,7 @@ def test_it_changes_what_the_base_does(case):
     assert all(not torch.equal(p, q) for p, q in zip(params.values(), twin.values()))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", STOPS_WITHOUT_DELAY)
 def test_fresh_gradients_are_left_to_the_base_bitwise(case):
     correction, _, options = CASES[case]
     params, twin = make_params(), make_params()
@@ -64,6 +66,45 @@ def test_fresh_gradients_are_left_to_the_base_bitwise(case):
     train(BASES["muon"](twin.items()), twin, range(STEPS))
     assert all(torch.equal(p, q) for p, q in zip(params.values(), twin.values()))
     assert not any(optimizer.state_dict()[correction.state_name].get(name) for name in correction.buffer_names)
+
+
+@pytest.mark.parametrize("options", [{"ahead": 1.0}, {"ahead": 0.5, "horizon": 3.0, "smoothing": 0.3}])
+@pytest.mark.parametrize("base", BASES)
+def test_prediction_looks_ahead_of_fresh_gradients_where_asked(base, options):
+    params, twin = make_params(), make_params()
+    optimizer = WeightPrediction(params.items(), BASES[base], **options)
+    optimizer.set_delay(0)
+    train(optimizer, params, range(STEPS))
+    expected = predict(BASES[base](twin.items()), twin, range(STEPS), 0, **options)
+    for p, w in zip(params.values(), expected):
+        torch.testing.assert_close(p.detach(), w, rtol=1e-5, atol=1e-6)
+    assert optimizer.state_dict()["weight_prediction"]["predicted_step"].keys() == set(range(len(params)))
+
+
+def test_looking_ahead_of_fresh_gradients_needs_no_lent_weights():
+    params, twin = make_params(), make_params()
+    pair = [WeightPrediction(ones.items(), BASES["adamw"], ahead=1.0) for ones in (params, twin)]
+    for optimizer, ones in zip(pair, (params, twin)):
+        optimizer.set_delay({p: int(name == "scale") for name, p in ones.items()})
+    for step in range(STEPS):
+        with pair[0].weights_before({params["scale"]: params["scale"].detach().clone()}):
+            train(pair[0], params, [step])
+        train(pair[1], twin, [step])
+    assert all(torch.equal(p, q) for p, q in zip(params.values(), twin.values()))
+
+
+def test_a_run_that_looks_ahead_of_fresh_gradients_resumes():
+    params, twin = make_params(), make_params()
+    optimizer, resumed = (WeightPrediction(ones.items(), BASES["adamw"], ahead=1.0) for ones in (params, twin))
+    optimizer.set_delay(0)
+    resumed.set_delay(0)
+    train(optimizer, params, range(3))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in zip(params.values(), twin.values()):
+        q.data.copy_(p)
+    train(optimizer, params, range(3, STEPS))
+    train(resumed, twin, range(3, STEPS))
+    assert all(torch.equal(p, q) for p, q in zip(params.values(), twin.values()))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -167,8 +208,8 @@ def test_error_feedback_follows_the_schedule_where_asked():
         (ErrorFeedback, {"strength": -1, "buffer_dtype": "int8"}, ["strength must be at least 0", "buffer_dtype must"]),
         (
             WeightPrediction,
-            {"horizon": -1, "smoothing": 1.0, "source": "tea"},
-            ["horizon must be", "smoothing must be in", "source must be"],
+            {"horizon": -1, "ahead": -1, "smoothing": 1.0, "source": "tea"},
+            ["horizon must be", "ahead must be", "smoothing must be in", "source must be"],
         ),
         (NesterovLookAhead, {"momentum": 1.0, "momentum_decay": -1}, ["momentum must be in", "momentum_decay must be"]),
         (LearningRateDiscount, {"anneal_steps": 0, "staleness": 0.5}, ["anneal_steps must be", "staleness must be"]),

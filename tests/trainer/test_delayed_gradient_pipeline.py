@@ -59,10 +59,10 @@ def test_every_correction_acts_in_the_pipeline_as_here(pools: Pools, correction:
     check_against_the_pipeline(pools, Run(Net, optimizer="muon", correction=correction))
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_a_fresh_last_stage_trains_in_the_pipeline_as_here(pools: Pools, stages: int) -> None:
+@pytest.mark.parametrize(("stages", "correction"), [(2, "feedback"), (3, "feedback"), (2, "prediction-ahead")])
+def test_a_fresh_last_stage_trains_in_the_pipeline_as_here(pools: Pools, stages: int, correction: str) -> None:
     run = Run(
-        Net, "async", {"micro_batches": 3, "fresh_last_stage": True}, optimizer="muon", error_feedback=True,
+        Net, "async", {"micro_batches": 3, "fresh_last_stage": True}, optimizer="muon", correction=correction,
         scheduler="decay-step", dropout=0.2, shuffle=True, samples=37, val_samples=(9,),
         trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "val_check_interval": 2, "logger": "list"},
     )  # fmt: skip
@@ -72,6 +72,15 @@ def test_a_fresh_last_stage_trains_in_the_pipeline_as_here(pools: Pools, stages:
     other = train(delayed(run, delay=1, micro_batches=3))
     assert not np.array_equal(other["weights"]["model.0.weight"], emulated["weights"]["model.0.weight"])
     assert emulated["callback_metrics"]["val_loss"] == pytest.approx(pipeline[0]["callback_metrics"]["val_loss"])
+
+
+def test_looking_ahead_acts_without_a_delay_as_in_the_synchronous_pipeline(pools: Pools) -> None:
+    run = Run(Net, "sync", {"micro_batches": 3}, optimizer="muon", correction="prediction-ahead")
+    pipeline = pools.run(2, fit, run)
+    emulated = train(delayed(run, delay=0, micro_batches=3))
+    assert_equal_weights(emulated["weights"], joined_weights(pipeline, 2))
+    alone = train(delayed(replace(run, correction=""), delay=0, micro_batches=3))
+    assert not np.array_equal(alone["weights"]["model.0.weight"], emulated["weights"]["model.0.weight"])
 
 
 def check_against_the_pipeline(pools: Pools, run: Run) -> None:
