@@ -31,8 +31,8 @@ class ErrorFeedback(DelayCorrection):
 
     An identity to know: with Y_0 = W_0 and Y_{t+1} = Y_t - u_t, strength s gives W_{t+1} = Y_{t+1} - s * (u_t - u_0),
     so EF is weight prediction: gradients are taken at the base trajectory, extrapolated by s times its last step. For
-    gradients that are d updates old, strength d extrapolates by d steps at the price of one buffer. What is beyond d looks
-    ahead of the present, which synchronous training can do as well (``WeightPrediction(ahead=...)``).
+    gradients that are d updates old, strength d extrapolates by d steps at the price of one buffer. What is beyond d
+    looks ahead of the present, which synchronous training can do as well (``WeightPrediction(ahead=...)``).
 
     ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, monitors and whoever sets
     ``group["lr"]`` act on it. Names of parameters are passed through to the base.
