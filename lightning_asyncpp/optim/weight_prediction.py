@@ -103,4 +103,4 @@ class WeightPrediction(DelayCorrection):
 
     def _horizon(self, p: Tensor) -> float:
         delay = self.delay_of(p)
-        return self.ahead + (self.horizon if self.horizon is not None and delay else delay)
+        return self.ahead + (delay if delay == 0 or self.horizon is None else self.horizon)

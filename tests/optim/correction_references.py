@@ -63,7 +63,7 @@ def predict(base, params, steps, delay, horizon=None, smoothing=0.0, ahead=0.0):
         u = base_step(base, params, weights, gradients(weights, t))
         v = u if v is None else [smoothing * a + (1 - smoothing) * b for a, b in zip(v, u)]
         y = [a - b for a, b in zip(y, u)]
-        weights = [a - (ahead + (horizon if horizon and delay else delay)) * b for a, b in zip(y, v)]
+        weights = [a - (ahead + (delay if delay == 0 or horizon is None else horizon)) * b for a, b in zip(y, v)]
     return weights
 
 

@@ -2,4 +2,5 @@
 
 from lightning_asyncpp.tools.ablation.report.writing import main
 
-main()
+if __name__ == "__main__":
+    main()

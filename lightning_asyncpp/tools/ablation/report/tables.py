@@ -184,15 +184,14 @@ def _equal_lines(cells: Cells, group: Group, correction: str) -> Iterator[tuple[
     if sync is None or delayed is None or corrected is None or not sync.searched:
         return
     trainings = {(run.lr, run.loss): run.cell for run in ablation.runs if run.row == corrected.row}
-    mark = cells.mark(sync.row, delayed.row, corrected.row)
-    three = (sync, delayed, corrected)
+    mark, gap = cells.mark(sync.row, delayed.row, corrected.row), difference(delayed, sync)
+    columns = [cells.searched(one.row) if one.searched else {} for one in (sync, delayed, corrected)]
     for lr, third in corrected.search.items():
         first, second = sync.search.get(lr), delayed.search.get(lr)
         if first is None or second is None or third is None:
             continue
-        losses = zip(three, (first, second, third))
-        shown = [cells.searched(one.row)[lr] if one.searched else cells.number(loss) for one, loss in losses]
-        share = _equal_share(difference(delayed, sync), first, second, third)
+        shown = [column.get(lr, cells.number(loss)) for column, loss in zip(columns, (first, second, third))]
+        share = _equal_share(gap, first, second, third)
         names = [*_group_names(ablation, group), correction, f"{lr:g}"]
         yield trainings[lr, third], [*names, *shown, share + mark]
 
