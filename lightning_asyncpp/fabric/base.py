@@ -17,26 +17,27 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.data.stage_loader import stage_loader
-from lightning_asyncpp.fabric import checkpoint, refusals
+from lightning_asyncpp.fabric import refusals
+from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
 from lightning_asyncpp.fabric.clipping import Clipping, ClippingBook
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.pipeline.agreement import agree_on_problems
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
-from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.pipeline.mini_batch import Update
-from lightning_asyncpp.pipeline.runner import Step, UserHooks
+from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.session import PipelineSession, check_norm_type
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 
 StepFunction = Callable[[Any], Any]
 SplitBatch = Callable[[Any, int], list[Any]]
 MicroBatchWeight = Callable[[Any], float]
 
 
-class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -163,19 +164,9 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         raise ConfigurationError(refusals.JOINT_SETUP)
 
     def _hooks_of(self, module: Module) -> UserHooks:
-        def chosen(name: str, default: Any) -> Any:
-            given = self._given_hooks[name]
-            return getattr(module, name, default) if given is None else given
-
-        return UserHooks(
-            split_batch=chosen("split_batch", split_batch),
-            micro_batch_weight=chosen("micro_batch_weight", number_of_samples),
-            loss_reduction=chosen("loss_reduction", "mean"),
-            forward_context=self._forward_context,
-            # What the user computes around the model is not Fabric's business; the wrapped model converts its output.
-            context_around_step=False,
-            model_name="model",
-        )
+        # What the user computes around the model is not Fabric's business; the wrapped model converts its output.
+        around = {"context_around_step": False, "model_name": "model"}
+        return UserHooks.of(module, self._given_hooks, forward_context=self._forward_context, **around)
 
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision.forward_context()
@@ -363,70 +354,6 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
             with torch.no_grad():
                 output = engine.evaluate(batch, self._user_step(step_fn))
         return merge_outputs(output.results, output.weights) if self._mesh.is_last else None
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
-        self.session.running()
-        with self._driving():
-            self._drain()
-            return checkpoint.gather_model(self.session)
-
-    @override
-    def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
-    ) -> None:
-        """Write one file on rank 0, with the model, the optimizer and the older weights of all stages; collective.
-
-        Raises:
-            ConfigurationError: batches were trained that no ``optimizer.step()`` followed.
-        """
-        if self.session.stage is not None:
-            self._settle("fabric.save")
-            with self._driving():
-                state = checkpoint.gather_state(self.session, state)
-        super().save_checkpoint(path, state, storage_options, filter)
-
-    @override
-    def load_checkpoint(
-        self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Load a file that :meth:`save_checkpoint` wrote, on every rank; the run goes on as if it had not ended.
-
-        Raises:
-            ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
-        """
-        if self.session.stage is not None:
-            self._settle("fabric.load")
-        if isinstance(state, Optimizer):
-            checkpoint.load_optimizer(self.session, state, super().load_checkpoint(path, None, strict, weights_only))
-            return {}
-        if not isinstance(state, dict):
-            return super().load_checkpoint(path, state, strict, weights_only)
-        return self._load_state(path, state, strict, weights_only)
-
-    def _load_state(self, path: Any, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        others = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
-        remainder = super().load_checkpoint(path, others, strict, weights_only)
-        state.update(others)
-        progress = remainder.pop(checkpoint.PIPELINE, None)
-        for name in state.keys() - others.keys():
-            if strict and name not in remainder:
-                raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
-            if name in remainder:
-                checkpoint.load_optimizer(self.session, state[name], remainder.pop(name))
-                checkpoint.load_progress(self.session, progress)
-                self._clippings.clear()
-        return remainder
-
-    @override
-    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        if self.session.stage is not None and module is self.session.stage.model:
-            checkpoint.load_model(self.session, self._names, state_dict, strict)
-        else:
-            checkpoint.check_loadable(module)
-            super().load_module_state_dict(module, state_dict, strict)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
+from lightning.fabric.strategies.strategy import Strategy
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_asyncpp.fabric import refusals
+from lightning_asyncpp.fabric.clipping import ClippingBook
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.state import (
@@ -22,6 +27,93 @@ from lightning_asyncpp.pipeline.state import (
 )
 
 PIPELINE = "pipeline"
+
+
+class CheckpointMixin(Strategy):
+    """Saves the whole run, and loads this stage's part of one; comes before the strategy that it is mixed into.
+
+    Attributes:
+        session: the pipeline.
+    """
+
+    session: PipelineSession
+    _names: frozenset[str]  # of the whole model's state_dict
+    _clippings: ClippingBook
+
+    @abstractmethod
+    def _driving(self) -> AbstractContextManager[None]:
+        """The engine runs here."""
+
+    @abstractmethod
+    def _drain(self) -> None:
+        """Finish what is in flight and apply every update."""
+
+    @abstractmethod
+    def _settle(self, caller: str) -> None:
+        """Drain, between two mini-batches only."""
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
+        self.session.running()
+        with self._driving():
+            self._drain()
+            return gather_model(self.session)
+
+    @override
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
+    ) -> None:
+        """Write one file on rank 0, with the model, the optimizer and the older weights of all stages; collective.
+
+        Raises:
+            ConfigurationError: batches were trained that no ``optimizer.step()`` followed.
+        """
+        if self.session.stage is not None:
+            self._settle("fabric.save")
+            with self._driving():
+                state = gather_state(self.session, state)
+        super().save_checkpoint(path, state, storage_options, filter)
+
+    @override
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file that :meth:`save_checkpoint` wrote, on every rank; the run goes on as if it had not ended.
+
+        Raises:
+            ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
+        """
+        if self.session.stage is not None:
+            self._settle("fabric.load")
+        if isinstance(state, Optimizer):
+            load_optimizer(self.session, state, super().load_checkpoint(path, None, strict, weights_only))
+            return {}
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        return self._load_state(path, state, strict, weights_only)
+
+    def _load_state(self, path: Any, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        others = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
+        remainder = super().load_checkpoint(path, others, strict, weights_only)
+        state.update(others)
+        progress = remainder.pop(PIPELINE, None)
+        for name in state.keys() - others.keys():
+            if strict and name not in remainder:
+                raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
+            if name in remainder:
+                load_optimizer(self.session, state[name], remainder.pop(name))
+                load_pipeline_state(self.session, progress)
+                self._clippings.clear()
+        return remainder
+
+    @override
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a whole model's ``state_dict`` into this stage, or any module beside the pipeline."""
+        if self.session.stage is not None and module is self.session.stage.model:
+            load_model(self.session, self._names, state_dict, strict)
+        else:
+            check_loadable(module)
+            super().load_module_state_dict(module, state_dict, strict)
 
 
 def gather_model(session: PipelineSession) -> dict[str, Any]:
@@ -84,11 +176,6 @@ def load_optimizer(session: PipelineSession, optimizer: Optimizer, state: Mappin
         raise ConfigurationError(refusals.NO_OPTIMIZER_TO_LOAD)
     engine = session.running()
     optimizer.load_state_dict(to_device(own_optimizer_state(engine.mesh, state), engine.runner.device))
-
-
-def load_progress(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
-    """Go on where the checkpoint ended; weights and optimizer were loaded before."""
-    load_pipeline_state(session, state)
 
 
 def check_loadable(module: nn.Module) -> None:

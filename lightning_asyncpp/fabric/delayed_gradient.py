@@ -24,9 +24,8 @@ from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
-from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.session import check_norm_type
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 
 STATE = "delayed_gradient"
 
@@ -160,22 +159,12 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         """
         if self._module is None or self.emulator is not None:
             raise ConfigurationError(refusals.NO_MODULE if self._module is None else refusals.SECOND_OPTIMIZER)
-        micro_batches = self._micro_batch_gradient(self._module, self._module, self._hooks(self._module))
+        hooks = UserHooks.of(self._module, self._given_hooks)
+        micro_batches = self._micro_batch_gradient(self._module, self._module, hooks)
         self.emulator = DelayEmulator(self.settings, self._module, optimizer, micro_batches)
         if self._loaded_state is not None:  # by a load before this
             self.emulator.load_state_dict(self._loaded_state)
         return optimizer
-
-    def _hooks(self, module: Module) -> UserHooks:
-        def chosen(name: str, default: Any) -> Any:
-            given = self._given_hooks[name]
-            return getattr(module, name, default) if given is None else given
-
-        return UserHooks(
-            split_batch=chosen("split_batch", split_batch),
-            micro_batch_weight=chosen("micro_batch_weight", number_of_samples),
-            loss_reduction=chosen("loss_reduction", "mean"),
-        )
 
     def _before_forward(self, module: Module, _: Any) -> None:
         if self.emulator is None or self._in_step:

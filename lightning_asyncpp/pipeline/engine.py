@@ -19,20 +19,14 @@ from lightning_asyncpp.pipeline.exchange import control_sum
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, MiniBatch, Update
 from lightning_asyncpp.pipeline.randomness import preserved_generators
-from lightning_asyncpp.pipeline.runner import (
-    Flight,
-    StageBeforeFailedError,
-    StageRunner,
-    Step,
-    Task,
-    UserHooks,
-)
+from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, Task
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.transport import Transport
 from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, gradient_norm, message_length
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.weights import WeightVersions
 
 

@@ -15,7 +15,7 @@ from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationE
 from lightning_asyncpp.pipeline.header import Header, describe
 from lightning_asyncpp.pipeline.inbox import Arrival
 from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.micro_batch import fingerprint, number_of_samples, split_batch
+from lightning_asyncpp.pipeline.micro_batch import fingerprint
 from lightning_asyncpp.pipeline.model_call import ModelCall
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
 from lightning_asyncpp.pipeline.received import InputGradient, begin
@@ -23,33 +23,13 @@ from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.trace import Trace
 from lightning_asyncpp.pipeline.transport import Transport
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 
 Step = Callable[[Any, float], Any]
 
 
 class StageBeforeFailedError(RuntimeError):
     """The stage before failed at its very first micro-batch and said so."""
-
-
-@dataclass(frozen=True)
-class UserHooks:
-    """What the user's module decides about batches and losses.
-
-    Attributes:
-        split_batch: (batch, parts) -> that many micro-batches, ``None`` for an empty slot.
-        micro_batch_weight: micro-batch -> its weight w_k in the mini-batch's mean loss.
-        loss_reduction: ``"mean"`` if the step returns the mean over the micro-batch's weight, ``"sum"`` if the sum.
-        forward_context: entered around every forward, for the precision.
-        context_around_step: whether it covers the whole step of the user, or the layers of the model alone.
-        model_name: how the user calls the model, for messages.
-    """
-
-    split_batch: Callable[[Any, int], list[Any]] = split_batch
-    micro_batch_weight: Callable[[Any], float] = number_of_samples
-    loss_reduction: str = "mean"
-    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    context_around_step: bool = True
-    model_name: str = "self.model"
 
 
 @dataclass

@@ -17,11 +17,11 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError,
 from lightning_asyncpp.pipeline.hang_up import hang_up_soon
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import Update
-from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage, cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.update import clip_coefficient
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.weights import leave_out, lent
 
 ApplyStep = Callable[[], None]

@@ -24,9 +24,7 @@ from typing_extensions import override
 from lightning_asyncpp.data.stage_loader import PlaceholderBatch, stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.pipeline.mini_batch import Update
-from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.stage import OtherStage
@@ -40,6 +38,7 @@ from lightning_asyncpp.pipeline.state import (
     to_device,
 )
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
@@ -118,7 +117,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
-        self.session.start(self._hooks(module), self.root_device, training)
+        self.session.start(UserHooks.of(module, forward_context=self._forward_context), self.root_device, training)
         Conductor.install(trainer, self)
         self.step_metrics.connect(trainer, module)
         self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
@@ -147,14 +146,6 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         self.session.attach(optimizer)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-
-    def _hooks(self, module: LightningModule) -> UserHooks:
-        return UserHooks(
-            split_batch=getattr(module, "split_batch", split_batch),
-            micro_batch_weight=getattr(module, "micro_batch_weight", number_of_samples),
-            loss_reduction=getattr(module, "loss_reduction", "mean"),
-            forward_context=self._forward_context,
-        )
 
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision_plugin.forward_context()
@@ -198,10 +189,11 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.session.running().run(args[0], self._user_step("training_step", args, kwargs))
+        engine = self.session.running()
+        output = engine.run(args[0], self._user_step("training_step", args, kwargs))
         if not self._mesh.is_last:
             return self._loss.clone()
-        loss = output.mean_loss(getattr(self._module, "loss_reduction", "mean"))
+        loss = output.mean_loss(engine.runner.hooks.loss_reduction)
         self.step_metrics.add_batch(loss, sum(output.weights))
         self._loss = torch.full((), float("nan"), device=self.root_device) if loss is None else loss
         return {**output.beside_loss(), "loss": self._loss.clone()}

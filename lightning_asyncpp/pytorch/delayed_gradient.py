@@ -24,9 +24,8 @@ from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.state import GATHERED_OPTIMIZER
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
 
@@ -151,7 +150,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             )
         network = getattr(module, "model", None)
         network = network if isinstance(network, nn.Module) else None
-        micro_batches = self._micro_batch_gradient(module, network, self._hooks())
+        hooks = UserHooks.of(module, forward_context=self.precision_plugin.train_step_context)
+        micro_batches = self._micro_batch_gradient(module, network, hooks)
         if micro_batches is not None:
             self._micro_batch_log = MicroBatchLog(module, self.world_size)
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
@@ -160,15 +160,6 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         self._is_training = True
         self.emulator.load_state_dict(self._loaded_state)
         self._loaded_state = None
-
-    def _hooks(self) -> UserHooks:
-        module = self._module
-        return UserHooks(
-            split_batch=getattr(module, "split_batch", split_batch),
-            micro_batch_weight=getattr(module, "micro_batch_weight", number_of_samples),
-            loss_reduction=getattr(module, "loss_reduction", "mean"),
-            forward_context=self.precision_plugin.train_step_context,
-        )
 
     @property
     def _module(self) -> LightningModule:
@@ -252,7 +243,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
 
         output = micro_batches.run(args[0], step)
         log.log_batch()
-        loss = output.mean_loss(getattr(self._module, "loss_reduction", "mean"))
+        loss = output.mean_loss(micro_batches.hooks.loss_reduction)
         nan = torch.full((), float("nan"), device=self.root_device)
         return {**output.beside_loss(), "loss": nan if loss is None else loss}
 

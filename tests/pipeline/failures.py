@@ -17,10 +17,10 @@ from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import PeerLostError
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import Update
-from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.stage import cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from tests.pipeline.cases import DIM, Case, make_model
 from tests.pipeline.pool import free_port, worker_context
 

@@ -14,12 +14,12 @@ from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.oracle import train_reference
-from lightning_asyncpp.pipeline.runner import UserHooks
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.stage import cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.units import stages_of_parameters
 from lightning_asyncpp.pipeline.update import clip_coefficient
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from tests.pipeline.cases import Case, make_model
 
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")

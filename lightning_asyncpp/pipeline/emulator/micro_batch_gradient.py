@@ -16,9 +16,10 @@ from lightning_asyncpp.pipeline.buckets import GradientBuckets
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
-from lightning_asyncpp.pipeline.runner import Step, UserHooks, loss_of
+from lightning_asyncpp.pipeline.runner import Step, loss_of
 from lightning_asyncpp.pipeline.units import pipeline_units
 from lightning_asyncpp.pipeline.update import gradient_norm
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 
 
 class MicroBatchGradient:

@@ -14,7 +14,7 @@ from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.randomness import seed_of_run
-from lightning_asyncpp.pipeline.runner import UserHooks
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
 
 
 class DelayedStrategyMixin:
