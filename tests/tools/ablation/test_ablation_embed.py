@@ -48,7 +48,7 @@ def test_what_tables_of_a_kind_say_below_them_stands_once_and_their_counts_every
     page = make_page(data, *marked(), "between", *marked(), *marked("data/demo#delays"))
     first, second, third = embedded(page).split(END)[:3]
     assert "Gap: async less sync, paired by seed." in first
-    assert second == first.replace("<!--", "\nbetween\n<!--").replace(DEFINITIONS[0] + " ", "")
+    assert second == first.replace("<!--", "\nbetween\n<!--").replace("\n" + DEFINITIONS["main"] + "\n", "")
     assert "\n\n‡ a single learning rate was run: not searched for. 3 runs (0 diverged)" in second
     assert "paired by seed: mean" in third
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from lightning_asyncpp.tools.ablation.report.reading import ResultsError, read_results
-from lightning_asyncpp.tools.ablation.report.tables import DEFINITIONS, TABLES
+from lightning_asyncpp.tools.ablation.report.tables import TABLES, Definitions
 from lightning_asyncpp.tools.ablation.results import RESULTS
 
 END = "<!-- end of table -->"
@@ -58,7 +58,7 @@ def embedded(page: Path, root: Path | None = None) -> str:
     problems: list[str] = []
     lines: list[str] = []
     opened: int | None = None
-    said: set[str] = set()
+    definitions = Definitions()
     for number, line in enumerate(page.read_text(encoding="utf-8").split("\n"), start=1):
         start = _START.fullmatch(line.strip())
         if start is not None and opened is not None:
@@ -68,7 +68,7 @@ def embedded(page: Path, root: Path | None = None) -> str:
         if start is not None:
             opened = number
             text = _table(f"{page}:{number}", root, start["folder"], start["table"], problems)
-            lines += [line, "", *_without_repetition(text, said).splitlines(), ""]
+            lines += [line, "", *definitions.below(start["table"], text).splitlines(), ""]
         elif line.strip() == END:
             opened = None
         if opened is None:
@@ -78,16 +78,6 @@ def embedded(page: Path, root: Path | None = None) -> str:
     if problems:
         raise PageError("\n".join(problems))
     return "\n".join(lines)
-
-
-def _without_repetition(text: str, said: set[str]) -> str:
-    """A table without the definitions that the page has given before; ``said`` keeps them."""
-    for definition in DEFINITIONS:
-        if definition in text and definition in said:
-            text = text.replace(definition, "").replace("\n\n ", "\n\n")
-        elif definition in text:
-            said.add(definition)
-    return text.rstrip()
 
 
 def _table(place: str, root: Path, folder: str, table: str | None, problems: list[str]) -> str:

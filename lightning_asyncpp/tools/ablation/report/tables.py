@@ -33,7 +33,9 @@ def page(ablation: Ablation, plots: Sequence[str]) -> str:
     """
     name = ablation.runs[0].table if ablation.runs else "no runs yet"
     parts = [f"# Ablation: {_escape(name)}", *([text] if (text := missing_list(ablation)) else [])]
-    parts += [f"## {TITLES[key]}\n\n{text}" for key in TABLES if (text := TABLES[key](ablation))]
+    definitions = Definitions()
+    tables = {kind: text for kind in TABLES if (text := TABLES[kind](ablation))}
+    parts += [f"## {TITLES[kind]}\n\n{definitions.below(kind, text)}" for kind, text in tables.items()]
     if plots:
         parts.append("## Plots\n\n" + "\n\n".join(f"![{plot.removesuffix('.svg')}]({plot})" for plot in plots))
     return "\n\n".join(parts) + "\n"
@@ -57,7 +59,7 @@ def main_table(ablation: Ablation) -> str:
     lines = [_main_line(cells, group) for group in shown]
     kept = [column for column in range(len(header)) if column < names or any(line[column] for line in lines)]
     header, *lines = [[line[column] for column in kept] for line in (header, *lines)]
-    return _with_notes(_markdown(header, lines), ablation, _MAIN_NOTE)
+    return _with_notes(_markdown(header, lines), counts(ablation))
 
 
 def correction_table(ablation: Ablation) -> str:
@@ -72,7 +74,7 @@ def correction_table(ablation: Ablation) -> str:
         for row in (Row(group, *ablation.one_update, name) for name in [UNCORRECTED, *_used(ablation)])
         if row in known
     ]
-    return _with_notes(_markdown(header, lines), ablation, _MAIN_NOTE)
+    return _with_notes(_markdown(header, lines), counts(ablation))
 
 
 def equal_table(ablation: Ablation) -> str:
@@ -89,7 +91,7 @@ def equal_table(ablation: Ablation) -> str:
                 lines.setdefault((group, cell), line)
     compared = [named("sync", ablation.no_delay), named("async", ablation.one_update)]
     header = [*_group_header(ablation), "correction", "lr", *compared, "corrected", "recovers"]
-    return _with_marks(_markdown(header, list(lines.values())), _EQUAL_NOTE) if lines else ""
+    return _with_notes(_markdown(header, list(lines.values()))) if lines else ""
 
 
 def delay_table(ablation: Ablation) -> str:
@@ -104,7 +106,7 @@ def delay_table(ablation: Ablation) -> str:
     cells = Cells(ablation)
     lines = [[*_row_names(ablation, row), cells.loss(row), cells.gap(row), cells.share(row)] for row in rows]
     several = len({ablation.sync_row(row).setting for row in rows}) > 1
-    return _with_notes(_markdown(header, lines), ablation, _DELAY_NOTE + (_SEVERAL_SYNC_NOTE if several else ""))
+    return _with_notes(_markdown(header, lines), *([_SEVERAL_SYNC_NOTE] if several else []), counts(ablation))
 
 
 def search_table(ablation: Ablation) -> str:
@@ -134,23 +136,48 @@ TITLES = {
     "delays": "Other delays",
     "search": "The search for the learning rate",
 }
-_MAIN_NOTE = (
+_MAIN_DEFINITION = (
     "Last validation loss (learning rate), mean ± sample standard deviation over seeds. Gap: async less sync, paired by"
     " seed. Recovered: (async - corrected) / (async - sync) for each seed; a gap smaller than twice its standard"
     " deviation is within noise."
 )
-_EQUAL_NOTE = (
+_EQUAL_DEFINITION = (
     "Last validation loss on the seed of the search, all three at one learning rate: what a correction does where"
     " nothing else is changed. Bold: at the best learning rate of the column."
 )
-_DELAY_NOTE = (
+_DELAY_DEFINITION = (
     "Last validation loss (learning rate) and its difference to the same optimizer's sync run, paired by seed: mean ±"
     " sample standard deviation over seeds. Recovered: what a correction takes back of the gap at the same delay, and"
     " what a fresh last stage, corrected or not, takes back of the gap of one update."
 )
-_SEVERAL_SYNC_NOTE = " The sync run is the one of the same further settings, where there is one."
-DEFINITIONS = (_MAIN_NOTE, _EQUAL_NOTE, _DELAY_NOTE)
-"""What stands below tables of one kind, whatever they hold: a page with several needs it once."""
+_SEVERAL_SYNC_NOTE = "The sync run is the one of the same further settings, where there is one."
+DEFINITIONS = {
+    "main": _MAIN_DEFINITION,
+    "corrections": _MAIN_DEFINITION,
+    "equal": _EQUAL_DEFINITION,
+    "delays": _DELAY_DEFINITION,
+}
+"""What the columns of a kind of table mean, whatever it holds."""
+
+
+class Definitions:
+    """What the columns mean, below the first table of a page that has them."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def below(self, kind: str, text: str) -> str:
+        """The table, and its definition if the page has not given it yet.
+
+        Args:
+            kind: a key of `TABLES`.
+            text: that table of an ablation.
+        """
+        definition = DEFINITIONS.get(kind)
+        if not text or definition is None or definition in self._given:
+            return text
+        self._given.add(definition)
+        return f"{text}\n\n{definition}"
 
 
 def counts(ablation: Ablation) -> str:
@@ -251,14 +278,10 @@ def _used(ablation: Ablation) -> list[str]:
     return [name for name in ablation.corrections if name in run]
 
 
-def _with_notes(table: str, ablation: Ablation, note: str) -> str:
-    return _with_marks(table, note, counts(ablation))
-
-
-def _with_marks(table: str, note: str, last: str = "") -> str:
-    """A table and the notes on it, among them those on the signs that it uses."""
+def _with_notes(table: str, *notes: str) -> str:
+    """A table, and below it what the signs mean that it uses, and further notes."""
     marks = [text for mark, text in _NOTES.items() if re.search(rf" {mark}[ )]", table)]
-    return "\n\n".join([table, " ".join([note, *marks, *([last] if last else [])])])
+    return "\n\n".join([table, " ".join([*marks, *notes])]).rstrip()
 
 
 def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
