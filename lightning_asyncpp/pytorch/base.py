@@ -101,7 +101,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
             ),
             timeout,
         )
-        self.step_metrics = StepMetrics(self)
+        self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._placeholder_hooks = PlaceholderHooks([])
         self._loss: Tensor = torch.zeros(())
 
@@ -118,7 +118,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
         self.session.start(UserHooks.of(module, forward_context=self._forward_context), self.root_device, training)
-        Conductor.install(trainer, self)
+        Conductor(self.session, self.step_metrics, self.drain).install(trainer)
         self.step_metrics.connect(trainer, module)
         self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if training:
@@ -229,7 +229,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
         self.step_metrics.receive(updates)
 
-    def set_loss(self, loss: float) -> None:
+    def _set_loss(self, loss: float) -> None:
         """Remember the newest loss that all ranks know; off the last stage it is what ``outputs`` holds."""
         if not self._mesh.is_last:
             self._loss = torch.tensor(loss, device=self.root_device)

@@ -2,54 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback, LightningModule
 
+from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pytorch import private
-
-if TYPE_CHECKING:
-    from lightning_asyncpp.pytorch.base import PipelineStrategy
+from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
 
 class Conductor(Callback):
     """Drains the pipeline when what follows a batch reads weights or metrics, and logs what became known.
 
     Args:
-        strategy: the strategy whose pipeline it is.
+        session: the pipeline.
+        step_metrics: what its steps logged.
+        drain: finishes what is in flight and applies every update.
     """
 
-    def __init__(self, strategy: PipelineStrategy) -> None:
-        self.strategy = strategy
+    def __init__(self, session: PipelineSession, step_metrics: StepMetrics, drain: Callable[[], None]) -> None:
+        self.session = session
+        self.step_metrics = step_metrics
+        self.drain = drain
         self._stopping = False
 
-    @classmethod
-    def install(cls, trainer: L.Trainer, strategy: PipelineStrategy) -> None:
-        """Put a conductor in front of the trainer's callbacks and take over what Lightning does per batch."""
+    def install(self, trainer: L.Trainer) -> None:
+        """Stand in front of the trainer's callbacks and take over what Lightning does per batch."""
         callbacks = [c for c in trainer.callbacks if not isinstance(c, Conductor)]  # type: ignore[attr-defined]
-        conductor = cls(strategy)
-        trainer.callbacks = [conductor, *callbacks]  # type: ignore[attr-defined]
-        private.replace_sigterm_broadcast(trainer, conductor.on_sigterm)
-        private.replace_step_logging(trainer, lambda: conductor.at_end_of_batch(trainer))
+        trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
+        private.replace_sigterm_broadcast(trainer, lambda: self.on_sigterm(trainer))
+        private.replace_step_logging(trainer, lambda: self.at_end_of_batch(trainer))
 
-    def on_sigterm(self) -> None:
+    def on_sigterm(self, trainer: L.Trainer) -> None:
         """Ask all ranks to end after a common batch."""
-        engine = self.strategy.session.engine
-        if engine is not None and self.strategy.session.optimizer is not None:
+        engine = self.session.engine
+        if engine is not None and self.session.optimizer is not None:
             engine.requested.interrupted = True
         else:
-            private.set_received_sigterm(self.strategy._module.trainer)
+            private.set_received_sigterm(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what the last update brought; drain if anything that follows needs it."""
-        self.strategy.step_metrics.log_received()
-        engine = self.strategy.session.running()
+        self.step_metrics.log_received()
+        engine = self.session.running()
         if self._must_drain(trainer, batch_idx):
-            self.strategy.drain()
-            self.strategy.step_metrics.log_received()
+            self.drain()
+            self.step_metrics.log_received()
         if engine.agreed.interrupted:
             private.set_received_sigterm(trainer)
         if engine.agreed.finished:
@@ -59,31 +61,31 @@ class Conductor(Callback):
         """Hold back a stop that a callback of this rank alone may have decided on, until all ranks know of it."""
         if trainer.should_stop and not self._stopping:
             trainer.should_stop = False
-            self.strategy.session.running().requested.finished = True
+            self.session.running().requested.finished = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); log what is left of the epoch."""
-        self.strategy.drain()
-        self.strategy.step_metrics.log_rest_of_epoch()
-        self.strategy.step_metrics.log_metric_objects(training=True)
+        self.drain()
+        self.step_metrics.log_rest_of_epoch()
+        self.step_metrics.log_metric_objects(training=True)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Log torchmetrics objects of loaders without a length."""
-        self.strategy.step_metrics.log_metric_objects(training=False)
+        self.step_metrics.log_metric_objects(training=False)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Log torchmetrics objects of loaders without a length."""
-        self.strategy.step_metrics.log_metric_objects(training=False)
+        self.step_metrics.log_metric_objects(training=False)
 
     def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let callbacks that save on an exception fail instead of waiting for ranks that do not answer."""
-        engine = self.strategy.session.engine
+        engine = self.session.engine
         agreed_and_drained = engine is not None and engine.agreed.interrupted and engine.idle
         if not agreed_and_drained:
-            self.strategy.session.fail(exception)
+            self.session.fail(exception)
 
     def _must_drain(self, trainer: L.Trainer, batch_idx: int) -> bool:
-        engine = self.strategy.session.running()
+        engine = self.session.running()
         last = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
         done = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         stopping = engine.agreed.interrupted or engine.agreed.finished

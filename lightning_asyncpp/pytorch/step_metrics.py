@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -20,7 +20,9 @@ from torchmetrics import Metric
 from lightning_asyncpp.pipeline.agreement import exchange
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.log_recorder import (
     Accumulator,
@@ -32,9 +34,6 @@ from lightning_asyncpp.pytorch.log_recorder import (
     payload_length,
 )
 from lightning_asyncpp.pytorch.module_hooks import EPOCH_ENDS, ModuleHooks
-
-if TYPE_CHECKING:
-    from lightning_asyncpp.pytorch.base import PipelineStrategy
 
 _EVALUATIONS = ("on_validation", "on_test")
 _ONCE = frozenset(f"{loop}_{start}" for loop in ("on_train", *_EVALUATIONS) for start in ("start", "epoch_start"))
@@ -49,12 +48,14 @@ class StepMetrics:
     """Stands between ``self.log`` and Lightning for the steps that run in micro-batches.
 
     Args:
-        strategy: the strategy whose steps they are.
+        session: the pipeline whose steps they are.
+        on_loss: called on every rank with the mean loss of every mini-batch whose update was applied.
     """
 
-    def __init__(self, strategy: PipelineStrategy) -> None:
-        self.strategy = strategy
-        self._train = LogRecorder(on_step=True, on_epoch=False, slots=strategy.session.settings.metric_slots)
+    def __init__(self, session: PipelineSession, on_loss: Callable[[float], None]) -> None:
+        self.session = session
+        self._on_loss = on_loss
+        self._train = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
         self._evaluation = LogRecorder(on_step=False, on_epoch=True)
         self._active: LogRecorder | None = None
         self._schemas: dict[int, list[Entry]] = {0: []}  # the same on all ranks
@@ -74,11 +75,11 @@ class StepMetrics:
         """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone."""
         self.disconnect()
         self._trainer, self._module, self._log = trainer, module, module.log
-        self._hooks = ModuleHooks(module, self.strategy._mesh, module.log, self._end_evaluation_batch)
+        self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch)
         module.log = self._dispatch  # type: ignore[method-assign]
         # What is logged here is the same on all ranks already.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
-        groups = self.strategy._mesh.groups
+        groups = self._mesh.groups
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             group = groups.last_stages if groups is not None else None
             metric.process_group = group
@@ -120,8 +121,8 @@ class StepMetrics:
 
     def payload(self) -> Tensor:
         """What the last stage attaches to the control message of the mini-batch, as fp64 numbers."""
-        slots = self.strategy.session.settings.metric_slots
-        if not self.strategy._mesh.is_last:
+        slots = self.session.settings.metric_slots
+        if not self._mesh.is_last:
             self._train.clear()
             return torch.zeros(payload_length(slots), dtype=torch.float64)
         weight = sum(w for _, w in self._losses)
@@ -136,13 +137,13 @@ class StepMetrics:
         """Take the metrics out of applied updates; they are logged in the next hook that may log."""
         for update in updates:
             self._updates.append((update, self._entries(update.message.payload[:, 0])))
-            self.strategy.set_loss(mean_loss(update.message.payload))
+            self._on_loss(mean_loss(update.message.payload))
 
     def log_received(self) -> None:
         """Log what updates brought, each as the metrics of its own step."""
         assert self._trainer is not None
         assert self._log is not None
-        engine = self.strategy.session.running()
+        engine = self.session.running()
         while self._updates:
             update, entries = self._updates.popleft()
             for entry, value, weight in combine(update.message.payload, entries):
@@ -159,7 +160,7 @@ class StepMetrics:
             self._log_late(combine(update.message.payload, entries), update.mini_batch)
         rest = self._exchange(self._train, metric_objects=False)
         self._train.clear()
-        self._log_late(rest, self.strategy.session.running().mini_batch - 1)
+        self._log_late(rest, self.session.running().mini_batch - 1)
 
     def _log_late(self, rows: list[tuple[Entry, float, float]], mini_batch: int) -> None:
         assert self._trainer is not None
@@ -175,7 +176,7 @@ class StepMetrics:
             for entry, value, _ in rows
             if entry.on_step and entry.logger is not False
         }
-        behind = self.strategy.session.running().mini_batch - 1 - mini_batch
+        behind = self.session.running().mini_batch - 1 - mini_batch
         private.log_at_step(self._trainer, steps, batches_ago=behind)
 
     def _log_training(self, entry: Entry, value: float, weight: float) -> None:
@@ -201,7 +202,7 @@ class StepMetrics:
                 " every step, whatever the data"
             )
         if number not in self._schemas:
-            texts = exchange(self.strategy._mesh, self._own_schemas.get(number, ""))
+            texts = exchange(self._mesh, self._own_schemas.get(number, ""))
             self._schemas[number] = decode_schema(texts[0])
         return self._schemas[number]
 
@@ -259,7 +260,7 @@ class StepMetrics:
         """Values of all replicas' last stages, combined; the same on every rank."""
         recorder.settle()
         rows: list[tuple[dict[str, Any], float, float]] = []
-        if self.strategy._mesh.is_last:
+        if self._mesh.is_last:
             rows = [(asdict(recorder.entries[n]), a.result(), a.weight) for n, a in recorder.values.items()]
             if metric_objects:
                 rows += [
@@ -267,7 +268,7 @@ class StepMetrics:
                 ]
                 self._spent += recorder.metrics.values()
         combined: dict[Entry, Accumulator] = {}
-        for text in exchange(self.strategy._mesh, json.dumps(rows) if rows else ""):
+        for text in exchange(self._mesh, json.dumps(rows) if rows else ""):
             for fields, value, weight in json.loads(text) if text else []:
                 entry = Entry(**fields)
                 combined.setdefault(entry, Accumulator(entry.reduction)).add(value, weight)
@@ -277,6 +278,11 @@ class StepMetrics:
         return [(entry, accumulator.result(), accumulator.weight) for entry, accumulator in combined.items()]
 
     # -- everything else ------------------------------------------------------------------------------------------
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self.session.mesh is not None
+        return self.session.mesh
 
     @property
     def _has_metric_objects(self) -> bool:
@@ -299,7 +305,7 @@ class StepMetrics:
 
     def _record_in_hook(self, hook: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Record a value that a hook logged; that of the last stage counts, whatever the others log."""
-        if not self.strategy._mesh.is_last:
+        if not self._mesh.is_last:
             return
         recorder = self._evaluation if hook.startswith(_EVALUATIONS) else self._train
         recorder.weight = self._batch_weight
