@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     if arguments is not None:
         sys.argv = [sys.argv[0], *arguments]
+    _find_own_modules()
     if sys.argv[1:2] and sys.argv[1] in TOOLS:
         importlib.import_module(TOOLS[sys.argv[1]]).main(sys.argv[2:])
         return
@@ -66,6 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser_kwargs={"description": _DESCRIPTION},
         parser_class=LightningArgumentParser,
     )
+
+
+def _find_own_modules() -> None:
+    """Let recipes name classes of the folder that the command is called in, as ``python -m`` does.
+
+    It comes last: what is installed stays what it is.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def _with_optimizer(arguments: Sequence[str]) -> list[str]:

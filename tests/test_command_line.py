@@ -206,6 +206,16 @@ def test_torchrun_trains_the_same(trained: Trained, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_modules_of_the_folder_it_is_called_in_are_found(tmp_path: Path) -> None:
+    (tmp_path / "my_own_module.py").write_text(
+        "import lightning as L\n\n\nclass MyModule(L.LightningModule):\n    def __init__(self, width: int = 3):\n"
+        "        super().__init__()\n"
+    )
+    printed = run([*ASYNCPP, "fit", "--model", "my_own_module.MyModule", "--print_config"], tmp_path)
+    assert "class_path: my_own_module.MyModule" in printed
+    assert "width: 3" in printed
+
+
 def test_validate_launches_its_ranks(trained: Trained) -> None:
     checkpoint = ["--ckpt_path", str(trained.checkpoint)]
     printed = run([*ASYNCPP, "validate", *recipe(trained.folder), *checkpoint], trained.folder)

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"asyncpp ablate: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
-        print(f"asyncpp ablate: error: {error}", file=sys.stderr)
+        print(f"asyncpp ablate: error: {error} (--output says where results are written)", file=sys.stderr)
         raise SystemExit(1) from None
     if failed:
         raise SystemExit(1)

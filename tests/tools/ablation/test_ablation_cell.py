@@ -85,11 +85,12 @@ def test_a_loss_above_the_bound_ends_the_training_as_diverged(place: Path, monke
     assert [step for step, _ in result.curve] == [5]
 
 
-def test_a_metric_that_is_not_logged_is_told_at_the_first_validation(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("metric", ["val_los", "train_loss"])  # the latter is logged, but not by the validation
+def test_a_metric_that_the_validation_does_not_log_is_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, metric: str
 ) -> None:
-    with pytest.raises(KeyError, match=r"no 'val_los'; it logs .*val_loss"):
-        trained(place, monkeypatch, metric="val_los")
+    with pytest.raises(ConfigurationError, match=f"no '{metric}'; it logs val_loss: name"):
+        trained(place, monkeypatch, metric=metric)
 
 
 def test_an_optimizer_that_cannot_be_built_is_no_result(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

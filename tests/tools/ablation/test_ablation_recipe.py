@@ -204,6 +204,31 @@ def test_a_wrong_base_recipe_is_told_once_with_all_else_that_is_wrong(tmp_path: 
     assert "delay='late' must be a number of updates" in delay
 
 
+def test_a_wrong_place_of_the_seed_is_told_of_the_grid(tmp_path: Path) -> None:
+    (problem,) = find_problems(load(tmp_path, seed_arguments=["data.init_args.sed"]))
+    assert problem.startswith("seed_arguments: data.init_args.sed: ")
+
+
+def test_a_wrong_correction_is_told_beside_a_wrong_optimizer(tmp_path: Path) -> None:
+    wrong = {"class_path": "lightning_asyncpp.optim.ErrorFeedbak"}
+    optimizers = {"A": ADAMW | {"class_path": "torch.optim.AdamWW"}}
+    correction, optimizer = find_problems(
+        load(tmp_path, optimizers=optimizers, corrections={"none": None, "EF": wrong})
+    )
+    assert correction.startswith("corrections.EF: there is no class 'lightning_asyncpp.optim.ErrorFeedbak'")
+    assert optimizer.startswith("optimizers.A: ")
+
+
+def test_where_modules_of_ones_own_are_found_is_told(tmp_path: Path) -> None:
+    recipe = load(tmp_path)
+    fit = read_yaml(tmp_path / "fit.yaml")
+    fit["model"]["class_path"] = "no_such_module.MyModule"
+    write_yaml(tmp_path / "fit.yaml", fit)
+    (problem,) = find_problems(load_recipe(recipe.path))
+    assert "no_such_module" in problem
+    assert "the folder that the command is called in" in problem
+
+
 def test_the_parameters_of_a_module_are_known_without_training_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_rng_state()
     names = parameter_names(FIT["model"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import pkgutil
 import re
@@ -28,6 +29,7 @@ _REMARK = re.compile(
 
 Parse = Callable[[dict[str, Any], Recipe], str | None]
 
+_NO_MODULE = "; modules of your own are found in the folder that the command is called in, and on PYTHONPATH"
 _NO_OPTIMIZER = (
     "its module takes no optimizer: give its __init__ an argument `optimizer: OptimizerCallable` (from"
     " lightning.pytorch.cli), and let configure_optimizers return self.optimizer(self.named_parameters())"
@@ -38,16 +40,34 @@ def find_problems(recipe: Recipe) -> list[str]:
     """Check the base recipe, and on it every optimizer, correction and delay with the parser and the strategy."""
     base = training_config(recipe, recipe.seeds[0], "auto", None)
     if message := _parse(base, recipe):
-        message = _NO_OPTIMIZER if "'optimizer' is not accepted" in message else message
         # The parser would say the same of everything that is put into this recipe.
-        problems, parse, names = [f"recipe: {recipe.base_path}: {message}"], _accept, None
+        problems, parse, names = [_base_problem(recipe, message)], _accept, None
     else:
         problems, parse, names = [], _parse, _parameter_names(recipe)
     return [*problems, *_optimizer_problems(recipe, parse), *_delay_problems(recipe, parse, names)]
 
 
+def _base_problem(recipe: Recipe, message: str) -> str:
+    """Where the mistake is: in the base recipe, or in what the grid puts into it."""
+    if recipe.seed_arguments:
+        alone = dataclasses.replace(recipe, seed_arguments=())
+        if _parse(training_config(alone, recipe.seeds[0], "auto", None), alone) is None:
+            return f"seed_arguments: {', '.join(recipe.seed_arguments)}: {message}"
+    if "'optimizer' is not accepted" in message:
+        message = _NO_OPTIMIZER
+    elif "No module named" in message:
+        message += _NO_MODULE
+    return f"recipe: {recipe.base_path}: {message}"
+
+
 def _optimizer_problems(recipe: Recipe, parse: Parse) -> Iterator[str]:
     checked: list[Correction] = []
+    for correction in (c for grid in recipe.optimizers for c in grid.corrections):
+        if correction.config is None or correction in checked:
+            continue
+        if problem := _class_problem(correction.config):
+            checked.append(correction)
+            yield f"corrections.{correction.name}: {problem}"
     for grid in recipe.optimizers:
         place = f"optimizers.{grid.name}"
         problem = _class_problem(grid.config) or parse(_with_optimizer(recipe, grid, ALONE), recipe)
@@ -59,7 +79,7 @@ def _optimizer_problems(recipe: Recipe, parse: Parse) -> Iterator[str]:
             if correction.config is None or correction in checked:
                 continue
             checked.append(correction)
-            problem = _class_problem(correction.config) or parse(_with_optimizer(recipe, grid, correction), recipe)
+            problem = parse(_with_optimizer(recipe, grid, correction), recipe)
             problem = problem or _refusal(grid, correction)
             if problem:
                 yield f"corrections.{correction.name}, around {grid.name}: {problem}"

@@ -310,7 +310,7 @@ def _delays(section: Section) -> tuple[Delay, ...]:
         delay = init_args.get("delay")
         if not (delay if isinstance(delay, str) else isinstance(delay, int) and is_whole(delay) and delay >= 0):
             section.problem(
-                "delays", f"{entry!r} has no delay: a whole number of at least 0, or a name of the strategy"
+                "delays", f"{entry!r} has no delay: give a whole number of at least 0, or a name such as pipedream"
             )
         elif (Delay(init_args).text, Delay(init_args).stages) in [(d.text, d.stages) for d in found]:
             section.problem("delays", f"{entry!r} is there twice")

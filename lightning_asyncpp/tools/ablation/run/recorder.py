@@ -54,6 +54,7 @@ class Recorder(Callback):
         self.step = 0
         self.seconds = 0.0
         self._unread: list[tuple[int, Tensor]] = []
+        self._before: dict[str, Any] = {}  # metrics at the start of the validation
         self._started = 0.0
         self._written = 0.0
 
@@ -94,12 +95,22 @@ class Recorder(Callback):
         self._read()
         self.seconds = time.monotonic() - self._started
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember what others have logged: a loss of the training is one on older weights."""
+        self._before = dict(trainer.callback_metrics)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the validation loss."""
-        metrics = trainer.callback_metrics
+        """Record the validation loss.
+
+        Raises:
+            ConfigurationError: the validation logs no such metric.
+        """
+        metrics = {n: m for n, m in trainer.callback_metrics.items() if m is not self._before.get(n)}
         if self.metric not in metrics:
             known = ", ".join(sorted(metrics)) or "nothing"
-            raise KeyError(f"metric: the validation logs no {self.metric!r}; it logs {known}")
+            raise ConfigurationError(
+                f"metric: the validation logs no {self.metric!r}; it logs {known}: name what validation_step logs"
+            )
         if trainer.sanity_checking:
             return
         self._read()
