@@ -13,7 +13,7 @@ _WIDTH, _LEFT, _RIGHT = 1120.0, 74.0, 22.0
 _LANE, _GAP, _PANEL_HEAD, _PANEL_FOOT = 22.0, 4.0, 32.0, 10.0
 _TOP, _AXIS, _LEGEND = 36.0, 42.0, 34.0
 _MARKER = 2.5  # an update is a moment compared with a forward: drawn as a line that can be seen
-_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+_NAMES: dict[object, str] = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def _draw_panel(drawing: Drawing, panel: Panel, axis: Axis, top: float, scale: f
         drawing.text(_LEFT - 8, y + _LANE / 2 + 4, f"stage {stage}", style="dim", anchor="end")
         drawing.box(_LEFT, y, axis.length * scale, _LANE, "lane")
         # Updates last: a marker must not vanish below the forward that follows it.
-        for span in sorted(spans, key=lambda span: span.kind is Kind.UPDATE):
+        work = [span for span in spans if isinstance(span.kind, Kind)]
+        for span in sorted(work, key=lambda span: span.kind is Kind.UPDATE):
             _draw_span(drawing, panel, axis, span, y, scale)
 
 
