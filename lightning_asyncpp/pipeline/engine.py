@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
+from lightning_asyncpp.pipeline.trace import Beside, Wait
 from lightning_asyncpp.pipeline.transport import Transport
 from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, gradient_norm, message_length
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
@@ -43,10 +44,18 @@ class Engine:
         seed: the run's seed.
         device: where tensors live.
         hooks: the user's side.
+        timeout: seconds that a wait for a neighbour may take; default: half an hour.
     """
 
     def __init__(
-        self, stage: Stage, mesh: Mesh, settings: ResolvedSettings, seed: int, device: torch.device, hooks: UserHooks
+        self,
+        stage: Stage,
+        mesh: Mesh,
+        settings: ResolvedSettings,
+        seed: int,
+        device: torch.device,
+        hooks: UserHooks,
+        timeout: float | None = None,
     ) -> None:
         self.stage, self.mesh, self.settings = stage, mesh, settings
         self.delay = 0 if settings.steps_ahead(mesh.stage) else settings.delay
@@ -56,7 +65,7 @@ class Engine:
         self.on_left_out: Callable[[], object] = lambda: None  # called in place of applying an update
         transport = None
         if mesh.num_stages > 1:
-            transport = Transport(mesh, device, settings.settings.max_message_bytes)
+            transport = Transport(mesh, device, settings.settings.max_message_bytes, timeout)
         self.runner = StageRunner(stage, mesh, transport, hooks, seed, device)
         self.requested = StopFlags()
         self.agreed = StopFlags()
@@ -122,7 +131,8 @@ class Engine:
         if self.mesh.groups is not None:
             # Made here, long before the gradient is complete, so that receives are posted when others send.
             with lost_peers():
-                mini_batch.exchange = control_sum(self.mesh, message_length(self.mesh, mini_batch.payload))
+                length = message_length(self.mesh, mini_batch.payload)
+                mini_batch.exchange = control_sum(self.mesh, self.runner.transport, mini_batch.index, length)
         self._closed.append(mini_batch)
         self._open = MiniBatch(mini_batch.index + 1, self.next_forward)
         if self.settings.delay == 0:
@@ -150,14 +160,17 @@ class Engine:
 
         Only the clock changes: the next mini-batch runs on the weights that it would have run on anyway.
         """
-        with torch.inference_mode(False), torch.enable_grad(), self._training_mode():
+        with (
+            torch.inference_mode(False), torch.enable_grad(), self._training_mode(),
+            self.runner.span(Beside.DRAIN, self.mini_batch),
+        ):  # fmt: skip
             self._finish_backwards()
             self._launch_complete()
             updates = []
             while self._closed:
                 updates.append(self._apply(self._closed.popleft(), apply))
-        if self.runner.transport is not None:
-            self.runner.transport.settle()
+            if self.runner.transport is not None:
+                self.runner.transport.settle()
         return updates
 
     def evaluate(self, batch: Any, step: Step, purpose: str = "evaluate") -> BatchOutput:
@@ -180,8 +193,7 @@ class Engine:
                 self.evaluated += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
-            sent = self.runner.transport.activations_sent
-            self.runner.transport.settle(activations=sent - 4 * self.settings.micro_batches)
+            self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.micro_batches)
         # What has samples but no weight (padding alone) has a result nevertheless, which a prediction must not lack.
         had = [flight for flight, slot in zip(flights, slots) if slot is not None]
         return BatchOutput([flight.result for flight in had], [flight.weight for flight in had])
@@ -206,6 +218,11 @@ class Engine:
         """Take back what the engine put on the parameters."""
         for guard in self._guards:
             guard.remove()
+
+    def close_connections(self) -> None:
+        """Let go of the connections with the neighbours, who have got everything."""
+        if self.runner.transport is not None:
+            self.runner.transport.close()
 
     def _slots(self, batch: Any) -> list[Any]:
         count = self.settings.micro_batches
@@ -243,9 +260,6 @@ class Engine:
         self.runner.backward(flight, self.weights.leaves(flight.version))
         flight.outputs = flight.inputs = ()
         self.next_backward = action.index + 1
-        if self.runner.transport is not None:
-            # Its gradient came back, so its activation has arrived; the gradients sent need a moment.
-            self.runner.transport.settle(activations=flight.message, gradients=action.index - 2)
         self._launch_complete()
 
     def _run_checked(self, k: int, slot: Any, step: Step) -> Flight:
@@ -312,7 +326,7 @@ class Engine:
         update = Update(mini_batch.index, mini_batch.ticket, message, False, self.weights.advance())
         if math.isfinite(squares) and weight:
             gradients = mini_batch.pending.gradients
-            with self._gradients_set(gradients, weight), self.runner.span(Kind.UPDATE, mini_batch.index):
+            with self._gradients_set(gradients, weight), self._update_span(mini_batch):
                 apply(update)
         mini_batch.stepped = True
 
@@ -321,7 +335,8 @@ class Engine:
         if self._steps_ahead:
             self._step_ahead(mini_batch, apply)
         assert mini_batch.ticket is not None
-        message = mini_batch.pending.finish()
+        with self.runner.span(Wait.AGREEMENT, mini_batch.index):
+            message = mini_batch.pending.finish()
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
         gradients = mini_batch.pending.gradients
@@ -334,11 +349,14 @@ class Engine:
             return Update(mini_batch.index, mini_batch.ticket, message, skipped, None)
         update = Update(mini_batch.index, mini_batch.ticket, message, skipped, self.weights.advance())
         if not skipped:
-            with self._gradients_set(gradients, message.weight), self.runner.span(Kind.UPDATE, mini_batch.index):
+            with self._gradients_set(gradients, message.weight), self._update_span(mini_batch):
                 apply(update)
         else:
             self.on_left_out()
         return update
+
+    def _update_span(self, mini_batch: MiniBatch) -> AbstractContextManager[None]:
+        return self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest)
 
     @contextmanager
     def _gradients_set(self, gradients: dict[str, Tensor | None], weight: float) -> Iterator[None]:
