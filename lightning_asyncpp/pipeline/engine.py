@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +14,19 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.agreement import agree_on_error
+from lightning_asyncpp.pipeline.buckets import plan_buckets
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.exchange import control_sum
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, MiniBatch, Update
 from lightning_asyncpp.pipeline.randomness import preserved_generators
+from lightning_asyncpp.pipeline.reduction import Reduction
 from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, Task
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
-from lightning_asyncpp.pipeline.trace import Beside, Wait
+from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
 from lightning_asyncpp.pipeline.transport import Transport
 from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, gradient_norm, message_length
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
@@ -67,6 +69,7 @@ class Engine:
         if mesh.num_stages > 1:
             transport = Transport(mesh, device, settings.settings.max_message_bytes, timeout)
         self.runner = StageRunner(stage, mesh, transport, hooks, seed, device)
+        self._buckets = plan_buckets(self.weights.parameters) if mesh.num_replicas > 1 else []
         self.requested = StopFlags()
         self.agreed = StopFlags()
         self.next_forward = 0
@@ -257,7 +260,9 @@ class Engine:
 
     def _backward(self, action: Action) -> None:
         flight = self._flights.pop(action.index)
-        self.runner.backward(flight, self.weights.leaves(flight.version))
+        weights = self.weights.leaves(flight.version)
+        with self._reduction_during(action.index, weights):
+            self.runner.backward(flight, weights)
         flight.outputs = flight.inputs = ()
         self.next_backward = action.index + 1
         self._launch_complete()
@@ -293,13 +298,26 @@ class Engine:
             if mini_batch.pending is None and mini_batch.end is not None and self.next_backward >= mini_batch.end:
                 mini_batch.pending = self._launch(mini_batch)
 
+    def _reduction_during(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
+        """Start the reduction over the replicas during the last backward of a mini-batch that is known to be whole."""
+        complete = next((m for m in self._closed if m.end == k + 1), None)
+        if complete is None or not self._buckets:
+            return nullcontext()
+        complete.reduction = self._new_reduction()
+        return complete.reduction.watching(weights)
+
+    def _new_reduction(self) -> Reduction:
+        assert self.mesh.groups is not None
+        assert self.mesh.groups.data_parallel is not None
+        return Reduction(self._buckets, self.mesh.groups.data_parallel)
+
     def _launch(self, mini_batch: MiniBatch) -> PendingUpdate:
-        version = self.schedule.weight_version(mini_batch.index)
-        gradients = self.weights.take_gradients(version)
-        like = self.weights.parameters
+        gradients = self.weights.take_gradients(self.schedule.weight_version(mini_batch.index))
+        if self.mesh.num_replicas > 1 and mini_batch.reduction is None:
+            mini_batch.reduction = self._new_reduction()
         pending = PendingUpdate(
-            self.mesh, gradients, like, mini_batch.weight, replace(self.requested), mini_batch.payload,
-            mini_batch.exchange,
+            self.mesh, self.runner.device, gradients, mini_batch.weight, replace(self.requested), mini_batch.payload,
+            mini_batch.exchange, mini_batch.reduction,
         )  # fmt: skip
         pending.launch()
         return pending
@@ -337,6 +355,7 @@ class Engine:
         assert mini_batch.ticket is not None
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
             message = mini_batch.pending.finish()
+        self._record_reduction(mini_batch)
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
         gradients = mini_batch.pending.gradients
@@ -354,6 +373,12 @@ class Engine:
         else:
             self.on_left_out()
         return update
+
+    def _record_reduction(self, mini_batch: MiniBatch) -> None:
+        trace, reduction = self.runner.trace, mini_batch.reduction
+        if trace is not None and reduction is not None:
+            index, size = mini_batch.index, reduction.num_bytes
+            trace.spans.append(Span(Beside.REDUCE, index, reduction.started, reduction.ended, num_bytes=size))
 
     def _update_span(self, mini_batch: MiniBatch) -> AbstractContextManager[None]:
         return self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest)
