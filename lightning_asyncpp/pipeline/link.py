@@ -57,6 +57,11 @@ class Link:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, seconds)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether both ends are on one machine and need no network."""
+        return self._socket.family == socket.AF_UNIX
+
     def write(self, kind: int, number: int, parts: Sequence[Bytes]) -> None:
         """Send a message; returns at once.
 
