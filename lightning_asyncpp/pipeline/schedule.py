@@ -79,9 +79,10 @@ class Schedule:
             count: number of new micro-batches.
             oldest: the micro-batch whose backward is due next.
         """
+        depth = self.depth
         for k in range(first, first + count):
             yield Action(Kind.FORWARD, k)
-            while k + 1 - oldest > self.depth:
+            while k + 1 - oldest > depth:
                 yield Action(Kind.BACKWARD, oldest)
                 oldest += 1
 
