@@ -33,15 +33,13 @@ TRAVELLING: Leads = (
 
 
 def at_the_end(num_stages: int, extra: int) -> list[int]:
-    """Depths of today: the extra micro-batches give slack to the last hops."""
-    return [depth(stage, num_stages, extra) for stage in range(num_stages)]
+    """Depths whose extra micro-batches give slack to the last hops."""
+    return [behind + min(behind, extra) for behind in reversed(range(num_stages))]
 
 
 def spread(num_stages: int, extra: int) -> list[int]:
-    """Depths with one extra micro-batch on each of ``extra`` hops, which leave runs of the same length between them."""
-    tight = num_stages - 1 - extra
-    slack = {(i + 1) * tight // (extra + 1) + i for i in range(extra)}
-    return [sum(1 + (hop in slack) for hop in range(stage, num_stages - 1)) for stage in range(num_stages)]
+    """Depths of the package: extra micro-batches leave runs of hops without slack of about the same length."""
+    return [depth(stage, num_stages, extra) for stage in range(num_stages)]
 
 
 def period(depths: Sequence[int], hop: float) -> float:

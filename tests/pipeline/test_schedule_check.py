@@ -110,9 +110,11 @@ class OfDepth:
 
     depth: int
     delay: int
+    stage: int = 0  # for messages
 
     batch = Schedule.batch
     drain = Schedule.drain
+    weight_version = Schedule.weight_version
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -146,14 +148,14 @@ def mini_batches_of(actions: list[Action], micro_batches: int) -> list[list[tupl
     return batches
 
 
-def chains(micro_batches: int) -> Iterator[list[Schedule]]:
-    """Two pipelines whose stages and pairs of neighbours are those of every admitted shape.
+def chains(micro_batches: int) -> Iterator[list[OfDepth]]:
+    """Pipelines whose stages and pairs of neighbours are those of every admitted shape.
 
     Depths of neighbours differ by 1, as without lookahead, or by 2, as with the largest; up to the micro-batches.
     """
-    yield pipeline(min(micro_batches, MOST_DEPTH) + 1, 0)
-    half = min(micro_batches // 2, MOST_STAGES - 1)
-    yield pipeline(half + 1, half)
+    most = min(micro_batches, MOST_DEPTH)
+    for depths in (range(most + 1), range(0, most + 1, 2), (0, *range(1, most + 1, 2))):
+        yield [OfDepth(depth, 1) for depth in reversed(depths)]
 
 
 def drained_after_every_micro_batch(micro_batches: Collection[int]) -> None:
@@ -273,8 +275,7 @@ MUTATIONS: list[tuple[str, int, Callable[[list[str]], list[str]], set[str]]] = [
 def test_a_changed_list_is_caught_by_the_name_of_the_rule(
     name: str, stage: int, edit: Callable[[list[str]], list[str]], broken: set[str]
 ) -> None:
-    good = lists_of(4, 8, 1)
-    assert [list_.depth for list_ in good] == [4, 3, 2, 0]
+    good = of_depths([4, 3, 2, 0], 8)
     assert check_lists(good, 8, 2) == []
     found = check_lists(edited(good, stage, edit), 8)
     assert broken <= rules(found), found
