@@ -48,8 +48,8 @@ class Line:
     Attributes:
         system: which.
         milliseconds: elapsed time per mini-batch.
-        utilisation: share of the elapsed time inside the stage's own bodies, on the busiest stage; None where the
-            bodies cannot tell: those that compute do not see the gradients of weights that run apart.
+        utilisation: share of the elapsed time inside the stage's own bodies, on the busiest stage; None where they
+            were not recorded, or cannot tell: those that compute do not see gradients of weights that run apart.
         gain: time of torch's Schedule1F1B over this system's, pairwise by repeat; None if it did not run.
         of_floor: time of the floor over this system's, pairwise by repeat: its throughput relative to that of stages
             that never wait; None if the floor did not run.
@@ -90,6 +90,8 @@ def summarise(job: Job, measured: Measured) -> list[Line]:
 def _utilisation(job: Job, measured: Measured, system: str) -> Spread | None:
     if job.work == "compute" and system in SPLIT_BACKWARD:
         return None
+    if not any(run.bodies for ranks in measured.runs[system] for run in ranks):
+        return None
     return Spread.of([max(utilisation_of(run, job) for run in ranks) for ranks in measured.runs[system]])
 
 
@@ -125,10 +127,15 @@ def table(lines: Sequence[Line], failures: Mapping[str, str] | None = None, idea
     if ideal_gain is not None:
         shares = [line.gain and line.gain.scaled(1 / ideal_gain) for line in lines]
         rows = [[*row, last] for row, last in zip(rows, ["gain / ideal", *(_format(share, 2) for share in shares)])]
+    failed = [f"{TITLES[system]}  cannot: {reason}" for system, reason in (failures or {}).items()]
+    return "\n".join([aligned(rows), *failed])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as text with columns of one width each, a line below the first row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    failed = [f"{TITLES[system].ljust(widths[0])}  cannot: {reason}" for system, reason in (failures or {}).items()]
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:], *failed])
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 
 def _format(spread: Spread | None, digits: int) -> str:

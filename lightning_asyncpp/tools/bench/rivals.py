@@ -58,15 +58,23 @@ def run_rival(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
     It has a process group of its own: where a process fails, the others hear of it, and of nothing else.
 
     Raises:
-        RivalFailedError: with the first line of torch's message.
+        RivalFailedError: with the first line of the first cause.
     """
     group = dist.new_group(timeout=timedelta(seconds=60 + 4 * job.busy_seconds))
     try:
         return _run(job, system, make_layer, group)
     except Exception as error:
-        raise RivalFailedError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        raise RivalFailedError(_first_cause(error)) from error
     finally:
         dist.destroy_process_group(group)
+
+
+def _first_cause(error: BaseException) -> str:
+    """What began it, in a line: torch's schedules wrap what a stage raises."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def _run(job: Job, system: str, make_layer: LayerFactory, group: Any) -> RankRun:

@@ -56,7 +56,7 @@ def _run_all(job: Job, make_layer: LayerFactory, folder: Path) -> tuple[list[Ran
             if system in failures:
                 continue
             started = time.monotonic()
-            run, reason = _run(job, system, make_layer)
+            run, reason = run_system(job, system, make_layer)
             if run is None:
                 failures[system] = reason
             else:
@@ -66,18 +66,22 @@ def _run_all(job: Job, make_layer: LayerFactory, folder: Path) -> tuple[list[Ran
     return [run for run in runs if run.system not in failures], failures
 
 
-def _run(job: Job, system: str, make_layer: LayerFactory) -> tuple[RankRun | None, str]:
-    """One system once; None and the reason on every rank, if one of torch's schedules failed on any."""
+def run_system(job: Job, system: str, make_layer: LayerFactory) -> tuple[RankRun | None, str]:
+    """Run one system once; a collective call.
+
+    Returns:
+        What was measured here; None, and the first failure of any rank, if one of torch's schedules failed.
+    """
     dist.barrier()
-    run, reason = None, None
+    run, failure = None, None
     try:
         run = RUNNERS[system](job, system, make_layer)
     except RivalFailedError as error:
-        reason = str(error)
-    reasons: list[str | None] = [None] * job.stages
-    dist.all_gather_object(reasons, reason)
-    first = next((text for text in reasons if text is not None), "")
-    return (None if first else run), first
+        failure = time.time(), str(error)
+    failures: list[tuple[float, str] | None] = [None] * job.stages
+    dist.all_gather_object(failures, failure)
+    known = sorted(found for found in failures if found is not None)
+    return (None, known[0][1]) if known else (run, "")
 
 
 def _say(folder: Path, line: str) -> None:
