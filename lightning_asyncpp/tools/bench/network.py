@@ -4,7 +4,8 @@ A small GPT trains on two hosts of half the stages each, with a link of 100 Mbit
 are network namespaces of this machine; see :mod:`lightning_asyncpp.tools.bench.hosts.relay`. On each of them an
 ordinary ``torchrun --nnodes 2`` starts an ordinary script (:mod:`lightning_asyncpp.tools.bench.network_training`):
 our strategies through the Trainer, torch's Schedule1F1B in a plain loop on the same model, the same cut, batches and
-AdamW. Every run is a launch of its own; systems run in turn, and every repeat begins with another one.
+AdamW. Every run is a launch of its own (``--timeout`` is for each, 600 s by default); systems run in turn, and every
+repeat begins with another one.
 
 What is measured: the time per mini-batch in the steady state, of the slowest process, and the gain over Schedule1F1B,
 paired within a repeat. The loss of the last mini-batch is shown as a check: ``sync`` and ``1f1b`` train the same.

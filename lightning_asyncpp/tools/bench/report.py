@@ -125,10 +125,15 @@ def table(lines: Sequence[Line], failures: Mapping[str, str] | None = None, idea
         cells = (line.milliseconds, 1), (line.utilisation, 3), (line.gain, 2), (line.of_floor, 3)
         rows.append([TITLES[line.system], *(_format(spread, digits) for spread, digits in cells)])
     if ideal_gain is not None:
-        shares = [line.gain and line.gain.scaled(1 / ideal_gain) for line in lines]
+        shares = [_share(line, ideal_gain) for line in lines]
         rows = [[*row, last] for row, last in zip(rows, ["gain / ideal", *(_format(share, 2) for share in shares)])]
     failed = [f"{TITLES[system]}  cannot: {reason}" for system, reason in (failures or {}).items()]
     return "\n".join([aligned(rows), *failed])
+
+
+def _share(line: Line, ideal_gain: float) -> Spread | None:
+    """Of the gain that an asynchronous pipeline could have; for others it has no meaning."""
+    return line.gain.scaled(1 / ideal_gain) if line.gain and line.system.startswith(ASYNC) else None
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
