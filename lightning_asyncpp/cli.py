@@ -25,8 +25,8 @@ _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
 
 _DESCRIPTION = (
     "Asynchronous pipeline parallelism for PyTorch Lightning. Besides the subcommands below: asyncpp bench"
-    " schedule|compute|draw measures schedules and draws them; asyncpp ablate trains a grid of optimizers, learning"
-    " rates, delays and corrections, and compares them."
+    " schedule|compute|network|time-to-loss|draw measures pipelines and draws schedules; asyncpp ablate trains a grid"
+    " of optimizers, learning rates, delays and corrections, and compares them."
 )
 
 
