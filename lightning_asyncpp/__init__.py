@@ -12,6 +12,7 @@ from lightning_asyncpp.pytorch import (
     DelayedGradientStrategy,
     GPTModule,
     PipelineModule,
+    PipelineTrace,
     SyncPipelineStrategy,
     TokensPerSecond,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "DelayedGradientStrategy",
     "GPTModule",
     "PipelineModule",
+    "PipelineTrace",
     "SyncPipelineStrategy",
     "TokensPerSecond",
 ]
