@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_asyncpp.pipeline.schedule import Kind
-from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
+from lightning_asyncpp.pipeline.trace import Beside, Wait
 from lightning_asyncpp.tools.trace.run import RankTrace
 
 
@@ -70,4 +70,3 @@ def _complete(rank: RankTrace) -> dict[int, float]:
             t = rank.mini_batch(span)
             ends[t] = max(ends.get(t, span.end), span.end)
     return ends
-

@@ -72,7 +72,8 @@ def _slice(rank: RankTrace, span: Span) -> Event:
         details["bytes"] = span.num_bytes
     return {
         "ph": "X", "name": f"{NAMES[span.kind]} {span.index}", "cat": span.kind.value, "pid": process_of(rank),
-        "tid": _THREAD_OF[span.kind], "ts": _us(span.start), "dur": _us(span.end - span.start), "args": details,
+        "tid": _THREAD_OF[span.kind], "ts": _us(span.start), "dur": round(_us(span.end) - _us(span.start), 3),
+        "args": details,
     }  # fmt: skip
 
 

@@ -52,7 +52,9 @@ def find_recording(path: Path) -> Path:
         return path
     found = {file.parent for file in path.glob(f"**/{PATTERN}")} if path.is_dir() else set()
     if not found:
-        raise TraceError(f"{path} holds no recording ({PATTERN}); record one with: asyncpp fit --trace, or PipelineTrace")
+        raise TraceError(
+            f"{path} holds no recording ({PATTERN}); record one with: asyncpp fit --trace, or PipelineTrace"
+        )
     return max(found, key=lambda folder: max(file.stat().st_mtime for file in folder.glob(PATTERN)))
 
 

@@ -132,9 +132,7 @@ class RecordedRun:
             raise TraceError(f"--from-mini-batch {first} lies behind --to-mini-batch {last}: swap them")
         start = self.start if first is None else max(self.start, starts[first])
         end = self.end if last is None else starts.get(last + 1, self.end)
-        ranks = [
-            replace(rank, spans=[s for s in rank.spans if s.end > start and s.start < end]) for rank in self.ranks
-        ]
+        ranks = [replace(rank, spans=[s for s in rank.spans if s.end > start and s.start < end]) for rank in self.ranks]
         return RecordedRun(ranks, start, end, self.notes)
 
 
@@ -146,11 +144,15 @@ def together(ranks: Sequence[RankTrace], notes: Sequence[str], folder: Path) -> 
     """
     shapes = {(rank.meta.num_stages, rank.meta.num_replicas, rank.meta.micro_batches) for rank in ranks}
     if len(shapes) > 1:
-        raise TraceError(f"{folder}: its files are of different runs (stages, replicas, micro-batches: {sorted(shapes)})")
+        raise TraceError(
+            f"{folder}: its files are of different runs (stages, replicas, micro-batches: {sorted(shapes)})"
+        )
     begun = [start.time for rank in ranks for start in rank.starts]
     worked = [span.end for rank in ranks for span in rank.spans if span.kind not in _NO_WORK]
     if not begun or not worked:
-        raise TraceError(f"{folder}: nothing was recorded; did the run end before its first mini-batch of the recording?")
+        raise TraceError(
+            f"{folder}: nothing was recorded; did the run end before its first mini-batch of the recording?"
+        )
     zero, end = min(begun), max(worked)
     placed = [_placed(rank, zero, end) for rank in ranks]
     return RecordedRun(sorted(placed, key=lambda r: (r.meta.replica, r.meta.stage)), 0.0, end - zero, notes)

@@ -29,20 +29,25 @@ _WIDTH = 120
 
 def table(run: RecordedRun, summary: Summary) -> str:
     """Where the time of every stage went, in per cent of the elapsed time, and what else the recording tells."""
-    first, last = summary.mini_batches
-    meta = run.meta
-    replicas = f" x {meta.num_replicas} replicas" if meta.num_replicas > 1 else ""
-    schedule = f"lookahead {meta.lookahead}, no flush" if any(r.meta.delay for r in run.ranks) else "a flush per mini-batch"
-    head = (
-        f"{meta.num_stages} stages{replicas}, {run.ranks[0].micro_batches} micro-batches per mini-batch, {schedule};"
-        f" mini-batches {first} to {last}: {summary.seconds:.3f} s"
-    )
-    lines = [head, ""]
+    lines = [headline(run, summary), ""]
     lines += _columns([_titles(summary), *[_cells(row, summary) for row in (*summary.rows, summary.total)]])
     shown = "; ".join(f"{_SHORT.get(c, c)} = {MEANINGS[c]}" for c in _causes(summary))
     explained = f"Per cent of the elapsed time; busy and the causes after ideal add up to 100. {shown}."
-    lines += ["", *textwrap.wrap(explained, _WIDTH), "", *_statements(run, summary)]
+    lines += ["", *textwrap.wrap(explained, _WIDTH), "", *statements(run, summary)]
     return "\n".join(lines)
+
+
+def headline(run: RecordedRun, summary: Summary) -> str:
+    """What ran, and which part of it is shown."""
+    first, last = summary.mini_batches
+    meta = run.meta
+    replicas = f" x {meta.num_replicas} replicas" if meta.num_replicas > 1 else ""
+    delayed = any(rank.meta.delay for rank in run.ranks)
+    schedule = f"lookahead {meta.lookahead}, no flush" if delayed else "a flush per mini-batch"
+    return (
+        f"{meta.num_stages} stages{replicas}, {run.ranks[0].micro_batches} micro-batches per mini-batch, {schedule};"
+        f" mini-batches {first} to {last}: {summary.seconds:.3f} s"
+    )
 
 
 def _causes(summary: Summary) -> list[str]:
@@ -66,14 +71,17 @@ def _cells(row: Row, summary: Summary) -> list[str]:
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = [
-        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths)))
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths))
+        )
         for row in rows
     ]
     rule = "-" * max(len(line) for line in text)
     return [text[0], rule, *text[1:-1], *([rule] if len(text) > 2 else []), text[-1]]
 
 
-def _statements(run: RecordedRun, summary: Summary) -> list[str]:
+def statements(run: RecordedRun, summary: Summary) -> list[str]:
+    """What the recording says in sentences."""
     lines = []
     if summary.ideal_seconds:
         ratio = summary.seconds / summary.ideal_seconds
@@ -98,7 +106,9 @@ def _staleness(run: RecordedRun, summary: Summary) -> str:
     if summary.total.versions is None:
         return "Staleness: weight versions were not recorded."
     delays = sorted({rank.meta.delay for rank in run.ranks})
-    rule = "W_t" if delays == [0] else "W_max(t-1, 0)" if delays == [1] else "W_max(t-1, 0), W_t on the fresh last stage"
+    rule = (
+        "W_t" if delays == [0] else "W_max(t-1, 0)" if delays == [1] else "W_max(t-1, 0), W_t on the fresh last stage"
+    )
     return f"Staleness: as promised, mini-batch t ran on {rule} throughout."
 
 
