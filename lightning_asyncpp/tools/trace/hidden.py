@@ -31,8 +31,8 @@ class Underway:
 def underway(rank: RankTrace, ranks: Sequence[RankTrace]) -> Underway | None:
     """What was under way for a stage; None if agreements were not recorded.
 
-    It begins with the stage's last backward of a mini-batch. Nothing can be agreed on before the slowest stage has ended
-    its own and the replicas' reduction is over; from then on only the time in which the stage waits is known to be needed.
+    It begins with the stage's last backward of a mini-batch. Nothing can be agreed on before the slowest stage has
+    ended its own and the replicas' reduction is over; from then on only what the stage waits is known to be needed.
 
     Args:
         rank: the stage.

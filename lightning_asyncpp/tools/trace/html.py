@@ -37,7 +37,7 @@ def page(run: RecordedRun, summary: Summary) -> str:
     data = json.dumps(page_data(run, summary), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     text = _part("page.html")
     title = f"asyncpp trace: {run.meta.num_stages} stages" + (
-        f" × {run.meta.num_replicas} replicas" if run.meta.num_replicas > 1 else ""
+        f" x {run.meta.num_replicas} replicas" if run.meta.num_replicas > 1 else ""
     )
     parts = {"title": escape(title), "style": _part("style.css"), "data": data, "script": script}
     # In one go: what is put in may hold such a mark itself.
@@ -75,4 +75,4 @@ def _lane(run: RecordedRun, rank: RankTrace) -> dict[str, Any]:
 
 
 def _part(name: str) -> str:
-    return resources.files("lightning_asyncpp.tools.trace").joinpath("page", name).read_text(encoding="utf-8")
+    return resources.files("lightning_asyncpp.tools.trace").joinpath("page").joinpath(name).read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """When the pipeline fills and when it is drained: waiting for a neighbour means something else then.
 
-An episode is a stretch without a drain: a whole asynchronous run if nothing drains it, a single mini-batch with a flush.
+An episode is a stretch without a drain: a whole asynchronous run if nothing drains it, a mini-batch with a flush.
 It ends where the first stage has nothing in flight. Until a stage begins its first backward of an episode the pipeline
 fills (warm-up); from the end of its last forward until all stages have ended their last backward it drains.
 """

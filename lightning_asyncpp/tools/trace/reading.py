@@ -98,7 +98,7 @@ def _meta(content: Any) -> Meta:
         raise ValueError("this is no recording of a pipeline")
     if content.get("version") != VERSION:
         raise ValueError(f"version {content.get('version')!r} of the format; this package reads version {VERSION}")
-    values = {}
+    values: dict[str, Any] = {}
     for field in fields(Meta):
         types: dict[Any, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
         value = content.get(field.name)

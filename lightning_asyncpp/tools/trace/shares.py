@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_asyncpp.pipeline.schedule import Kind
@@ -22,7 +23,7 @@ _ORDER: tuple[Kind | Wait | Beside, ...] = (
     Beside.CHECKPOINT, Beside.EVALUATE, Wait.DATA,
 )  # fmt: skip
 _RANK = {kind: rank for rank, kind in enumerate(_ORDER)}
-_NAMES = {kind: kind.value for kind in _ORDER} | {
+_NAMES: dict[Kind | Wait | Beside, str] = {kind: kind.value for kind in _ORDER} | {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.UPDATE: "update",
@@ -90,7 +91,7 @@ def pieces(spans: Sequence[Span], phases: Phases, start: float, end: float) -> I
             moments += [(begin, rank, 1), (finish, rank, -1)]
     moments.sort()
     open_spans = [0] * (len(_ORDER) + 2)
-    for (time, rank, change), (until, _, _) in zip(moments, moments[1:]):
+    for (time, rank, change), (until, _, _) in pairwise(moments):
         open_spans[rank] += change
         if until > time:
             kind = next((kind for kind, count in zip(_ORDER, open_spans) if count), None)

@@ -1,4 +1,4 @@
-"""A headless browser, driven through pipes by Chromium's DevTools protocol: no driver, no network, no new dependency."""
+"""A headless browser, driven through pipes by Chromium's DevTools protocol: no driver, no network, no dependency."""
 
 from __future__ import annotations
 
