@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +14,19 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.agreement import agree_on_error
+from lightning_asyncpp.pipeline.buckets import plan_buckets
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.exchange import control_sum
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, MiniBatch, Update
 from lightning_asyncpp.pipeline.randomness import preserved_generators
+from lightning_asyncpp.pipeline.reduction import Reduction
 from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, Task
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
+from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
 from lightning_asyncpp.pipeline.transport import Transport
 from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, gradient_norm, message_length
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
@@ -43,10 +46,18 @@ class Engine:
         seed: the run's seed.
         device: where tensors live.
         hooks: the user's side.
+        timeout: seconds that a wait for a neighbour may take; default: half an hour.
     """
 
     def __init__(
-        self, stage: Stage, mesh: Mesh, settings: ResolvedSettings, seed: int, device: torch.device, hooks: UserHooks
+        self,
+        stage: Stage,
+        mesh: Mesh,
+        settings: ResolvedSettings,
+        seed: int,
+        device: torch.device,
+        hooks: UserHooks,
+        timeout: float | None = None,
     ) -> None:
         self.stage, self.mesh, self.settings = stage, mesh, settings
         self.delay = 0 if settings.steps_ahead(mesh.stage) else settings.delay
@@ -56,8 +67,9 @@ class Engine:
         self.on_left_out: Callable[[], object] = lambda: None  # called in place of applying an update
         transport = None
         if mesh.num_stages > 1:
-            transport = Transport(mesh, device, settings.settings.max_message_bytes)
+            transport = Transport(mesh, device, settings.settings.max_message_bytes, timeout)
         self.runner = StageRunner(stage, mesh, transport, hooks, seed, device)
+        self._buckets = plan_buckets(self.weights.parameters) if mesh.num_replicas > 1 else []
         self.requested = StopFlags()
         self.agreed = StopFlags()
         self.next_forward = 0
@@ -122,7 +134,8 @@ class Engine:
         if self.mesh.groups is not None:
             # Made here, long before the gradient is complete, so that receives are posted when others send.
             with lost_peers():
-                mini_batch.exchange = control_sum(self.mesh, message_length(self.mesh, mini_batch.payload))
+                length = message_length(self.mesh, mini_batch.payload)
+                mini_batch.exchange = control_sum(self.mesh, self.runner.transport, mini_batch.index, length)
         self._closed.append(mini_batch)
         self._open = MiniBatch(mini_batch.index + 1, self.next_forward)
         if self.settings.delay == 0:
@@ -150,14 +163,17 @@ class Engine:
 
         Only the clock changes: the next mini-batch runs on the weights that it would have run on anyway.
         """
-        with torch.inference_mode(False), torch.enable_grad(), self._training_mode():
+        with (
+            torch.inference_mode(False), torch.enable_grad(), self._training_mode(),
+            self.runner.span(Beside.DRAIN, self.mini_batch),
+        ):  # fmt: skip
             self._finish_backwards()
             self._launch_complete()
             updates = []
             while self._closed:
                 updates.append(self._apply(self._closed.popleft(), apply))
-        if self.runner.transport is not None:
-            self.runner.transport.settle()
+            if self.runner.transport is not None:
+                self.runner.transport.settle()
         return updates
 
     def evaluate(self, batch: Any, step: Step, purpose: str = "evaluate") -> BatchOutput:
@@ -180,8 +196,7 @@ class Engine:
                 self.evaluated += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
-            sent = self.runner.transport.activations_sent
-            self.runner.transport.settle(activations=sent - 4 * self.settings.micro_batches)
+            self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.micro_batches)
         # What has samples but no weight (padding alone) has a result nevertheless, which a prediction must not lack.
         had = [flight for flight, slot in zip(flights, slots) if slot is not None]
         return BatchOutput([flight.result for flight in had], [flight.weight for flight in had])
@@ -206,6 +221,11 @@ class Engine:
         """Take back what the engine put on the parameters."""
         for guard in self._guards:
             guard.remove()
+
+    def close_connections(self) -> None:
+        """Let go of the connections with the neighbours, who have got everything."""
+        if self.runner.transport is not None:
+            self.runner.transport.close()
 
     def _slots(self, batch: Any) -> list[Any]:
         count = self.settings.micro_batches
@@ -240,12 +260,11 @@ class Engine:
 
     def _backward(self, action: Action) -> None:
         flight = self._flights.pop(action.index)
-        self.runner.backward(flight, self.weights.leaves(flight.version))
+        weights = self.weights.leaves(flight.version)
+        with self._reduction_during(action.index, weights):
+            self.runner.backward(flight, weights)
         flight.outputs = flight.inputs = ()
         self.next_backward = action.index + 1
-        if self.runner.transport is not None:
-            # Its gradient came back, so its activation has arrived; the gradients sent need a moment.
-            self.runner.transport.settle(activations=flight.message, gradients=action.index - 2)
         self._launch_complete()
 
     def _run_checked(self, k: int, slot: Any, step: Step) -> Flight:
@@ -279,13 +298,26 @@ class Engine:
             if mini_batch.pending is None and mini_batch.end is not None and self.next_backward >= mini_batch.end:
                 mini_batch.pending = self._launch(mini_batch)
 
+    def _reduction_during(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
+        """Start the reduction over the replicas during the last backward of a mini-batch that is known to be whole."""
+        complete = next((m for m in self._closed if m.end == k + 1), None)
+        if complete is None or not self._buckets:
+            return nullcontext()
+        complete.reduction = self._new_reduction()
+        return complete.reduction.watching(weights)
+
+    def _new_reduction(self) -> Reduction:
+        assert self.mesh.groups is not None
+        assert self.mesh.groups.data_parallel is not None
+        return Reduction(self._buckets, self.mesh.groups.data_parallel)
+
     def _launch(self, mini_batch: MiniBatch) -> PendingUpdate:
-        version = self.schedule.weight_version(mini_batch.index)
-        gradients = self.weights.take_gradients(version)
-        like = self.weights.parameters
+        gradients = self.weights.take_gradients(self.schedule.weight_version(mini_batch.index))
+        if self.mesh.num_replicas > 1 and mini_batch.reduction is None:
+            mini_batch.reduction = self._new_reduction()
         pending = PendingUpdate(
-            self.mesh, gradients, like, mini_batch.weight, replace(self.requested), mini_batch.payload,
-            mini_batch.exchange,
+            self.mesh, self.runner.device, gradients, mini_batch.weight, replace(self.requested), mini_batch.payload,
+            mini_batch.exchange, mini_batch.reduction,
         )  # fmt: skip
         pending.launch()
         return pending
@@ -312,7 +344,7 @@ class Engine:
         update = Update(mini_batch.index, mini_batch.ticket, message, False, self.weights.advance())
         if math.isfinite(squares) and weight:
             gradients = mini_batch.pending.gradients
-            with self._gradients_set(gradients, weight), self.runner.span(Kind.UPDATE, mini_batch.index):
+            with self._gradients_set(gradients, weight), self._update_span(mini_batch):
                 apply(update)
         mini_batch.stepped = True
 
@@ -321,7 +353,9 @@ class Engine:
         if self._steps_ahead:
             self._step_ahead(mini_batch, apply)
         assert mini_batch.ticket is not None
-        message = mini_batch.pending.finish()
+        with self.runner.span(Wait.AGREEMENT, mini_batch.index):
+            message = mini_batch.pending.finish()
+        self._record_reduction(mini_batch)
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
         gradients = mini_batch.pending.gradients
@@ -334,11 +368,20 @@ class Engine:
             return Update(mini_batch.index, mini_batch.ticket, message, skipped, None)
         update = Update(mini_batch.index, mini_batch.ticket, message, skipped, self.weights.advance())
         if not skipped:
-            with self._gradients_set(gradients, message.weight), self.runner.span(Kind.UPDATE, mini_batch.index):
+            with self._gradients_set(gradients, message.weight), self._update_span(mini_batch):
                 apply(update)
         else:
             self.on_left_out()
         return update
+
+    def _record_reduction(self, mini_batch: MiniBatch) -> None:
+        trace, reduction = self.runner.trace, mini_batch.reduction
+        if trace is not None and reduction is not None:
+            index, size = mini_batch.index, reduction.num_bytes
+            trace.spans.append(Span(Beside.REDUCE, index, reduction.started, reduction.ended, num_bytes=size))
+
+    def _update_span(self, mini_batch: MiniBatch) -> AbstractContextManager[None]:
+        return self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest)
 
     @contextmanager
     def _gradients_set(self, gradients: dict[str, Tensor | None], weight: float) -> Iterator[None]:

@@ -34,13 +34,13 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class lost_peers:  # noqa: N801 - used as a function; a generator would cost more, around every message
-    """Translate the errors of a broken connection into one that says who is gone and where to look.
+    """Translate the errors of a broken connection, also RuntimeErrors of torch, into one that says who is gone.
 
     Args:
         who: who is gone.
 
     Raises:
-        PeerLostError: instead of torch.distributed's RuntimeError.
+        PeerLostError: instead of torch.distributed's RuntimeError, or an OSError of a socket.
     """
 
     __slots__ = ("who",)
@@ -52,12 +52,12 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, (RuntimeError, OSError)) and not isinstance(error, (PeerLostError, ProtocolError)):
             raise PeerLostError(
                 f"{self.who} is gone: the first cause is the first error that another rank printed ({_essence(error)})"
             ) from error
 
 
-def _essence(error: RuntimeError) -> str:
+def _essence(error: Exception) -> str:
     """What gloo says, without the place in its source before it and the advice behind it."""
     return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error)).partition(". This is typically caused")[0]

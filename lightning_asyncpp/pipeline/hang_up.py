@@ -15,29 +15,33 @@ import torch.distributed as dist
 
 from lightning_asyncpp.pipeline.errors import PeerLostError
 from lightning_asyncpp.pipeline.mesh import GRACE_SECONDS, Mesh
+from lightning_asyncpp.pipeline.transport import Transport
 
 _TAG_NEVER_SENT = 6
 _MOMENT = timedelta(milliseconds=1)
 
 
-def hang_up_soon(mesh: Mesh, error: BaseException) -> None:
-    """Close this rank's connections in the groups of ``mesh``, in the background, after a grace period if need be.
+def hang_up_soon(mesh: Mesh, error: BaseException, transport: Transport | None = None) -> None:
+    """Close this rank's connections, in the background, after a grace period if need be.
 
     The groups are of no use afterwards; torch's default group, which later runs start from, is left alone.
 
     Args:
         mesh: this rank's place.
         error: why; nobody agrees on the loss of a peer, so that is passed on at once.
+        transport: the connections with the neighbours, if there are any.
     """
     if mesh.groups is None:
         return
     grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS
-    timer = threading.Timer(grace, _hang_up, [mesh.groups.on_host()])
+    timer = threading.Timer(grace, _hang_up, [mesh.groups.on_host(), transport])
     timer.daemon = True  # a process that ends needs no grace
     timer.start()
 
 
-def _hang_up(groups: list[dist.ProcessGroup]) -> None:
+def _hang_up(groups: list[dist.ProcessGroup], transport: Transport | None) -> None:
+    if transport is not None:
+        transport.hang_up()
     for group in groups:
         with suppress(KeyError):  # nothing used the group any more, and it is gone
             for rank in dist.get_process_group_ranks(group):

@@ -72,20 +72,20 @@ class Header:
     EMPTY: ClassVar[int] = 2
     FAILED: ClassVar[int] = 3
 
-    def write(self, message: memoryview | bytearray) -> None:
-        """Write the header to the beginning of a message of at least ``HEADER_BYTES`` bytes."""
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors that follow, in bytes."""
+        return sum(info.num_bytes for info in self.tensors)
+
+    def pack(self) -> bytes:
+        """The header as ``HEADER_BYTES`` bytes."""
         # Bytes rather than torch.tensor(list), which takes ten times as long: this is sent for every micro-batch.
-        struct.pack_into(
-            _BEGINNING, message, 0, _MAGIC, self.kind, self.k, self.weight, self.fingerprint, len(self.tensors)
-        )
-        for position, info in enumerate(self.tensors):
-            shape = info.shape + (0,) * (MAX_DIMENSIONS - len(info.shape))  # the message may hold an older header
-            numbers = (_DTYPES.index(info.dtype), int(info.needs_gradient), len(info.shape), *shape)
-            struct.pack_into(f"<{_PER_TENSOR}q", message, 8 * (_FIXED + position * _PER_TENSOR), *numbers)
+        beginning = struct.pack(_BEGINNING, _MAGIC, self.kind, self.k, self.weight, self.fingerprint, len(self.tensors))
+        return beginning + _packed(self.tensors)
 
     @classmethod
-    def read(cls, message: memoryview | bytearray, expected_k: int, max_bytes: int) -> Header:
-        """Read and validate the header at the beginning of a message.
+    def read(cls, message: memoryview | bytearray | bytes, expected_k: int, max_bytes: int) -> Header:
+        """Read and validate a header.
 
         Raises:
             ProtocolError: it is no header, is of another micro-batch, or announces more than ``max_bytes`` bytes.
@@ -101,9 +101,12 @@ class Header:
             raise ProtocolError(
                 f"micro-batch {k}: kind {kind}, weight {weight} and {count} tensors contradict each other"
             )
-        if (size := sum(info.num_bytes for info in tensors)) > max_bytes:
-            raise ProtocolError(f"micro-batch {k} announces {size} bytes, more than max_message_bytes={max_bytes}")
-        return cls(k, kind, weight, mark, tensors)
+        header = cls(k, kind, weight, mark, tensors)
+        if header.num_bytes > max_bytes:
+            raise ProtocolError(
+                f"micro-batch {k} announces {header.num_bytes} bytes, more than max_message_bytes={max_bytes}"
+            )
+        return header
 
 
 def describe(tensors: tuple[Tensor, ...]) -> tuple[TensorInfo, ...]:
@@ -124,6 +127,17 @@ def _consistent(kind: int, weight: float, tensors: tuple[TensorInfo, ...]) -> bo
     counts = {Header.TENSOR: len(tensors) == 1, Header.TUPLE: True}
     real = all(info.dtype.is_floating_point or not info.needs_gradient for info in tensors)
     return counts.get(kind, not tensors) and real and math.isfinite(weight) and weight >= 0
+
+
+@lru_cache(maxsize=64)
+def _packed(tensors: tuple[TensorInfo, ...]) -> bytes:
+    """Descriptions of tensors, filled up to the length of all headers; nearly all on a link hold the same ones."""
+    encoded = b""
+    for info in tensors:
+        shape = info.shape + (0,) * (MAX_DIMENSIONS - len(info.shape))
+        numbers = (_DTYPES.index(info.dtype), int(info.needs_gradient), len(info.shape), *shape)
+        encoded += struct.pack(f"<{_PER_TENSOR}q", *numbers)
+    return encoded.ljust(HEADER_BYTES - 8 * _FIXED, b"\0")
 
 
 @lru_cache(maxsize=64)

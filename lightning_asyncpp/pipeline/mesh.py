@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from itertools import count
 
 import torch.distributed as dist
 
@@ -73,8 +71,8 @@ class Mesh:
         Args:
             timeout: of blocking communication in them; default: torch's.
 
-        The groups between neighbours are made per direction: two ranks that share one communicator for both
-        directions can each wait for the other's receive.
+        The groups between neighbours, for tensors on devices, are made per direction: two ranks that share one
+        communicator for both directions can each wait for the other's receive.
         """
         if self.world_size == 1 or self.groups is not None:
             return
@@ -84,9 +82,7 @@ class Mesh:
         # Each group on gloo keeps a thread that wakes a hundred times a second. Only replicas may need the second
         # one: an all-reduce of control messages may still run when another collective starts.
         groups = Groups(control=host if self.num_replicas == 1 else _new_group(timeout, backend="gloo"), host=host)
-        if dist.get_backend() == "gloo":
-            groups.forward = groups.backward = groups.host
-        else:
+        if dist.get_backend() != "gloo":
             self._connect_neighbours(groups, timeout)
         groups.data_parallel = self._one_of([self._stage_ranks(s) for s in range(self.num_stages)], timeout)
         groups.last_stages = self._one_of([self._stage_ranks(self.num_stages - 1)], timeout)
@@ -101,7 +97,7 @@ class Mesh:
                 if replica != self.replica:
                     continue
                 if stage == self.stage:
-                    groups.forward_out, groups.backward_in = forward, backward
+                    groups.to_next, groups.from_next = forward, backward
                 if stage + 1 == self.stage:
                     groups.forward, groups.backward = forward, backward
 
@@ -124,10 +120,10 @@ class Groups:
     Attributes:
         control: all ranks, for the one control message per mini-batch; with one replica the same as ``host``.
         host: all ranks, for host data between any two of them.
-        forward: from the stage before, and (gloo) to the stage after.
-        backward: to the stage before, and (gloo) from the stage after.
-        forward_out: to the stage after, where each direction needs a group of its own.
-        backward_in: from the stage after, likewise.
+        forward: tensors on devices from the stage before.
+        backward: their gradients to the stage before.
+        to_next: tensors on devices to the stage after.
+        from_next: their gradients from the stage after.
         data_parallel: the ranks of this stage in all replicas; None with one replica.
         last_stages: the last stages of all replicas; None with one replica or off the last stage.
     """
@@ -136,31 +132,16 @@ class Groups:
     host: dist.ProcessGroup
     forward: dist.ProcessGroup | None = None
     backward: dist.ProcessGroup | None = None
-    forward_out: dist.ProcessGroup | None = None
-    backward_in: dist.ProcessGroup | None = None
+    to_next: dist.ProcessGroup | None = None
+    from_next: dist.ProcessGroup | None = None
     data_parallel: dist.ProcessGroup | None = None
     last_stages: dist.ProcessGroup | None = None
-    _channels: Iterator[int] = field(default_factory=count)
-
-    def next_channel(self) -> int:
-        """Number of the next transport over these groups: every rank makes them in the same order."""
-        return next(self._channels)
 
     def on_host(self) -> list[dist.ProcessGroup]:
         """The groups on gloo that this rank is in, each once."""
         groups = [self.host, self.control, self.data_parallel, self.last_stages]
         distinct = {id(group): group for group in groups if group is not None}
         return [group for group in distinct.values() if dist.get_backend(group) == "gloo"]
-
-    @property
-    def to_next(self) -> dist.ProcessGroup | None:
-        """Group that carries activations to the stage after."""
-        return self.forward_out or self.forward
-
-    @property
-    def from_next(self) -> dist.ProcessGroup | None:
-        """Group that carries gradients from the stage after."""
-        return self.backward_in or self.backward
 
 
 def _new_group(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.exchange import ControlSum
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.reduction import Reduction
 from lightning_asyncpp.pipeline.runner import loss_of
 from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.tree import map_tensors
@@ -29,6 +30,7 @@ class MiniBatch:
         ticket: hyper-parameters for its update.
         payload: what the last stage attaches to the control message.
         exchange: of its control messages, once it is complete.
+        reduction: of its gradient over the replicas, once that has begun; None with one replica.
         pending: its gradient on the way to the optimizer, once complete.
         stepped: whether this stage has stepped ahead of the others.
     """
@@ -40,6 +42,7 @@ class MiniBatch:
     ticket: Ticket | None = None
     payload: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     exchange: ControlSum | None = None
+    reduction: Reduction | None = None
     pending: PendingUpdate | None = None
     stepped: bool = False
 

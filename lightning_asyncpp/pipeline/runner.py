@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError
 from lightning_asyncpp.pipeline.header import Header, describe
-from lightning_asyncpp.pipeline.inbox import Arrival
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import fingerprint
 from lightning_asyncpp.pipeline.model_call import ModelCall
@@ -21,8 +20,8 @@ from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, 
 from lightning_asyncpp.pipeline.received import InputGradient, begin
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.stage import Stage
-from lightning_asyncpp.pipeline.trace import Trace
-from lightning_asyncpp.pipeline.transport import Transport
+from lightning_asyncpp.pipeline.trace import Beside, Trace, Wait
+from lightning_asyncpp.pipeline.transport import Arrival, Transport
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 
 Step = Callable[[Any, float], Any]
@@ -43,7 +42,6 @@ class Flight:
         inputs: where the gradients arrive of the activations received that need one.
         outputs: tensors from which the backward starts; on the last stage the loss, already multiplied with its weight.
         result: what the user's step returned, on the last stage.
-        message: number of the message with which it left this stage; -1 if it did not.
     """
 
     k: int
@@ -52,7 +50,14 @@ class Flight:
     inputs: tuple[InputGradient, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     result: Any = None
-    message: int = -1
+
+
+class _Departure(NamedTuple):
+    """What leaves this stage after a forward."""
+
+    flight: Flight
+    header: Header
+    tensors: tuple[Tensor, ...]
 
 
 class Task(NamedTuple):
@@ -106,56 +111,62 @@ class StageRunner:
 
         It seeds torch's generators and leaves them so: preserving them once per batch, not per micro-batch, is cheaper.
         """
-        arrival = self._receive(task.k)
-        with self.span(Kind.FORWARD, task.k):
-            if (task.slot is None and self.mesh.is_first) or (arrival and arrival.header.kind == Header.EMPTY):
-                return self._pass_empty(task)
+        trace = self.trace if task.purpose == "train" else None
+        arrival = self._receive(task.k, trace)
+        if (task.slot is None and self.mesh.is_first) or (arrival and arrival.header.kind == Header.EMPTY):
+            return self._pass_empty(task)
+        with _span(trace, Kind.FORWARD, task.k, task.version):
             if self.mesh.is_last:
                 return self._leave(task, arrival)
-            if arrival is None:
-                return self._enter(task)
-            inputs, arguments = self._open(arrival)
-            return self._pass_on(task, (arguments,), {}, arrival.header, inputs)
+            departure = self._enter(task) if arrival is None else self._pass_through(task, arrival)
+        assert self.transport is not None
+        with _span(trace, Beside.SEND, task.k, num_bytes=departure.header.num_bytes):
+            self.transport.send_activation(departure.header, departure.tensors)
+        return departure.flight
 
     def post(self, flight: Flight) -> None:
         """Expect the gradients of a flight that left this stage."""
         if self.transport is not None and not self.mesh.is_last and flight.weight:
-            self.transport.post_gradients(flight.k, flight.outputs)
+            self.transport.expect_gradients(flight.k, flight.outputs)
 
     def backward(self, flight: Flight, weights: dict[str, Tensor]) -> None:
         """Run the backward of a flight, adding to the gradients of ``weights``, and send the inputs' gradients."""
         if not flight.weight:
             return
-        if self.mesh.is_last:
-            gradients: list[Tensor] | None = None
-        else:
-            assert self.transport is not None
-            gradients = self.transport.receive_gradients(flight.k)
+        gradients: list[Tensor] | None = None
+        if self.transport is not None and not self.mesh.is_last:
+            with self.span(Wait.GRADIENT, flight.k):
+                gradients = self.transport.receive_gradients(flight.k)
         if flight.outputs:
-            # What a backward draws must not depend on what ran before it: a drain would change it.
-            self._seed("backward", self.stage.first_unit, self.mesh.replica, flight.k)
-            with self.span(Kind.BACKWARD, flight.k):
+            with self.span(Kind.BACKWARD, flight.k, flight.version):
+                # What a backward draws must not depend on what ran before it: a drain would change it.
+                self._seed("backward", self.stage.first_unit, self.mesh.replica, flight.k)
                 self.stage.under(weights, lambda: torch.autograd.backward(flight.outputs, gradients))
         self.send_input_gradients(flight)
 
     def send_input_gradients(self, flight: Flight) -> None:
         """Send the gradients of what was received; zeros for what the loss does not depend on."""
         if self.transport is not None and not self.mesh.is_first:
-            self.transport.send_gradients(flight.k, [gradient.get() for gradient in flight.inputs])
+            gradients = [gradient.get() for gradient in flight.inputs]
+            with self.span(Beside.SEND, flight.k, num_bytes=sum(gradient.nbytes for gradient in gradients)):
+                self.transport.send_gradients(flight.k, gradients)
 
     def announce_failure(self, k: int) -> None:
         """Tell the stage after that nothing comes, so that it does not wait."""
         if self.transport is not None and not self.mesh.is_last:
             self.transport.send_activation(Header(k, Header.FAILED), ())
 
-    def span(self, kind: Kind, index: int) -> AbstractContextManager[None]:
+    def span(
+        self, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0
+    ) -> AbstractContextManager[None]:
         """Record what runs meanwhile, if anything is recorded."""
-        return self.trace.span(kind, index) if self.trace is not None else nullcontext()
+        return _span(self.trace, kind, index, version, num_bytes)
 
-    def _receive(self, k: int) -> Arrival | None:
+    def _receive(self, k: int, trace: Trace | None) -> Arrival | None:
         if self.mesh.is_first or self.transport is None:
             return None
-        arrival = self.transport.receive_activation(k)
+        with _span(trace, Wait.ACTIVATION, k):
+            arrival = self.transport.receive_activation(k)
         if arrival.header.kind == Header.FAILED:
             raise StageBeforeFailedError(f"stage {self.mesh.stage - 1} failed at micro-batch {k}")
         return arrival
@@ -163,12 +174,11 @@ class StageRunner:
     def _pass_empty(self, task: Task) -> Flight:
         if self.mesh.is_last and task.slot is not None:
             raise BatchMismatchError(_mismatch(task.k, "an empty slot on the first stage, samples on the last"))
-        flight = Flight(task.k, task.version)
         if self.transport is not None and not self.mesh.is_last:
-            flight.message = self.transport.send_activation(Header(task.k, Header.EMPTY), ())
-        return flight
+            self.transport.send_activation(Header(task.k, Header.EMPTY), ())
+        return Flight(task.k, task.version)
 
-    def _enter(self, task: Task) -> Flight:
+    def _enter(self, task: Task) -> _Departure:
         weight = self._weight(task.slot)
         self._seed(task.purpose, self.mesh.replica, task.k)
         with self._step_context():
@@ -176,17 +186,19 @@ class StageRunner:
         header = Header(task.k, weight=weight, fingerprint=fingerprint(task.slot))
         return self._pass_on(task, args, kwargs, header, ())
 
+    def _pass_through(self, task: Task, arrival: Arrival) -> _Departure:
+        inputs, arguments = self._open(arrival)
+        return self._pass_on(task, (arguments,), {}, arrival.header, inputs)
+
     def _pass_on(
         self, task: Task, args: tuple, kwargs: dict[str, Any], header: Header, inputs: tuple[InputGradient, ...]
-    ) -> Flight:
+    ) -> _Departure:
         output = self._compute(task, args, kwargs)
         tensors = _tensors_of_output(output)
         kind = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE
         outgoing = Header(task.k, kind, header.weight, header.fingerprint, describe(tensors))
-        assert self.transport is not None
-        message = self.transport.send_activation(outgoing, tensors)
         outputs = tuple(t for t in tensors if t.requires_grad)
-        return Flight(task.k, task.version, header.weight, inputs, outputs, message=message)
+        return _Departure(Flight(task.k, task.version, header.weight, inputs, outputs), outgoing, tensors)
 
     def _leave(self, task: Task, arrival: Arrival | None) -> Flight:
         if task.slot is None:
@@ -246,6 +258,12 @@ class StageRunner:
                 " no gradient; compute it from the model's output, without detach() or no_grad()"
             )
         return (loss if self.hooks.loss_reduction == "sum" else loss * weight,)
+
+
+def _span(
+    trace: Trace | None, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0
+) -> AbstractContextManager[None]:
+    return nullcontext() if trace is None else trace.span(kind, index, version, num_bytes)
 
 
 def loss_of(result: Any) -> Tensor:

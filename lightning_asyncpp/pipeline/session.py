@@ -95,7 +95,9 @@ class PipelineSession:
         self._copy_from_first_replica(stage)
         settings = self.settings if training else self.settings.with_delay(0)
         self.failure, self.optimizer, self._office = None, None, None
-        self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), self.seed, device, hooks)
+        timeout = None if self.timeout is None else self.timeout.total_seconds()
+        resolved = settings.resolved(mesh.world_size)
+        self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
         return self.engine
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -202,7 +204,8 @@ class PipelineSession:
         if self.failure is None:
             self.failure = error
             if self.mesh is not None:
-                hang_up_soon(self.mesh, error)
+                transport = self.engine.runner.transport if self.engine is not None else None
+                hang_up_soon(self.mesh, error, transport)
 
     def finish(self) -> None:
         """End the run, after every message has arrived; a collective unless the session failed.
@@ -216,6 +219,7 @@ class PipelineSession:
                 self.engine.runner.transport.settle()
                 with lost_peers():
                     dist.barrier(group=self._groups().host)
+                self.engine.close_connections()
         except PeerLostError as error:
             self.fail(error)
             raise

@@ -1,53 +1,75 @@
-"""Activations forward, their gradients backward, between the neighbours of a pipeline.
+"""Activations forward, their gradients backward, and control messages, between the neighbours of a pipeline.
 
-Nothing is waited for in the hot path but what is needed next: sends are asynchronous and kept until they are known to
-be done, gradients have their receives posted when the activation leaves, activations are received ahead.
+Headers, control messages and tensors on the host go through the links of :mod:`lightning_asyncpp.pipeline.link`, each
+in the order in which it was sent. Tensors on GPUs go through NCCL, announced by their headers; where NCCL cannot be
+used (several stages on one GPU) they are copied through the host.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import lost_peers
-from lightning_asyncpp.pipeline.header import Header
-from lightning_asyncpp.pipeline.inbox import Arrival, Inbox, Tags
-from lightning_asyncpp.pipeline.mesh import Groups, Mesh, started
-from lightning_asyncpp.pipeline.parcel import Envelope, Parcels
+from lightning_asyncpp.pipeline.device_tensors import DeviceTensors
+from lightning_asyncpp.pipeline.errors import ProtocolError, lost_peers
+from lightning_asyncpp.pipeline.header import HEADER_BYTES, Header, TensorInfo
+from lightning_asyncpp.pipeline.link import Bytes, Frame, Link
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.neighbours import Neighbours, connect_neighbours
+
+_ACTIVATION, _GRADIENT, _PART, _TOTAL = 1, 2, 3, 4
+_NAMES = {_ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum"}
 
 
-class _Posted(NamedTuple):
-    """Receives of the gradients of one activation, in the order of the tensors that need one."""
+class Arrival(NamedTuple):
+    """An activation that arrived."""
 
-    works: list[dist.Work]
-    gradients: list[Tensor]
+    header: Header
+    tensors: tuple[Tensor, ...]
 
 
 class Transport:
-    """Point-to-point messages of one stage with its two neighbours.
+    """Messages of one stage with its two neighbours. Making one is a collective call.
 
     Args:
         mesh: this rank's place; its groups are connected.
         device: where tensors live.
         max_message_bytes: largest activation that is accepted, in bytes.
+        timeout: seconds that a wait for a neighbour may take; default: half an hour.
+        neighbours: links that are there already, for tests.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, max_message_bytes: int) -> None:
-        self.mesh = mesh
-        self.tags = Tags.of(self._groups.next_channel())
-        # (number of the message, or micro-batch of the gradient; work; what is sent, which must live until it is done)
-        self._activations: deque[tuple[int, dist.Work, Tensor | Envelope]] = deque()
-        self._gradients: deque[tuple[int, dist.Work, Tensor | Envelope]] = deque()
-        self.activations_sent = 0
-        self._posted: dict[int, _Posted] = {}
-        self._parcels = Parcels(device)
-        self._inbox = None if mesh.is_first else Inbox(mesh, device, max_message_bytes, self.tags)
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        max_message_bytes: int,
+        timeout: float | None = None,
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        self.mesh, self.device, self.max_message_bytes = mesh, device, max_message_bytes
+        self._before, self._after = neighbours or connect_neighbours(mesh, timeout)
+        self._names = {self._before: self._name(mesh.stage - 1), self._after: self._name(mesh.stage + 1)}
+        self._direct = DeviceTensors.between(mesh, device)
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._expected: dict[int, list[Tensor]] = {}
+        self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
+
+    # -- activations ----------------------------------------------------------------------------------------------
+
+    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
+        """Send an activation, or the header alone, to the stage after."""
+        link = self._link(self._after)
+        tensors = tuple(tensor.detach() for tensor in tensors)
+        parts: list[Bytes] = [header.pack()]
+        if self._direct is None:
+            parts += [_bytes_of(tensor) for tensor in tensors]
+        with lost_peers(self._names[link]):
+            link.write(_ACTIVATION, header.k, parts)
+        if self._direct is not None:
+            self._direct.send_activation(tensors)
 
     def receive_activation(self, k: int) -> Arrival:
         """Return the activation of micro-batch ``k``, the next to come, waiting for it; not on the first stage.
@@ -56,77 +78,156 @@ class Transport:
             PeerLostError: the stage before is gone.
             ProtocolError: what came is not what was agreed on.
         """
-        assert self._inbox is not None, "nothing comes before the first stage"
-        return self._inbox.get(k)
+        link = self._link(self._before)
+        with lost_peers(self._names[link]):
+            frame = self._next(link, _ACTIVATION)
+            link.read_into(self._header)
+            header = Header.read(self._header, k, self.max_message_bytes)
+            if self._direct is not None:
+                return Arrival(header, self._direct.receive_activation(header.tensors))
+            if frame.num_bytes != HEADER_BYTES + header.num_bytes:
+                raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are not what its header announces")
+            return Arrival(header, tuple(self._read(link, info) for info in header.tensors))
 
-    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> int:
-        """Send an activation, or the header alone, to the stage after; return the number of the message, from 0."""
-        groups, peer = self._groups, self.mesh.rank_of(self.mesh.stage + 1)
-        tensors = tuple(tensor.detach() for tensor in tensors)
-        number = self.activations_sent
-        self.activations_sent += 1
-        inside = self._parcels.holds(number, header.tensors)
-        envelope = self._parcels.pack(number, header, tensors if inside else ())
-        work = self._send(envelope.message, peer, groups.host, self.tags.message)
-        self._activations.append((number, work, envelope))
-        self._parcels.learn(number, header.tensors)
-        if not inside:
-            for tensor in tensors:
-                tensor = tensor.contiguous()
-                work = self._send(tensor, peer, groups.to_next, self.tags.tensor)
-                self._activations.append((number, work, tensor))
-        return number
+    # -- gradients ------------------------------------------------------------------------------------------------
 
-    def post_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
-        """Post the receives of the gradients of ``outputs`` (those that need one) from the stage after."""
-        peer = self.mesh.rank_of(self.mesh.stage + 1)
-        gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
-        with self._peer(self.mesh.stage + 1):
-            works = [
-                started(dist.irecv(gradient, peer, group=self._groups.from_next, tag=self.tags.gradient))
-                for gradient in gradients
-            ]
-        self._posted[k] = _Posted(works, gradients)
+    def expect_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
+        """Make room for the gradients of ``outputs`` (those that need one), which the stage after will send."""
+        wanted = [tensor for tensor in outputs if tensor.requires_grad]
+        gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
+        self._expected[k] = gradients
+        if self._direct is not None:
+            with lost_peers(self._names[self._after]):
+                self._direct.post_gradients(k, gradients)
 
     def receive_gradients(self, k: int) -> list[Tensor]:
         """Return the gradients of micro-batch ``k`` in the order of the outputs that need one."""
-        posted = self._posted.pop(k)
-        with self._peer(self.mesh.stage + 1):
-            for work in posted.works:
-                work.wait()
-        return posted.gradients
+        link, gradients = self._link(self._after), self._expected.pop(k)
+        with lost_peers(self._names[link]):
+            if self._direct is not None:
+                self._direct.wait_gradients(k)
+                return gradients
+            frame = self._next(link, _GRADIENT)
+            size = sum(gradient.nbytes for gradient in gradients)
+            if (frame.number, frame.num_bytes) != (k, size):
+                raise ProtocolError(
+                    f"expected the gradient of micro-batch {k} with {size} bytes, got that of {frame.number} with"
+                    f" {frame.num_bytes}"
+                )
+            for gradient in gradients:
+                self._read_into(link, gradient)
+        return gradients
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
         """Send the gradients of micro-batch ``k`` to the stage before."""
-        peer = self.mesh.rank_of(self.mesh.stage - 1)
-        for gradient in gradients:
-            gradient = gradient.contiguous()
-            work = self._send(gradient, peer, self._groups.backward, self.tags.gradient)
-            self._gradients.append((k, work, gradient))
+        link = self._link(self._before)
+        with lost_peers(self._names[link]):
+            if self._direct is not None:
+                self._direct.send_gradients(gradients)
+            else:
+                link.write(_GRADIENT, k, [_bytes_of(gradient) for gradient in gradients])
 
-    def settle(self, activations: float = math.inf, gradients: float = math.inf) -> None:
-        """Wait for sends and let go of their tensors.
+    # -- control messages -----------------------------------------------------------------------------------------
 
-        Args:
-            activations: with message numbers up to this one.
-            gradients: of micro-batches up to this one.
-        """
-        for sends, last in ((self._activations, activations), (self._gradients, gradients)):
-            while sends and sends[0][0] <= last:
-                _, work, sent = sends.popleft()
-                with lost_peers("a neighbour"):
-                    work.wait()
-                if isinstance(sent, Envelope):
-                    self._parcels.reuse(sent)
+    def send_part(self, mini_batch: int, vector: Tensor) -> None:
+        """Send what this stage and those behind it have summed up, fp64 on the host, to the stage before."""
+        self._send_sum(self._before, _PART, mini_batch, vector)
 
-    @property
-    def _groups(self) -> Groups:
-        assert self.mesh.groups is not None, "a transport needs a connected mesh"
-        return self.mesh.groups
+    def receive_part(self, mini_batch: int, length: int) -> Tensor:
+        """Return what the stages behind have summed up, waiting for it: ``length`` fp64 values."""
+        return self._receive_sum(self._after, _PART, mini_batch, length)
 
-    def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> dist.Work:
-        with lost_peers(f"rank {peer}"):
-            return started(dist.isend(tensor, peer, group=group, tag=tag))
+    def send_total(self, mini_batch: int, vector: Tensor) -> None:
+        """Send the sum of all stages towards the last one; those between pass it on as they meet it."""
+        self._send_sum(self._after, _TOTAL, mini_batch, vector)
 
-    def _peer(self, stage: int) -> AbstractContextManager[None]:
-        return lost_peers(f"rank {self.mesh.rank_of(stage)} (stage {stage})")
+    def receive_total(self, mini_batch: int, length: int) -> Tensor:
+        """Return the sum of all stages, waiting for it: ``length`` fp64 values."""
+        return self._receive_sum(self._before, _TOTAL, mini_batch, length)
+
+    # -- everything -----------------------------------------------------------------------------------------------
+
+    def wait_for_stage_after(self, backlog: int) -> None:
+        """Wait until no more than ``backlog`` parts of messages to the stage after are unsent."""
+        if self._after is not None:
+            with lost_peers(self._names[self._after]):
+                self._after.wait_for_backlog(backlog)
+
+    def settle(self) -> None:
+        """Wait until tensors that are sent from device to device have left, and let go of them."""
+        if self._direct is not None:
+            with lost_peers("a neighbour"):
+                self._direct.settle()
+
+    def hang_up(self) -> None:
+        """End both connections, from any thread: neighbours that wait get an error."""
+        for link in (self._before, self._after):
+            if link is not None:
+                link.hang_up()
+
+    def close(self) -> None:
+        """Let go of the connections; what was sent still arrives."""
+        for link in (self._before, self._after):
+            if link is not None:
+                link.close()
+
+    def _name(self, stage: int) -> str:
+        return f"rank {self.mesh.rank_of(stage)} (stage {stage})"
+
+    def _link(self, link: Link | None) -> Link:
+        assert link is not None, "there is no stage on that side"
+        return link
+
+    def _next(self, link: Link, kind: int) -> Frame:
+        """The frame of the next message of ``kind``; control messages before it are put aside."""
+        while (frame := link.read_frame()).kind != kind:
+            if frame.kind not in (_PART, _TOTAL):
+                raise ProtocolError(f"expected {_NAMES[kind]}, got {_NAMES.get(frame.kind, 'something else')}")
+            self._put_aside(link, frame)
+        return frame
+
+    def _send_sum(self, link: Link | None, kind: int, mini_batch: int, vector: Tensor) -> None:
+        link = self._link(link)
+        with lost_peers(self._names[link]):
+            link.write(kind, mini_batch, [_bytes_of(vector)])
+
+    def _receive_sum(self, link: Link | None, kind: int, mini_batch: int, length: int) -> Tensor:
+        link, wanted = self._link(link), (kind, mini_batch)
+        with lost_peers(self._names[link]):
+            while wanted not in self._sums:
+                frame = link.read_frame()
+                if frame.kind not in (_PART, _TOTAL):
+                    raise ProtocolError(f"expected {_NAMES[kind]} of mini-batch {mini_batch}, got {frame}")
+                self._put_aside(link, frame)
+        vector = self._sums.pop(wanted)
+        if vector.numel() != length:
+            raise ProtocolError(f"mini-batch {mini_batch}: {vector.numel()} values instead of {length}")
+        return vector
+
+    def _put_aside(self, link: Link, frame: Frame) -> None:
+        vector = torch.empty(frame.num_bytes // 8, dtype=torch.float64, device="cpu")
+        self._read_into(link, vector)
+        self._sums[frame.kind, frame.number] = vector
+        if frame.kind == _TOTAL and self._after is not None:
+            self._send_sum(self._after, _TOTAL, frame.number, vector.clone())
+
+    def _read(self, link: Link, info: TensorInfo) -> Tensor:
+        tensor = torch.empty(info.shape, dtype=info.dtype, device=self.device)
+        self._read_into(link, tensor)
+        return tensor
+
+    def _read_into(self, link: Link, tensor: Tensor) -> None:
+        host = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu", pin_memory=True)
+        link.read_into(_view(host))
+        if host is not tensor:
+            tensor.copy_(host)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor; those on a GPU come to the host first."""
+    return _view(tensor.detach().contiguous().cpu())
+
+
+def _view(tensor: Tensor) -> memoryview:
+    # uint8, because numpy does not know all of torch's dtypes.
+    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline import foreach
-from lightning_asyncpp.pipeline.buckets import GradientBuckets, Gradients
+from lightning_asyncpp.pipeline.buckets import Gradients
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.exchange import ControlSum
-from lightning_asyncpp.pipeline.mesh import Mesh, started
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.reduction import Reduction, squares
 
 _FIXED = 5
 
@@ -53,12 +52,6 @@ class StopFlags:
     finished: bool = False
 
 
-def squared_norm(gradients: Mapping[str, Tensor | None]) -> float:
-    """Sum of squares over all gradients, in fp64."""
-    present = [gradient for gradient in gradients.values() if gradient is not None]
-    return math.fsum(norm * norm for norm in foreach.norms(present, torch.float64))
-
-
 def gradient_norm(sum_of_squares: float, weight: float) -> float:
     """Norm of the mean gradient from the squares of the summed one, rounded to fp32.
 
@@ -79,39 +72,37 @@ class PendingUpdate:
 
     Attributes:
         mesh: this rank's place.
+        device: of the gradients.
         gradients: name -> summed gradient of this stage; replaced by the sum over the replicas.
-        like: name -> a tensor of the gradient's shape and dtype.
         weight: sum of the micro-batches' weights; counted on the last stages only.
         stop: what this rank asks for.
         payload: this replica's attachment, of the same length on all ranks; counted on the last stages only.
         exchange: of the control messages; None in a world of one rank.
+        reduction: over the replicas; None if there is one.
     """
 
     mesh: Mesh
+    device: torch.device
     gradients: Gradients
-    like: Mapping[str, Tensor]
     weight: float
     stop: StopFlags
     payload: Tensor
     exchange: ControlSum | None = None
-    _works: list[dist.Work] = field(default_factory=list)
-    _buckets: GradientBuckets | None = None
+    reduction: Reduction | None = None
     _message: Tensor | None = None
     _squares: float = 0.0
 
     def launch(self) -> None:
         """Start the reduction over the replicas, or with one replica the control message."""
-        group = self.mesh.groups.data_parallel if self.mesh.groups is not None else None
-        if group is None:
+        if self.reduction is None:
             self._launch_message()
             return
-        self._buckets = GradientBuckets(self.gradients, self.like)
-        with lost_peers():
-            self._works = [started(dist.all_reduce(flat, group=group, async_op=True)) for flat in self._buckets.flat]
+        self.reduction.send_rest(self.gradients)
+        self.gradients = self.reduction.gradients  # the stage's own are not needed any more
 
     def poll(self) -> None:
-        """Send the control message if the reduction is done by now."""
-        if self._message is None and all(work.is_completed() for work in self._works):
+        """Take up what the reduction brought, and send the control message if that is everything."""
+        if self._message is None and (self.reduction is None or self.reduction.poll()):
             self._launch_message()
 
     def reduce_now(self) -> tuple[float, float]:
@@ -125,10 +116,8 @@ class PendingUpdate:
         weight = self.weight
         group = self.mesh.groups.data_parallel if self.mesh.groups is not None else None
         if group is not None:
-            device = next((tensor.device for tensor in self.like.values()), torch.device("cpu"))
-            total = torch.tensor([weight], dtype=torch.float64, device=device)
             with lost_peers():
-                dist.all_reduce(total, group=group)
+                dist.all_reduce(total := torch.tensor([weight], dtype=torch.float64, device=self.device), group=group)
             weight = float(total)
         return weight, self._squares
 
@@ -146,23 +135,21 @@ class PendingUpdate:
         return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), payload)
 
     def _launch_message(self) -> None:
-        with lost_peers():
-            for work in self._works:
-                work.wait()
-        if self._buckets is not None:
-            self.gradients = self._buckets.unpack()
-        self._works, self._buckets = [], None
+        if self.reduction is not None:
+            self.reduction.wait()
         self._message = self._compose()
         if self.exchange is not None:
             with lost_peers():
                 self.exchange.send(self._message)
 
     def _compose(self) -> Tensor:
-        self._squares = squares = squared_norm(self.gradients)
-        finite = math.isfinite(squares)
+        each = squares(self.gradients) if self.reduction is None else self.reduction.squares
+        # Added exactly, so that their order does not matter.
+        self._squares = math.fsum(each)
+        finite = math.isfinite(self._squares)
         message = torch.zeros(message_length(self.mesh, self.payload), dtype=torch.float64, device="cpu")
         if self.mesh.replica == 0 and finite:  # every replica holds the same reduced gradient
-            message[1] = squares
+            message[1] = self._squares
         message[2] = float(not finite)
         message[3], message[4] = float(self.stop.interrupted), float(self.stop.finished)
         if self.mesh.is_last:

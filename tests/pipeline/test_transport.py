@@ -1,73 +1,158 @@
-"""What is sent is kept until it has arrived, and not longer."""
+"""Messages between neighbours: what is sent arrives as it was, in order, and what does not fit is refused."""
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
+from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
 from lightning_asyncpp.pipeline.header import Header, describe
-from lightning_asyncpp.pipeline.mesh import Groups, Mesh
+from lightning_asyncpp.pipeline.link import Link
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.neighbours import Neighbours
 from lightning_asyncpp.pipeline.transport import Transport
 
-
-class Sending:
-    """A send that is done once it was waited for."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.before, self.waited = tensor, tensor.clone(), False
-
-    def wait(self) -> None:
-        assert torch.equal(self.tensor, self.before), "what is being sent was written over"
-        self.waited = True
+CPU = torch.device("cpu")
+SHAPES: list[tuple[int, ...] | None] = [(2, 3), (2, 3), None, (1, 3), (2, 3), None, None, (4,), (), (0, 5), (2, 3)]
 
 
-@pytest.fixture
-def sends(monkeypatch: pytest.MonkeyPatch) -> list[Sending]:
-    """Every send, in order; nothing is really sent."""
-    started: list[Sending] = []
-
-    def isend(tensor: torch.Tensor, *_: Any, **__: Any) -> Sending:
-        started.append(Sending(tensor))
-        return started[-1]
-
-    monkeypatch.setattr(dist, "isend", isend)
-    return started
-
-
-@pytest.fixture
-def transport(sends: list[Sending]) -> Transport:
-    """Of the first of two stages."""
-    groups: Any = object()
-    return Transport(Mesh(2, 1, 1, Groups(groups, groups)), torch.device("cpu"), 2**20)
+def chain(stages: int, max_message_bytes: int = 2**20) -> list[Transport]:
+    """The transports of all stages of a pipeline, in this process."""
+    sockets = [socket.socketpair() for _ in range(stages - 1)]
+    links = [(Link(a, 5.0), Link(b, 5.0)) for a, b in sockets]
+    transports = []
+    for stage in range(stages):
+        before = links[stage - 1][1] if stage else None
+        after = links[stage][0] if stage + 1 < stages else None
+        mesh = Mesh(stages, 1, stages - 1 - stage)
+        transports.append(Transport(mesh, CPU, max_message_bytes, neighbours=Neighbours(before, after)))
+    return transports
 
 
-def send(transport: Transport, k: int) -> int:
-    tensors = (torch.full((3,), float(k)),)
-    return transport.send_activation(Header(k, Header.TENSOR, 1.0, 0, describe(tensors)), tensors)
+def send(transport: Transport, k: int, *tensors: Tensor) -> None:
+    kind = (Header.TENSOR if len(tensors) == 1 else Header.TUPLE) if tensors else Header.EMPTY
+    transport.send_activation(Header(k, kind, 1.0, 5, describe(tensors)), tensors)
 
 
-def test_an_envelope_is_filled_again_only_after_its_send(transport: Transport, sends: list[Sending]) -> None:
-    for k in range(12):
-        assert send(transport, k) == k
-        if k >= 5:
-            transport.settle(activations=k - 5)
-    transport.settle()
-    assert all(sending.waited for sending in sends)
-    assert len({id(sending.tensor) for sending in sends[-6:]}) == 6
-    assert len({sending.tensor.data_ptr() for sending in sends}) < len(sends), "envelopes are used again"
+def test_activations_of_changing_shapes_arrive_in_order() -> None:
+    first, last = chain(2)
+    sent = [() if shape is None else (torch.randn(shape),) for shape in SHAPES]
+    for k, tensors in enumerate(sent):
+        send(first, k, *tensors)
+    for k, tensors in enumerate(sent):
+        arrival = last.receive_activation(k)
+        assert arrival.header == Header(k, Header.TENSOR if tensors else Header.EMPTY, 1.0, 5, describe(tensors))
+        assert len(arrival.tensors) == len(tensors)
+        assert all(torch.equal(a, b) for a, b in zip(arrival.tensors, tensors))
 
 
-def test_sends_of_an_evaluation_do_not_keep_those_of_the_training_behind_it(
-    transport: Transport, sends: list[Sending]
-) -> None:
-    """Evaluations count their micro-batches anew: messages are let go of by their own number."""
-    for k in range(40):
-        send(transport, k)
-        transport.settle(activations=transport.activations_sent - 8)
-    for k in range(4, 14):
-        number = send(transport, k)
-        transport.settle(activations=number - 2)
-    assert sum(not sending.waited for sending in sends) == 2
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+def test_tensors_of_any_layout_and_dtype(dtype: torch.dtype) -> None:
+    first, last = chain(2)
+    tensors = torch.arange(24).view(4, 6).t().to(dtype), torch.ones(3).to(dtype)
+    send(first, 0, *tensors)
+    arrival = last.receive_activation(0)
+    assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(arrival.tensors, tensors))
+
+
+def test_what_was_sent_may_change_afterwards() -> None:
+    first, last = chain(2, 2**26)
+    tensor = torch.zeros(4 * 2**20)  # more than the sockets take at once
+    send(first, 0, tensor)
+    tensor += 1
+    assert not bool(last.receive_activation(0).tensors[0].any())
+
+
+def test_gradients_go_back_to_the_outputs_that_need_one() -> None:
+    first, last = chain(2)
+    outputs = torch.zeros(2, 3, requires_grad=True).t(), torch.zeros(4), torch.zeros((), requires_grad=True)
+    for k in (0, 1):
+        first.expect_gradients(k, outputs)
+    for k in (0, 1):
+        last.send_gradients(k, [torch.full((3, 2), float(k)), torch.tensor(k + 0.5)])
+    for k in (0, 1):
+        matrix, number = first.receive_gradients(k)
+        assert torch.equal(matrix, torch.full((3, 2), float(k)))
+        assert float(number) == k + 0.5
+
+
+def test_sums_pass_through_every_stage_between_other_messages() -> None:
+    """Parts come behind gradients, totals in front of activations; nobody waits for what it has met already."""
+    first, middle, last = chain(3)
+    vector = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    output = (torch.zeros(2, requires_grad=True),)
+    middle.expect_gradients(0, output)
+    last.send_part(0, vector)
+    last.send_gradients(0, [torch.ones(2)])
+    assert torch.equal(middle.receive_gradients(0)[0], torch.ones(2))
+    middle.send_part(0, middle.receive_part(0, 2) + vector)
+    total = first.receive_part(0, 2) + vector
+    first.send_total(0, total)
+    send(first, 1, torch.ones(1))
+    send(middle, 1, middle.receive_activation(1).tensors[0])  # it meets the total on the way
+    assert torch.equal(middle.receive_total(0, 2), 3 * vector)
+    assert torch.equal(last.receive_total(0, 2), 3 * vector)
+    assert torch.equal(last.receive_activation(1).tensors[0], torch.ones(1))
+
+
+def test_what_evaluations_receive_serves_there_and_training_goes_on() -> None:
+    first, last = chain(2)
+    for k in range(4):
+        with torch.inference_mode(k < 2):
+            send(first, k, torch.full((3,), float(k)))
+            received = last.receive_activation(k).tensors[0]
+            assert float(received[0]) == k
+            if k >= 2:
+                (received.requires_grad_() * 2).sum().backward()
+                assert received.grad is not None
+
+
+class TestRefusals:
+    """What does not fit what was agreed on ends the run; it is never taken for something else."""
+
+    @pytest.mark.parametrize("act", [lambda t: send(t, 3, torch.ones(1))], ids=["another micro-batch"])
+    def test_another_micro_batch(self, act: Any) -> None:
+        first, last = chain(2)
+        act(first)
+        with pytest.raises(ProtocolError, match="expected micro-batch 2 from the stage before, got 3"):
+            last.receive_activation(2)
+
+    def test_too_large_an_activation(self) -> None:
+        first, last = chain(2, max_message_bytes=15)
+        send(first, 0, torch.ones(4))
+        with pytest.raises(ProtocolError, match="16 bytes, more than max_message_bytes=15"):
+            last.receive_activation(0)
+
+    def test_a_gradient_of_another_size_or_micro_batch(self) -> None:
+        for k, size in ((0, 3), (1, 2)):
+            first, last = chain(2)
+            first.expect_gradients(0, (torch.zeros(2, requires_grad=True),))
+            last.send_gradients(k, [torch.zeros(size)])
+            with pytest.raises(ProtocolError, match="expected the gradient of micro-batch 0 with 8 bytes"):
+                first.receive_gradients(0)
+
+    def test_a_sum_where_an_activation_is_due_and_the_other_way_round(self) -> None:
+        first, last = chain(2)
+        send(first, 0, torch.ones(1))
+        with pytest.raises(ProtocolError, match="expected a sum of mini-batch 0"):
+            last.receive_total(0, 2)
+
+    def test_a_sum_of_another_length(self) -> None:
+        first, last = chain(2)
+        last.send_part(0, torch.zeros(3, dtype=torch.float64))
+        with pytest.raises(ProtocolError, match="3 values instead of 2"):
+            first.receive_part(0, 2)
+
+    def test_the_name_of_a_neighbour_that_is_gone(self) -> None:
+        first, last = chain(2)
+        last.close()
+        with pytest.raises(PeerLostError, match=r"rank 0 \(stage 1\) is gone"):
+            first.receive_part(0, 2)
+        first, last = chain(2)
+        first.hang_up()
+        with pytest.raises(PeerLostError, match=r"rank 1 \(stage 0\) is gone"):
+            last.receive_activation(0)

@@ -15,8 +15,9 @@ from lightning_asyncpp.pipeline.emulator.delayed_weights import DelayedWeights, 
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
+from lightning_asyncpp.pipeline.reduction import squares
 from lightning_asyncpp.pipeline.units import stages_of_parameters
-from lightning_asyncpp.pipeline.update import clip_coefficient, squared_norm
+from lightning_asyncpp.pipeline.update import clip_coefficient
 from lightning_asyncpp.pipeline.weights import leave_out, lent
 
 
@@ -207,7 +208,7 @@ class DelayEmulator:
         set_delay(delay if isinstance(delay, int) else dict(self.weights.delays))
 
     def _is_finite(self, micro_batches: MicroBatchGradient | None) -> bool:
-        return micro_batches.finite if micro_batches is not None else math.isfinite(squared_norm(self._gradients()))
+        return micro_batches.finite if micro_batches is not None else math.isfinite(sum(squares(self._gradients())))
 
     def _gradients(self) -> dict[str, Tensor]:
         gradients = {name: p.grad for p, name in self.names.items() if p.grad is not None}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline import foreach
-from lightning_asyncpp.pipeline.buckets import GradientBuckets
+from lightning_asyncpp.pipeline.buckets import plan_buckets
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
@@ -151,12 +151,15 @@ class MicroBatchGradient:
         return result
 
     def _reduced(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        buckets = GradientBuckets(gradients, self.parameters)
         weight = torch.tensor([self.weight], dtype=torch.float64, device=self.device)
-        for tensor in (*buckets.flat, weight):
-            dist.all_reduce(tensor)
+        dist.all_reduce(weight)
         self.weight = float(weight)
-        return buckets.unpack()
+        reduced: dict[str, Tensor | None] = {}
+        for bucket in plan_buckets(self.parameters):
+            flat = bucket.pack(gradients)
+            dist.all_reduce(flat)
+            reduced.update(bucket.unpack(flat))
+        return {name: reduced[name] for name in gradients}
 
 
 @contextmanager

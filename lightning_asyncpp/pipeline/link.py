@@ -1,0 +1,211 @@
+"""A byte stream between two neighbouring stages, written and read by the training thread itself.
+
+A message over torch.distributed's gloo takes two threads to be woken on the receiving side, that of gloo and the one
+that waits for it, and costs the sender a quarter of a millisecond. A socket that the waiting thread reads itself takes
+one, and costs a fifth: between stages that run for milliseconds this is most of what a pipeline loses.
+
+Writing never waits for the other side to read: what the socket does not take at once a thread sends on, whatever the
+training thread waits for meanwhile. So two neighbours that both send do not block each other.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_PREFIX = struct.Struct("<qqq")
+_BUFFER_BYTES = 8192
+_DEFAULT_TIMEOUT = 1800.0
+
+Bytes = bytes | bytearray | memoryview
+
+
+class Frame(NamedTuple):
+    """What stands before a message: what it is, which micro-batch or mini-batch it is of, and its size in bytes."""
+
+    kind: int
+    number: int
+    num_bytes: int
+
+
+class Link:
+    """One end of a connection with a neighbour.
+
+    Args:
+        connection: a connected stream socket; the link owns it.
+        timeout: seconds that a wait for the other side may take; None: half an hour.
+    """
+
+    def __init__(self, connection: socket.socket, timeout: float | None = None) -> None:
+        self.timeout = _DEFAULT_TIMEOUT if timeout is None else timeout
+        self._socket = connection
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0  # what is in the buffer and was not asked for yet
+        self._backlog = _Backlog(connection)
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The kernel's own time-outs: those of Python cost another call in front of every read.
+        connection.setblocking(True)
+        seconds = struct.pack("@ll", int(self.timeout), int(self.timeout % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, seconds)
+
+    def write(self, kind: int, number: int, parts: Sequence[Bytes]) -> None:
+        """Send a message; returns at once.
+
+        Args:
+            kind, number: what the other end finds in the frame.
+            parts: the message; they may change as soon as this returns.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        views = [memoryview(part).cast("B") for part in parts]
+        frame = _PREFIX.pack(kind, number, sum(view.nbytes for view in views))
+        unsent = [memoryview(frame), *(view for view in views if view.nbytes)]
+        if not self._backlog.size:
+            unsent = self._send_now(unsent)
+        if unsent:
+            self._backlog.add([bytes(view) for view in unsent])
+
+    def wait_for_backlog(self, limit: int) -> None:
+        """Wait until the other side has read so much that no more than ``limit`` parts of messages are unsent.
+
+        Raises:
+            OSError: the connection is broken, or the other side did not read for ``timeout`` seconds.
+        """
+        self._backlog.wait(limit)
+
+    def read_frame(self) -> Frame:
+        """Wait for the beginning of the next message; :meth:`read_into` then takes exactly ``num_bytes`` bytes.
+
+        Raises:
+            OSError: the connection is broken, or nothing came for ``timeout`` seconds.
+        """
+        size = _PREFIX.size
+        if self._end - self._start < size:
+            left = self._end - self._start
+            self._buffer[:left] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, left
+            while self._end < size:
+                self._end += self._receive(self._buffer[self._end :])
+        frame = Frame(*_PREFIX.unpack_from(self._buffer, self._start))
+        self._start += size
+        return frame
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view`` (bytes) with what comes next, waiting for it.
+
+        Raises:
+            OSError: as for :meth:`read_frame`.
+        """
+        filled = min(view.nbytes, self._end - self._start)
+        view[:filled] = self._buffer[self._start : self._start + filled]
+        self._start += filled
+        while filled < view.nbytes:
+            filled += self._receive(view[filled:])
+
+    def hang_up(self) -> None:
+        """End the connection, from any thread: whoever waits on either side gets an error."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is broken already
+
+    def close(self) -> None:
+        """Let go of the connection once its backlog is sent; what was sent still arrives."""
+        self._backlog.close()
+
+    def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
+        """Give the socket what it takes at once; return the rest."""
+        try:
+            sent = self._socket.sendmsg(parts, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return parts
+        for position, part in enumerate(parts):
+            if sent < part.nbytes:
+                return [part[sent:], *parts[position + 1 :]]
+            sent -= part.nbytes
+        return []
+
+    def _receive(self, view: memoryview) -> int:
+        try:
+            count = self._socket.recv_into(view)
+        except BlockingIOError:
+            raise TimeoutError(f"nothing came from the other side for {self.timeout:.0f} seconds") from None
+        if not count:
+            raise ConnectionResetError("the connection was closed by the other side")
+        return count
+
+
+class _Backlog:
+    """What a socket did not take at once, and the thread that sends it on: there is none until it is needed.
+
+    Args:
+        connection: the socket.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._parts: deque[bytes] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+        self._closing = False
+
+    @property
+    def size(self) -> int:
+        """Number of parts of messages that were not sent yet."""
+        return len(self._parts)
+
+    def add(self, parts: Sequence[bytes]) -> None:
+        """Send these after what is there already."""
+        with self._changed:
+            self._raise_error()
+            self._parts.extend(parts)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+
+    def wait(self, limit: int) -> None:
+        """Wait until no more than ``limit`` parts are left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or len(self._parts) <= limit)
+            self._raise_error()
+
+    def close(self) -> None:
+        """Close the socket, now or after the last part."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            if self._thread is None:
+                self._socket.close()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
+
+    def _run(self) -> None:
+        try:
+            while part := self._next():
+                self._socket.sendall(part)
+                with self._changed:
+                    self._parts.popleft()  # only now: until then nothing may overtake it
+                    self._changed.notify_all()
+        except OSError as error:
+            with self._changed:
+                late = isinstance(error, BlockingIOError)
+                self._error = TimeoutError("the other side did not read in time") if late else error
+                self._changed.notify_all()
+        if self._closing:
+            self._socket.close()
+
+    def _next(self) -> bytes | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._parts or self._closing)
+            return self._parts[0] if self._parts else None

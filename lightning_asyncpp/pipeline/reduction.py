@@ -1,0 +1,134 @@
+"""Sums the gradients of a mini-batch over the replicas, in the background.
+
+A bucket is sent off as soon as the last backward of the mini-batch has completed it, while the rest of that backward
+runs; what arrives is taken up, and its norm computed, as soon as anybody looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.buckets import Bucket, Gradients
+from lightning_asyncpp.pipeline.errors import ConfigurationError, lost_peers
+from lightning_asyncpp.pipeline.mesh import started
+
+
+class _Sent:
+    """A bucket on its way."""
+
+    def __init__(self, bucket: Bucket, flat: Tensor, group: dist.ProcessGroup) -> None:
+        self.bucket, self.flat = bucket, flat
+        self.ended = 0.0
+        self.work = started(dist.all_reduce(flat, group=group, async_op=True))
+        self.work.get_future().add_done_callback(self._end)
+
+    def _end(self, _: object) -> None:
+        self.ended = time.perf_counter()
+
+
+class Reduction:
+    """The reduction of one mini-batch.
+
+    Args:
+        buckets: how this stage's gradients are packed; the same on all replicas, which send them in this order.
+        group: the ranks of this stage in all replicas.
+
+    Attributes:
+        gradients: name -> sum over the replicas, of the buckets that were taken up.
+        squares: the sum of squares of each of them, in fp64.
+        started: when the first bucket was sent, in seconds of ``time.perf_counter``; 0.0 before.
+        ended: when the last one arrived.
+        num_bytes: size of what was sent, in bytes.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
+        self.gradients: Gradients = {}
+        self.squares: list[float] = []
+        self.started = self.ended = 0.0
+        self.num_bytes = 0
+        self._buckets, self._group = buckets, group
+        self._sent: list[_Sent] = []
+        self._taken = 0
+        self._missing = [set(bucket.names) for bucket in buckets]
+        self._bucket_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.names}
+
+    @contextmanager
+    def watching(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+        """Send buckets as the backward that runs meanwhile, the last of its mini-batch, completes them.
+
+        Args:
+            leaves: name -> the tensor whose gradient it is.
+        """
+        hooks = [
+            leaf.register_post_accumulate_grad_hook(lambda _, name=name: self._complete(name, leaves))
+            for name, leaf in leaves.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def send_rest(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Send what the last backward left incomplete: parameters without a gradient in it, or none at all."""
+        while len(self._sent) < len(self._buckets):
+            self._send(gradients)
+
+    def poll(self) -> bool:
+        """Take up what has arrived; returns whether that is everything."""
+        while self._taken < len(self._sent) and self._sent[self._taken].work.is_completed():
+            self._take_up()
+        return self._taken == len(self._buckets)
+
+    def wait(self) -> None:
+        """Wait for everything and take it up.
+
+        Raises:
+            PeerLostError: another replica is gone.
+        """
+        while self._taken < len(self._sent):
+            self._take_up()
+
+    def _complete(self, name: str, leaves: Mapping[str, Tensor]) -> None:
+        number = self._bucket_of[name]
+        if number < len(self._sent):
+            raise ConfigurationError(
+                f"the gradient of {name} grew after it was complete: a backward inside a backward added to it, as"
+                " torch.utils.checkpoint does for weights that two checkpointed parts share; give it"
+                " use_reentrant=False"
+            )
+        self._missing[number].discard(name)
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+            self._send({name: leaves[name].grad for name in self._buckets[len(self._sent)].names})
+
+    def _send(self, gradients: Mapping[str, Tensor | None]) -> None:
+        bucket = self._buckets[len(self._sent)]
+        with torch.no_grad():
+            flat = bucket.pack(gradients)
+        self.started = self.started or time.perf_counter()
+        self.num_bytes += flat.nbytes
+        with lost_peers():
+            self._sent.append(_Sent(bucket, flat, self._group))
+
+    def _take_up(self) -> None:
+        sent = self._sent[self._taken]
+        with lost_peers():
+            sent.work.wait()
+        self.ended = max(self.ended, sent.ended or time.perf_counter())
+        gradients = sent.bucket.unpack(sent.flat)
+        self.gradients.update(gradients)
+        self.squares += squares(gradients)
+        self._taken += 1
+
+
+def squares(gradients: Mapping[str, Tensor | None]) -> list[float]:
+    """Sum of squares of each gradient that there is, in fp64."""
+    present = [gradient for gradient in gradients.values() if gradient is not None]
+    return [norm * norm for norm in foreach.norms(present, torch.float64)]
