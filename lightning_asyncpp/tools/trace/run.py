@@ -161,7 +161,7 @@ def together(ranks: Sequence[RankTrace], notes: Sequence[str], folder: Path) -> 
 def _placed(rank: RankTrace, zero: float, end: float) -> RankTrace:
     """A rank in the run's time; what began after the last work of the run is no part of it."""
     spans = [
-        replace(span, start=span.start - zero, end=min(span.end, end) - zero) for span in rank.spans if span.start < end
+        replace(span, start=span.start - zero, end=min(span.end, end) - zero) for span in rank.spans if span.start <= end
     ]
     starts = [replace(start, time=start.time - zero) for start in rank.starts]
     return replace(rank, starts=starts, spans=sorted(spans, key=lambda span: (span.start, -span.end)))

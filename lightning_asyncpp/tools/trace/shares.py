@@ -60,8 +60,9 @@ def seconds_by_cause(spans: Sequence[Span], phases: Phases, start: float, end: f
         Seconds of every name of ``WORK`` and ``CAUSES``; together they are ``end - start``.
     """
     seconds = dict.fromkeys((*WORK, *CAUSES), 0.0)
-    first = min((span.start for span in spans), default=end)
-    last = max((span.end for span in spans), default=end)
+    explaining = [span for span in spans if span.kind in _RANK]
+    first = min((span.start for span in explaining), default=end)
+    last = max((span.end for span in explaining), default=end)
     for piece in pieces(spans, phases, start, end):
         seconds[_cause(piece, first, last)] += piece.end - piece.start
     return seconds
