@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -154,6 +155,7 @@ class PipelineStrategy(CheckpointMixin, RecordingMixin, PipelineStrategyMixin, D
         agree_on_problems(self._mesh, refusals.optimizer_problems(self.session, optimizer))
         self.session.finish()
         self.session.start(self._hooks, self.root_device, training=True)
+        rank_zero_info(f"Pipeline: {self.session.describe()}")
         self.session.attach(optimizer)
         optimizer.register_step_pre_hook(self._refuse_raw_step)
         mark_as_stepped(optimizer)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 _PREFIX = struct.Struct("<qqq")
 _BUFFER_BYTES = 8192
+_LOCAL_BUFFER_BYTES = 4 * 2**20
 _DEFAULT_TIMEOUT = 1800.0
 
 Bytes = bytes | bytearray | memoryview
@@ -48,11 +49,18 @@ class Link:
         self._backlog = _Backlog(connection)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:  # as much as TCP takes by itself, or what the system allows
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
         # The kernel's own time-outs: those of Python cost another call in front of every read.
         connection.setblocking(True)
         seconds = struct.pack("@ll", int(self.timeout), int(self.timeout % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, seconds)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both ends are on one machine and need no network."""
+        return self._socket.family == socket.AF_UNIX
 
     def write(self, kind: int, number: int, parts: Sequence[Bytes]) -> None:
         """Send a message; returns at once.

@@ -100,6 +100,17 @@ class PipelineSession:
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
         return self.engine
 
+    def describe(self) -> str:
+        """What was chosen, in one line."""
+        engine = self.running()
+        mesh, settings, transport = engine.mesh, engine.settings, engine.runner.transport
+        ahead = f", lookahead {settings.lookahead}" if settings.delay else ""
+        route = "" if transport is None else f"; tensors travel {transport.route}"
+        return (
+            f"{mesh.num_stages} stages x {mesh.num_replicas} replica(s), {settings.micro_batches} micro-batches{ahead},"
+            f" delay {settings.delay}{route}"
+        )
+
     def attach(self, optimizer: Optimizer) -> None:
         """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know.
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.private_names import required
 from lightning_asyncpp.pipeline.randomness import seed_of_run
 from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.shared_devices import backend_of
 
 T = TypeVar("T")
 
@@ -32,6 +34,9 @@ class PipelineStrategyMixin:
 
     def setup_environment(self) -> None:
         """Start the process group and connect the mesh; a collective call."""
+        purpose = "choose the backend for stages that share a GPU"
+        given = required(self, "_process_group_backend", purpose)
+        self._process_group_backend = backend_of(self.parallel_devices, given)  # type: ignore[attr-defined]
         super().setup_environment()  # type: ignore[misc]
         self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
 

@@ -57,6 +57,15 @@ class Transport:
         self._expected: dict[int, list[Tensor]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
 
+    @property
+    def route(self) -> str:
+        """How tensors travel, in words."""
+        if self._direct is not None:
+            return "between GPUs by NCCL"
+        link = self._before or self._after
+        over = "local sockets" if link is not None and link.is_local else "TCP"
+        return f"over {over}" if self.device.type == "cpu" else f"through the host, over {over}"
+
     # -- activations ----------------------------------------------------------------------------------------------
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -118,6 +118,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
         self.session.start(UserHooks.of(module, forward_context=self._forward_context), self.root_device, training)
+        rank_zero_info(f"Pipeline: {self.session.describe()}")
         Conductor(self.session, self.step_metrics, self.drain).install(trainer)
         self.step_metrics.connect(trainer, module)
         self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]

@@ -111,6 +111,7 @@ class Case:
     same_data: bool = False  # all replicas read replica 0's batches
     fresh: bool = False  # a last stage without delay
     seed: int = 5
+    device: str = "cpu"
 
     def batch(self, index: int, replica: int = 0) -> dict[str, Tensor]:
         """Batch ``index`` of a replica; some samples have a weight of their own, which may be 0."""
@@ -121,7 +122,8 @@ class Case:
         if index == self.nan_at:
             x[size // 2] = float("nan")
         weight = torch.randint(0, 4, (size,), generator=generator).float() if self.unequal_weights else torch.ones(size)
-        return {"x": x, "y": torch.randn(size, 1, generator=generator), "weight": weight}
+        y = torch.randn(size, 1, generator=generator)
+        return {"x": x.to(self.device), "y": y.to(self.device), "weight": weight.to(self.device)}
 
     def step(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The user's step around ``call``, the model."""

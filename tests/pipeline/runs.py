@@ -32,12 +32,13 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
         delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
         fresh_last_stage=case.fresh,
     ).resolved(mesh.world_size)  # fmt: skip
-    model = make_model(case.dropout, case.spare)
-    stage = cut(model, mesh.stage, mesh.num_stages, case.seed, torch.device("cpu"))
+    device = torch.device(case.device)
+    model = make_model(case.dropout, case.spare).to(device)
+    stage = cut(model, mesh.stage, mesh.num_stages, case.seed, device)
     if case.checkpointing:
         _checkpoint_units(stage)
     hooks = UserHooks(micro_batch_weight=case.weight)
-    engine = Engine(stage, mesh, settings, case.seed, torch.device("cpu"), hooks)
+    engine = Engine(stage, mesh, settings, case.seed, device, hooks)
     optimizer = case.make_optimizer(list(model.named_parameters()))
     if case.error_feedback is not None:
         optimizer.set_delay(engine.delay)  # type: ignore[attr-defined]
@@ -77,7 +78,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
         if mini_batch[-1] in case.drains:
             take(engine.drain(apply))
     take(engine.drain(apply))
-    weights = {name: p.detach().clone() for name, p in stage.parameters.items()}
+    weights = {name: p.detach().cpu().clone() for name, p in stage.parameters.items()}
     return {"weights": weights, "losses": losses, "norms": norms, "replica": mesh.replica, "stage": mesh.stage}
 
 
@@ -87,7 +88,7 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
     The number of stages matters to a fresh last stage alone.
     """
     assert case.data_parallel_size == 1 or (not case.dropout and not case.random_input)
-    model = make_model(case.dropout, case.spare)
+    model = make_model(case.dropout, case.spare).to(case.device)
     optimizer = case.make_base(list(model.named_parameters()))
     scheduler = case.make_scheduler(optimizer)
     batches = [
@@ -103,7 +104,7 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
         weight=case.weight, skip_nonfinite=case.nan_at is not None, seed=case.seed,
         fresh=[named[name] for name, stage in stages.items() if stage == num_stages - 1],
     )  # fmt: skip
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}, losses
 
 
 def _checkpoint_units(stage: Any) -> None:

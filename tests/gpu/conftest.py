@@ -1,0 +1,21 @@
+"""Tests that need one GPU: `pytest tests/gpu`; without one they are skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pipeline.conftest import pools
+
+__all__ = ["pools"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))

@@ -1,0 +1,46 @@
+"""Several stages on one GPU equal the oracle on that GPU; their tensors take the way over the host."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.pipeline.cases import Case
+from tests.pipeline.compare import assert_same_norms, weights_of
+from tests.pipeline.conftest import Pools
+from tests.pipeline.runs import run_oracle
+
+CASES = {
+    "plain": Case(4),
+    "lookahead": Case(6, lookahead=2, max_norm=0.5, scheduler=True),
+    "partial-batches": Case(4, batch_sizes=(8, 5, 2), unequal_weights=True),
+    "feedback": Case(4, optimizer="muon", error_feedback=1.0, accumulate=2),
+    "drains": Case(4, drains=(0, 2)),
+    "dropout": Case(4, dropout=0.3),
+    "checkpointing": Case(4, checkpointing=True),
+    "fresh-last-stage": Case(4, fresh=True, max_norm=0.5),
+    "synchronous": Case(3, delay=0, max_norm=0.5),
+}
+# Fp32 kernels choose their order of summation by shape and load: equal to rounding, as replicas are.
+TOLERANCE = 2e-6
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_that_share_a_gpu_equal_the_oracle(pools: Pools, name: str, stages: int) -> None:
+    case = dataclasses.replace(CASES[name], device="cuda:0")
+    results = pools.run(case, stages)
+    expected, _ = run_oracle(case, num_stages=stages)
+    weights = weights_of(results)
+    assert sorted(weights) == sorted(expected)
+    for parameter, value in expected.items():
+        np.testing.assert_allclose(weights[parameter], value.numpy(), rtol=0, atol=TOLERANCE, err_msg=parameter)
+    assert_same_norms(results)
+
+
+def test_replicas_that_share_a_gpu_hold_the_same_bits(pools: Pools) -> None:
+    results = pools.run(Case(3, data_parallel_size=2, unequal_weights=True, device="cuda:0"), 2)
+    first, second = weights_of(results, 0), weights_of(results, 1)
+    assert all(np.array_equal(first[name], second[name]) for name in first)

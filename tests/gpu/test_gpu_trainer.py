@@ -1,0 +1,62 @@
+"""A Trainer whose stages share one GPU: started as a user starts it, and equal to a run of one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import lightning as L
+import torch
+from torch import nn
+from torch.nn import functional as F
+from lightning_asyncpp import DelayedGradientStrategy, AsyncPipelineStrategy
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.RMSNorm(32), nn.Linear(32, 1))
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.model(batch), batch.sum(1, keepdim=True))
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+device = torch.device("cuda:0")
+if sys.argv[1] == "pipeline":
+    strategy = AsyncPipelineStrategy(micro_batches=4, parallel_devices=[device, device])
+else:
+    strategy = DelayedGradientStrategy(delay=1)
+generator = torch.Generator().manual_seed(0)
+data = [torch.randn(16, 8, generator=generator) for _ in range(12)]
+trainer = L.Trainer(
+    strategy=strategy, devices=2 if sys.argv[1] == "pipeline" else 1, accelerator="cuda", max_epochs=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False,
+)
+module = Module()
+trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+state = trainer.strategy.full_state_dict() if sys.argv[1] == "pipeline" else module.state_dict()
+if trainer.is_global_zero:
+    print("RESULT" + json.dumps({name: value.double().sum().item() for name, value in state.items()}))
+"""
+
+
+def run(tmp_path: Path, how: str) -> tuple[dict[str, float], str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = subprocess.run([sys.executable, str(script), how], capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-3000:]
+    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT"))
+    return json.loads(line.removeprefix("RESULT")), result.stdout + result.stderr
+
+
+def test_two_stages_on_one_gpu(tmp_path: Path) -> None:
+    pipeline, text = run(tmp_path, "pipeline")
+    alone, _ = run(tmp_path, "alone")
+    assert pipeline == pytest.approx(alone, abs=1e-4)
+    assert "through the host, over local sockets" in text

@@ -1,0 +1,24 @@
+"""The backend where several ranks of a machine share a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.shared_devices import backend_of
+
+CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("devices", [None, [], [CPU, CPU], [FIRST], [FIRST, SECOND]])
+@pytest.mark.parametrize("given", [None, "gloo", "nccl"])
+def test_nothing_is_changed_where_nobody_shares(devices: list[torch.device] | None, given: str | None) -> None:
+    assert backend_of(devices, given) == given
+
+
+def test_a_shared_gpu_needs_gloo() -> None:
+    assert backend_of([FIRST, SECOND, FIRST], None) == "gloo"
+    assert backend_of([FIRST, FIRST], "gloo") == "gloo"
+    with pytest.raises(ConfigurationError, match=r"process_group_backend='nccl'.*\['cuda:0', 'cuda:0'\].*leave the"):
+        backend_of([FIRST, FIRST], "nccl")
