@@ -1,6 +1,7 @@
 """The file of one rank: a line that says whose it is, then a short line for every span, written as the run goes.
 
     {"format": "asyncpp trace", "version": 1, "rank": 0, "stage": 3, ...}
+    ["batch", 11, 44, null]                           mini-batch 11 began with micro-batch 44, before the recording
     ["batch", 12, 48, 1000]                           mini-batch 12 begins with micro-batch 48, at 1000 ns
     ["F", 48, 1200, 9700, 11, 0]                      kind, index, start, end (ns), weight version, bytes
     ["end", 99000]                                    the recording ended as it should, at 99000 ns
@@ -80,9 +81,15 @@ class SpanFile:
         self._file: TextIO | None = open(path, "x", encoding="utf-8")  # noqa: SIM115 - open as long as the recording
         self._write([json.dumps({"format": FORMAT, "version": VERSION, **asdict(meta)})])
 
-    def begin_batch(self, mini_batch: int, first: int, time: float) -> None:
-        """Note which micro-batch is the first of a mini-batch, and when (seconds of the process's clock) it began."""
-        self._write([f'["{BATCH}",{mini_batch},{first},{self._ns(time)}]'])
+    def begin_batch(self, mini_batch: int, first: int, time: float | None) -> None:
+        """Note which micro-batch is the first of a mini-batch, and when it began.
+
+        Args:
+            mini_batch: which.
+            first: its first micro-batch.
+            time: in seconds of the process's clock; None if it began before the recording.
+        """
+        self._write([f'["{BATCH}",{mini_batch},{first},{"null" if time is None else self._ns(time)}]'])
 
     def add(self, spans: Iterable[Span]) -> None:
         """Write spans and hand them to the operating system: they are safe if the process dies."""

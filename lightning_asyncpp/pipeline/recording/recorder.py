@@ -102,8 +102,10 @@ class Recorder:
             self._file.begin_batch(mini_batch, first, now)
         elif mini_batch >= self._window.first:
             self._follower = follow(self._engine)
-            for known, its_first in self._batches:
-                self._file.begin_batch(known, its_first, now)
+            *before, _ = self._batches
+            for known, its_first in before:
+                self._file.begin_batch(known, its_first, None)
+            self._file.begin_batch(mini_batch, first, now)
 
     def end_batch(self) -> None:
         """The training batch is over: what follows is the way to the next one."""

@@ -76,7 +76,7 @@ def read_rank(path: Path) -> RankTrace:
     for number, line in enumerate(lines[1:], 2):
         row = _read(path, number, line, _row)
         if row[0] == BATCH:
-            starts.append(BatchStart(row[1], row[2], row[3] * 1e-9 + shift))
+            starts.append(BatchStart(row[1], row[2], None if row[3] is None else row[3] * 1e-9 + shift))
         elif row[0] == END:
             ended = True
         else:
@@ -119,7 +119,8 @@ def _row(row: Any) -> list[Any]:
         raise ValueError(f"unknown kind {row[0]!r}")
     if len(row) != length:
         raise ValueError(f"{length} values were expected, not {len(row)}")
-    if any(type(value) is not int or abs(value) > _LARGEST for value in row[1:]):
+    numbers = row[1:-1] if row[0] == BATCH and row[-1] is None else row[1:]
+    if any(type(value) is not int or abs(value) > _LARGEST for value in numbers):
         raise ValueError("whole numbers were expected")
     if length == 6 and row[3] < row[2]:
         raise ValueError("it ends before it begins")

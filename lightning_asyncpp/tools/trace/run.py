@@ -14,7 +14,7 @@ from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
 
 PER_MICRO_BATCH = frozenset({Kind.FORWARD, Kind.BACKWARD, Wait.ACTIVATION, Wait.GRADIENT, Beside.SEND})
-_NO_WORK = frozenset({Wait.DATA, Beside.EVALUATE, Beside.CHECKPOINT})
+_NO_WORK = frozenset({Wait.DATA, Beside.EVALUATE, Beside.CHECKPOINT, Beside.DRAIN})  # a drain has work inside it
 
 
 class TraceError(ValueError):
@@ -23,11 +23,11 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True)
 class BatchStart:
-    """When a rank began a mini-batch, and with which micro-batch."""
+    """When a rank began a mini-batch, and with which micro-batch; the time is None if that was before the recording."""
 
     mini_batch: int
     first: int
-    time: float
+    time: float | None
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class RecordedRun:
     @property
     def mini_batches(self) -> range:
         """The mini-batches that begin in it."""
-        begun = [s.mini_batch for rank in self.ranks for s in rank.starts if self.start <= s.time < self.end]
+        starts = [s for rank in self.ranks for s in rank.starts]
+        begun = [s.mini_batch for s in starts if s.time is not None and self.start <= s.time < self.end]
         return range(min(begun), max(begun) + 1) if begun else range(0)
 
     def replicas(self) -> list[list[RankTrace]]:
@@ -123,7 +124,7 @@ class RecordedRun:
         """
         if first is None and last is None:
             return self
-        starts = {start.mini_batch: start.time for start in self.ranks[0].starts}
+        starts = {start.mini_batch: start.time for start in self.ranks[0].starts if start.time is not None}
         held = f"the recording holds mini-batches {min(starts)} to {max(starts)}" if starts else "it holds none"
         for name, value in (("--from-mini-batch", first), ("--to-mini-batch", last)):
             if value is not None and value not in starts:
@@ -147,7 +148,7 @@ def together(ranks: Sequence[RankTrace], notes: Sequence[str], folder: Path) -> 
         raise TraceError(
             f"{folder}: its files are of different runs (stages, replicas, micro-batches: {sorted(shapes)})"
         )
-    begun = [start.time for rank in ranks for start in rank.starts]
+    begun = [start.time for rank in ranks for start in rank.starts if start.time is not None]
     worked = [span.end for rank in ranks for span in rank.spans if span.kind not in _NO_WORK]
     if not begun or not worked:
         raise TraceError(
@@ -159,9 +160,12 @@ def together(ranks: Sequence[RankTrace], notes: Sequence[str], folder: Path) -> 
 
 
 def _placed(rank: RankTrace, zero: float, end: float) -> RankTrace:
-    """A rank in the run's time; what began after the last work of the run is no part of it."""
+    """A rank in the run's time; what began after its last work is no part of the run."""
+    last = max((span.end for span in rank.spans if span.kind not in _NO_WORK), default=end)
     spans = [
-        replace(span, start=span.start - zero, end=min(span.end, end) - zero) for span in rank.spans if span.start <= end
+        replace(span, start=span.start - zero, end=min(span.end, end) - zero)
+        for span in rank.spans
+        if span.start <= (last if span.kind in _NO_WORK else end)
     ]
-    starts = [replace(start, time=start.time - zero) for start in rank.starts]
+    starts = [replace(s, time=None if s.time is None else s.time - zero) for s in rank.starts]
     return replace(rank, starts=starts, spans=sorted(spans, key=lambda span: (span.start, -span.end)))
