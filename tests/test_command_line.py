@@ -242,7 +242,12 @@ def test_fit_records_a_trace(two_ranks: Pools, trained: Trained, capsys: pytest.
     """Beside the callbacks of the recipe, and it is read by the command of that name."""
     folder = trained.folder / "traces"
     arguments = ["fit", "--trace", str(folder), *recipe(trained.folder), "--trainer.max_steps", "3"]
-    two_ranks.run(2, command_in_worker, str(trained.folder), [*arguments, "--trainer.logger", "false"])
+    two_ranks.run(
+        2,
+        command_in_worker,
+        str(trained.folder),
+        [*arguments, "--trainer.logger.init_args.save_dir", str(trained.folder / "logs")],
+    )
     main(["trace", str(folder)])
     printed = capsys.readouterr().out
     assert "2 stages, 4 micro-batches per mini-batch, lookahead 1, no flush; mini-batches 0 to 2:" in printed
