@@ -12,6 +12,8 @@ from lightning_asyncpp.pytorch import (
     DelayedGradientStrategy,
     GPTModule,
     PipelineModule,
+    PipelineMonitor,
+    PipelineTrace,
     SyncPipelineStrategy,
     TokensPerSecond,
 )
@@ -29,6 +31,8 @@ __all__ = [
     "DelayedGradientStrategy",
     "GPTModule",
     "PipelineModule",
+    "PipelineMonitor",
+    "PipelineTrace",
     "SyncPipelineStrategy",
     "TokensPerSecond",
 ]

@@ -18,7 +18,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 import lightning_asyncpp.optim  # noqa: F401  (registers the strategies; finds optimizers by their short names)
 
 # subcommand -> the module whose main(arguments) runs it
-TOOLS = {"ablate": "lightning_asyncpp.tools.ablation.command", "bench": "lightning_asyncpp.tools.bench.command"}
+TOOLS = {
+    "ablate": "lightning_asyncpp.tools.ablation.command",
+    "bench": "lightning_asyncpp.tools.bench.command",
+    "trace": "lightning_asyncpp.tools.trace.command",
+}
 
 # Optimizers known by the name of their rule for matrices; torch.optim.Muon takes nothing but matrices, and no model.
 _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
@@ -26,7 +30,8 @@ _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
 _DESCRIPTION = (
     "Asynchronous pipeline parallelism for PyTorch Lightning. Besides the subcommands below: asyncpp bench"
     " schedule|compute|network|time-to-loss|draw measures pipelines and draws schedules; asyncpp ablate trains a grid"
-    " of optimizers, learning rates, delays and corrections, and compares them."
+    " of optimizers, learning rates, delays and corrections, and compares them; asyncpp trace shows where the time of a"
+    " run went that `asyncpp fit --trace` recorded."
 )
 
 
@@ -54,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if sys.argv[1:2] and sys.argv[1] in TOOLS:
         importlib.import_module(TOOLS[sys.argv[1]]).main(sys.argv[2:])
         return
-    sys.argv[1:] = _with_optimizer(sys.argv[1:])
+    sys.argv[1:] = _with_trace(_with_optimizer(sys.argv[1:]))
     _quiet()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     AsyncppCLI(
@@ -95,6 +100,28 @@ def _with_optimizer(arguments: Sequence[str]) -> list[str]:
         else:
             written_out.append(argument)
     return written_out
+
+
+def _with_trace(arguments: Sequence[str]) -> list[str]:
+    """Let ``fit --trace [FOLDER]`` and ``--trace.mini_batches N`` stand for a ``PipelineTrace`` among the callbacks."""
+    if list(arguments[:1]) != ["fit"]:
+        return list(arguments)
+    short, full = "--trace", "--trainer.callbacks"
+    rest, options = [], []
+    left = list(arguments)
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        if name != short and not name.startswith(f"{short}."):
+            rest.append(name + equals + value)
+            continue
+        if not equals and left and not left[0].startswith("--"):
+            equals, value = "=", left.pop(0)
+        argument = name[len(short) :] or ".dirpath"
+        options += [f"{full}{argument}{equals}{value}"] if equals or name != short else [""]
+    if not options:
+        return rest
+    # Last, so that no --config takes the place of the list that it is added to.
+    return [*rest, f"{full}+=lightning_asyncpp.PipelineTrace", *filter(None, options)]
 
 
 def _quiet() -> None:

@@ -16,6 +16,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from lightning_asyncpp.cli import _with_trace as with_trace
 from lightning_asyncpp.cli import main
 from tests.trainer.pool import Pools
 
@@ -214,6 +215,43 @@ def test_modules_of_the_folder_it_is_called_in_are_found(tmp_path: Path) -> None
     printed = run([*ASYNCPP, "fit", "--model", "my_own_module.MyModule", "--print_config"], tmp_path)
     assert "class_path: my_own_module.MyModule" in printed
     assert "width: 3" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written_out"),
+    [
+        (["fit", "--trace", "--config", "x"], ["fit", "--config", "x", "+=lightning_asyncpp.PipelineTrace"]),
+        (["fit", "--trace", "d", "--x"], ["fit", "--x", "+=lightning_asyncpp.PipelineTrace", ".dirpath=d"]),
+        (["fit", "--trace=d"], ["fit", "+=lightning_asyncpp.PipelineTrace", ".dirpath=d"]),
+        (
+            ["fit", "--trace", "--trace.first_mini_batch", "3", "--trace.mini_batches=5"],
+            ["fit", "+=lightning_asyncpp.PipelineTrace", ".first_mini_batch=3", ".mini_batches=5"],
+        ),
+        (["fit", "--config", "x"], ["fit", "--config", "x"]),
+        (["validate", "--trace"], ["validate", "--trace"]),
+        ([], []),
+    ],
+)
+def test_trace_stands_for_a_callback(arguments: list[str], written_out: list[str]) -> None:
+    """It comes last: no --config takes the place of the list that it is added to."""
+    full = [f"--trainer.callbacks{text}" if text[:1] in ("+", ".") else text for text in written_out]
+    assert with_trace(arguments) == full
+
+
+def test_fit_records_a_trace(two_ranks: Pools, trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the callbacks of the recipe, and it is read by the command of that name."""
+    folder = trained.folder / "traces"
+    arguments = ["fit", "--trace", str(folder), *recipe(trained.folder), "--trainer.max_steps", "3"]
+    two_ranks.run(
+        2,
+        command_in_worker,
+        str(trained.folder),
+        [*arguments, "--trainer.logger.init_args.save_dir", str(trained.folder / "logs")],
+    )
+    main(["trace", str(folder)])
+    printed = capsys.readouterr().out
+    assert "2 stages, 4 micro-batches per mini-batch, lookahead 1, no flush; mini-batches 0 to 2:" in printed
+    assert "Staleness: as promised" in printed
 
 
 def test_validate_launches_its_ranks(trained: Trained) -> None:

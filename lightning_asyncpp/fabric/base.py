@@ -22,6 +22,7 @@ from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
 from lightning_asyncpp.fabric.clipping import Clipping, ClippingBook
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
+from lightning_asyncpp.fabric.recording import RecordingMixin
 from lightning_asyncpp.pipeline.agreement import agree_on_problems
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -38,7 +39,7 @@ SplitBatch = Callable[[Any, int], list[Any]]
 MicroBatchWeight = Callable[[Any], float]
 
 
-class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(CheckpointMixin, RecordingMixin, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -218,6 +219,8 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             ConfigurationError: the first time, on every rank, if a rank found that the step cannot be run right.
         """
         engine = self._trained_engine("strategy.training_step")
+        if self._recorder is not None:
+            self._recorder.begin_batch()
         with self._driving():
             output = engine.run(batch, self._user_step(step_fn))
         if not self._mesh.is_last:
@@ -246,6 +249,8 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         with self._driving():
             self.session.close()
             self._applied(self.session.apply_due(self._step_optimizer))
+        if self._recorder is not None:
+            self._recorder.end_batch()
 
     def flush(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory. A collective call.
@@ -254,6 +259,8 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             ConfigurationError: batches were trained that no ``optimizer.step()`` followed.
         """
         self._settle("strategy.flush()")
+        if self._recorder is not None:
+            self._recorder.write()
 
     @override
     def clip_gradients_norm(
@@ -353,7 +360,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         with self._driving():
             if not engine.idle:
                 self._drain()
-            with torch.no_grad():
+            with torch.no_grad(), self._evaluation_recorded():
                 output = engine.evaluate(batch, self._user_step(step_fn))
         return merge_outputs(output.results, output.weights) if self._mesh.is_last else None
 
@@ -361,6 +368,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._end_recording()
         self.session.finish()
         super().teardown()
 

@@ -64,6 +64,16 @@ class GPTConfig:
         matrices = 1 if self.tie_embeddings else 2
         return matrices * self.vocab_size * self.dim + self.num_layers * block + self.dim
 
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a forward and its backward per token of a sequence of ``context_length``.
+
+        Two per weight and token forward, twice that backward; attention counts without the half that causality saves,
+        as in Chowdhery et al., "PaLM" (2022). Reading the embedding multiplies nothing.
+        """
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        matrices = self.num_layers * (attention + 3 * self.dim * self.mlp_width) + self.dim * self.vocab_size
+        return 6.0 * matrices + 12.0 * self.num_layers * self.dim * self.context_length
+
     def _wrong_sizes(self) -> list[str]:
         sizes = {
             "vocab_size": self.vocab_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,6 +26,8 @@ class Beside(str, Enum):
     SEND = "send"  # handing a message to the transport: the time that it costs the stage, not that of the transfer
     REDUCE = "reduce"  # gradients of a mini-batch on their way over the replicas, in the background
     DRAIN = "drain"  # the pipeline is emptied: everything that happens meanwhile lies inside
+    EVALUATE = "evaluate"  # a validation, whose own forwards are no part of a trace
+    CHECKPOINT = "checkpoint"  # a pause between two batches in which a checkpoint was saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,15 @@ class Trace:
 
     Attributes:
         stage: the stage.
-        spans: what it did.
+        spans: what it did; without ``keep`` only what a follower has yet to read.
+        keep: whether spans stay when all followers have read them.
     """
 
     stage: int
     spans: list[Span] = field(default_factory=list)
+    keep: bool = True
+    _let_go: int = 0
+    _followers: list[Follower] = field(default_factory=list)
 
     @contextmanager
     def span(self, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0) -> Iterator[None]:
@@ -69,6 +75,56 @@ class Trace:
             yield
         finally:
             self.spans.append(Span(kind, index, start, time.perf_counter(), version, num_bytes))
+
+    def follow(self) -> Follower:
+        """A new reader of the spans from here on."""
+        follower = Follower(self)
+        self._followers.append(follower)
+        return follower
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether anybody reads the spans as they come."""
+        return bool(self._followers)
+
+    def _trim(self) -> None:
+        """Let go of what every follower has read: a training of weeks must not fill the memory."""
+        if self.keep or not self._followers:
+            return
+        read = min(follower.position for follower in self._followers) - self._let_go
+        del self.spans[:read]
+        self._let_go += read
+
+
+class Follower:
+    """Reads the spans of a trace while they come.
+
+    Args:
+        trace: what it reads.
+
+    Attributes:
+        position: how many spans of the trace it has read or skipped.
+        on_close: called once when it is closed.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.position = trace._let_go + len(trace.spans)
+        self.on_close: Callable[[], object] = lambda: None
+
+    def take(self) -> list[Span]:
+        """What ended since the last call, or since it follows."""
+        new = self._trace.spans[self.position - self._trace._let_go :]
+        self.position += len(new)
+        self._trace._trim()
+        return new
+
+    def close(self) -> None:
+        """Read no more; may be called twice."""
+        if self in self._trace._followers:
+            self._trace._followers.remove(self)
+            self._trace._trim()
+            self.on_close()
 
 
 def utilisation(spans: Sequence[Span], start: float, end: float) -> float:

@@ -3,6 +3,8 @@
 from lightning_asyncpp.pytorch.delayed_gradient import DelayedGradientStrategy
 from lightning_asyncpp.pytorch.gpt_module import GPTModule
 from lightning_asyncpp.pytorch.pipeline_module import PipelineModule
+from lightning_asyncpp.pytorch.pipeline_monitor import PipelineMonitor
+from lightning_asyncpp.pytorch.pipeline_trace import PipelineTrace
 from lightning_asyncpp.pytorch.strategy import AsyncPipelineStrategy, SyncPipelineStrategy
 from lightning_asyncpp.pytorch.tokens_per_second import TokensPerSecond
 
@@ -11,6 +13,8 @@ __all__ = [
     "DelayedGradientStrategy",
     "GPTModule",
     "PipelineModule",
+    "PipelineMonitor",
+    "PipelineTrace",
     "SyncPipelineStrategy",
     "TokensPerSecond",
 ]

@@ -69,6 +69,11 @@ class GPTModule(PipelineModule):
         """Return the GPT."""
         return GPT(self.config)
 
+    @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a forward and its backward per token, for ``PipelineMonitor``."""
+        return self.config.flops_per_token()
+
     def micro_batch_weight(self, micro_batch: Tensor) -> float:
         """Number of targets that count in ``micro_batch`` (batch, time + 1)."""
         return float((micro_batch[:, 1:] != IGNORED).sum())

@@ -53,15 +53,31 @@ class TokensPerSecond(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take the time since the end of the batch before, loading included, and log."""
-        if not trainer.is_global_zero or self._last_end is None:
-            return
-        now = time.perf_counter()
-        tokens = float(pl_module.micro_batch_weight(batch))  # type: ignore[operator]
-        self._batches.append((now - self._last_end, tokens * _replicas(trainer)))
-        self._last_end = now
+        if trainer.is_global_zero and self._measure(trainer, pl_module, batch):
+            log_on_rank_zero(pl_module, "tokens_per_second", self.rate)
+
+    @property
+    def rate(self) -> float:
+        """Tokens of the whole run per second, averaged over the window."""
         seconds = sum(batch_seconds for batch_seconds, _ in self._batches)
-        rate = sum(batch_tokens for _, batch_tokens in self._batches) / max(seconds, 1e-9)
-        pl_module.log("tokens_per_second", rate, prog_bar=True, rank_zero_only=True, on_step=True, on_epoch=False)
+        return sum(batch_tokens for _, batch_tokens in self._batches) / max(seconds, 1e-9)
+
+    def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> bool:
+        """Take in the batch that just ended; false if the clock stood still."""
+        if self._last_end is None:
+            return False
+        now = time.perf_counter()
+        self._batches.append((now - self._last_end, self._tokens(pl_module, batch) * _replicas(trainer)))
+        self._last_end = now
+        return True
+
+    def _tokens(self, pl_module: L.LightningModule, batch: Any) -> float:
+        return float(pl_module.micro_batch_weight(batch))  # type: ignore[operator]
+
+
+def log_on_rank_zero(pl_module: L.LightningModule, name: str, value: float) -> None:
+    """Log a value of this process alone, in the progress bar and the logger."""
+    pl_module.log(name, value, prog_bar=True, rank_zero_only=True, on_step=True, on_epoch=False)
 
 
 def _replicas(trainer: L.Trainer) -> int:

@@ -1,0 +1,159 @@
+"""How well a pipeline runs, in the progress bar and the logger."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.recording.follow import follow
+from lightning_asyncpp.pipeline.trace import Follower
+from lightning_asyncpp.pytorch.base import PipelineStrategy
+from lightning_asyncpp.pytorch.tokens_per_second import TokensPerSecond, log_on_rank_zero
+from lightning_asyncpp.pytorch.window import StageWindow
+
+_DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
+
+
+class PipelineMonitor(TokensPerSecond):
+    """Logs throughput and how well the pipeline is used, averaged over the last batches.
+
+    - ``tokens_per_second``: of the whole run, as ``TokensPerSecond``; for modules with ``micro_batch_weight``.
+    - ``mfu``: share of the devices' peak that the model's own operations use (0 to 1).
+    - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward (0 to 1).
+    - ``update_hidden``: share of the time between a complete gradient and its update in which the last stage does not
+      wait for the other ranks (0 to 1).
+    - ``gradient_staleness``: updates by which gradients are too old: 1 from the second mini-batch on when asynchronous,
+      else 0.
+
+    Every rank looks at its own stage; nothing is exchanged. Rank 0, the last stage of the first replica, logs what it
+    sees. Every rank raises if a micro-batch ran on other weights than the schedule promises.
+
+    ``mfu`` needs the module's ``flops_per_batch`` (floating-point operations of a forward and its backward of the whole
+    model, for the batch of one replica) or ``flops_per_token``; and a device whose peak Lightning knows, or
+    ``peak_flops``. ``measure_flops`` of ``lightning.fabric.utilities`` counts them on the meta device.
+
+    Args:
+        window: number of batches that are averaged.
+        every_n_batches: log after every so many batches: logging costs the last stage more than measuring does.
+        peak_flops: operations per second that one device can do at most; default: what Lightning knows of it.
+
+    Raises:
+        ConfigurationError: an argument makes no sense, or the strategy is none of a pipeline's.
+    """
+
+    def __init__(self, window: int = 20, every_n_batches: int = 10, peak_flops: float | None = None) -> None:
+        problems = [
+            f"{name}={value!r} must be at least 1"
+            for name, value in (("window", window), ("every_n_batches", every_n_batches))
+            if value < 1
+        ]
+        if peak_flops is not None and not peak_flops > 0:
+            problems.append(f"peak_flops={peak_flops!r} must be above 0, in operations per second of one device")
+        if problems:
+            raise ConfigurationError.from_problems(problems)
+        super().__init__(window)
+        self.every_n_batches = every_n_batches
+        self.peak_flops = peak_flops
+        self._peak: float | None = None
+        self._counts_tokens = False
+        self._follower: Follower | None = None
+        self._stage: StageWindow | None = None
+        self._mini_batch = 0
+        self._window = window
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a strategy that has no stages."""
+        if not isinstance(trainer.strategy, PipelineStrategy):
+            raise ConfigurationError(
+                f"PipelineMonitor watches the stages of a pipeline, but {type(trainer.strategy).__name__} has none; use"
+                " TokensPerSecond instead, or strategy='async_pipeline'"
+            )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Follow what this stage does."""
+        super().on_train_start(trainer, pl_module)
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipelineStrategy)
+        engine = strategy.session.running()
+        self._counts_tokens = callable(getattr(pl_module, "micro_batch_weight", None))
+        self._peak = self.peak_flops or _known_peak(trainer, pl_module)
+        self._follower = follow(engine)
+        self._stage = StageWindow(engine.mesh.stage, engine.delay, self._window)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note which mini-batch it is, and start the clock if it is stopped."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._mini_batch = trainer.strategy.session.running().mini_batch  # type: ignore[attr-defined]
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take in what the stage did since the end of the batch before, and log."""
+        assert self._stage is not None
+        assert self._follower is not None
+        elapsed = self._measure(trainer, pl_module, batch)
+        end = trainer.strategy.session.running().next_forward  # type: ignore[attr-defined]
+        self._stage.add(self._mini_batch, end, self._batches[-1][0] if elapsed else None, self._follower.take())
+        if trainer.is_global_zero and elapsed and (batch_idx + 1) % self.every_n_batches == 0:
+            for name, value in self._metrics(trainer, pl_module).items():
+                if value is not None:
+                    log_on_rank_zero(pl_module, name, value)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let go of the stage."""
+        self._let_go()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Let go of the stage."""
+        self._let_go()
+
+    def _metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
+        assert self._stage is not None
+        return {
+            "tokens_per_second": self.rate if self._counts_tokens else None,
+            "mfu": self._mfu(trainer, pl_module),
+            "bubble": self._stage.bubble,
+            "update_hidden": self._stage.hidden,
+            "gradient_staleness": self._stage.staleness,
+        }
+
+    def _tokens(self, pl_module: L.LightningModule, batch: Any) -> float:
+        # Middle stages have no batch, and nobody asks them.
+        counts = self._counts_tokens and pl_module.trainer.is_global_zero
+        return super()._tokens(pl_module, batch) if counts else 0.0
+
+    def _mfu(self, trainer: L.Trainer, pl_module: L.LightningModule) -> float | None:
+        per_batch, per_token = (getattr(pl_module, name, None) for name in ("flops_per_batch", "flops_per_token"))
+        mesh = trainer.strategy.session.mesh  # type: ignore[attr-defined]
+        seconds = sum(batch_seconds for batch_seconds, _ in self._batches)
+        if self._peak is None or seconds <= 0:
+            return None
+        if per_batch is not None:
+            done = float(per_batch) * len(self._batches) * mesh.num_replicas
+        elif per_token is not None and self._counts_tokens:
+            done = float(per_token) * sum(tokens for _, tokens in self._batches)
+        else:
+            return None
+        return float(done / seconds / (self._peak * mesh.world_size))
+
+    def _let_go(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
+            self._follower = None
+
+
+def _known_peak(trainer: L.Trainer, pl_module: L.LightningModule) -> float | None:
+    """Operations per second of this device at the run's precision, if Lightning knows them."""
+    dtype = _DTYPES.get(str(trainer.precision).partition("-")[0])
+    if dtype is None or pl_module.device.type not in ("cuda", "xla"):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_available_flops(pl_module.device, dtype)

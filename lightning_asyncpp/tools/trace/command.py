@@ -1,0 +1,65 @@
+"""``asyncpp trace RUN``: where the time of a recorded run went, as a table, and as pictures to look into."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import NonNegativeInt
+
+from lightning_asyncpp.tools.bench.report import write_json
+from lightning_asyncpp.tools.trace.html import write_html
+from lightning_asyncpp.tools.trace.perfetto import write_perfetto
+from lightning_asyncpp.tools.trace.picture import write_png
+from lightning_asyncpp.tools.trace.reading import read_run
+from lightning_asyncpp.tools.trace.run import RecordedRun, TraceError
+from lightning_asyncpp.tools.trace.summary import Summary, summarise
+from lightning_asyncpp.tools.trace.table import table
+
+Writer = Callable[[RecordedRun, Summary, Path], None]
+_WRITERS: dict[str, Writer] = {
+    "html": write_html,
+    "png": write_png,
+    "perfetto": write_perfetto,
+    "json": lambda run, summary, path: write_json(str(path), summary.as_json()),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table, and write what was asked for; a trace that breaks the promised staleness ends with code 1."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    files = {name: Path(arguments[name]) for name in _WRITERS if arguments[name] is not None}
+    try:
+        run = read_run(Path(arguments.run)).between(arguments.from_mini_batch, arguments.to_mini_batch)
+        summary = summarise(run)
+        print(table(run, summary))
+        for name, path in files.items():
+            _WRITERS[name](run, summary, path)
+            print(f"{name}: {path}")
+    except (TraceError, OSError) as error:
+        print(f"asyncpp trace: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if summary.violated:
+        raise SystemExit(1)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="asyncpp trace", description="Show where the time of a run went that PipelineTrace, `asyncpp fit --trace`"
+        " or Fabric's strategy.record_trace() recorded.",
+    )  # fmt: skip
+    parser.add_argument("run", type=str, help="folder of the recording, or one above it (the newest below is taken)")
+    parser.add_argument("--html", type=str | None, default=None, help="write a timeline to zoom into, for any browser")
+    parser.add_argument("--png", type=str | None, default=None, help="draw the timeline and the shares as a picture")
+    parser.add_argument("--perfetto", type=str | None, default=None, help="write it for https://ui.perfetto.dev")
+    parser.add_argument("--json", type=str | None, default=None, help="write the table's figures for other programs")
+    parser.add_argument("--from-mini-batch", type=NonNegativeInt | None, default=None, help="the first to look at")
+    parser.add_argument("--to-mini-batch", type=NonNegativeInt | None, default=None, help="the last to look at")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What a recorded run comes to: a row per stage, and one for all."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.pipeline.trace import Beside
+from lightning_asyncpp.tools.trace.hidden import Underway, underway
+from lightning_asyncpp.tools.trace.ideal import Ideal, ideal_of
+from lightning_asyncpp.tools.trace.phases import Episode, find_episodes, phases_of
+from lightning_asyncpp.tools.trace.run import RankTrace, RecordedRun
+from lightning_asyncpp.tools.trace.shares import WORK, seconds_by_cause
+from lightning_asyncpp.tools.trace.staleness import Versions, check_versions
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a stage did with its time.
+
+    Attributes:
+        name: of the stage, or ``"all"``.
+        shares: cause -> share of the elapsed time; they add up to 1.
+        ideal: utilisation of the same actions without overheads; None if it is not known.
+        forward_ms, backward_ms: the median of one.
+        bytes_sent: in activations, gradients and other messages of this stage.
+        bytes_reduced: over the replicas.
+        hidden: share of the time of reductions and agreements that the stage did not wait for.
+        versions: lowest and highest W_v that it ran on.
+        staleness: updates between the weights of a gradient and those it is applied to, in words.
+    """
+
+    name: str
+    shares: dict[str, float]
+    ideal: float | None
+    forward_ms: float
+    backward_ms: float
+    bytes_sent: int
+    bytes_reduced: int
+    hidden: float | None
+    versions: tuple[int, int] | None
+    staleness: str
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the elapsed time inside forwards and backwards."""
+        return sum(self.shares[name] for name in WORK)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What all stages did with their time.
+
+    Attributes:
+        seconds: how much time is explained.
+        mini_batches: first and last that began in it.
+        rows: of the stages.
+        total: of all of them: means of shares, sums of bytes.
+        ideal_seconds: how long the same actions would take without overheads.
+        violations: what breaks the promise of the staleness, in words; at most a handful per stage.
+        violated: how often it is broken.
+        notes: what a reader should know of the recording.
+    """
+
+    seconds: float
+    mini_batches: tuple[int, int]
+    rows: Sequence[Row]
+    total: Row
+    ideal_seconds: float | None
+    violations: Sequence[str]
+    violated: int
+    notes: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for other programs."""
+        rows = [asdict(row) | {"utilisation": row.utilisation} for row in (*self.rows, self.total)]
+        return asdict(self) | {"rows": rows[:-1], "total": rows[-1]}
+
+
+def summarise(run: RecordedRun) -> Summary:
+    """Explain the time of a run."""
+    rows, ideals = [], []
+    underways: list[Underway | None] = []
+    versions: list[Versions] = []
+    for stages in run.replicas():
+        episodes = find_episodes(stages)
+        ideal = ideal_of(stages, episodes)
+        ideals.append(ideal)
+        for place, stage in enumerate(stages):
+            underways.append(underway(stage, run.ranks))
+            versions.append(check_versions(stage))
+            best = ideal.utilisation[place] if ideal is not None else None
+            rows.append(_row(run, stage, (stages, episodes), best, underways[-1], versions[-1]))
+    batches = run.mini_batches
+    return Summary(
+        run.seconds, (batches.start, batches.stop - 1), rows, _total(rows, underways, versions), _longest(ideals),
+        [problem for found in versions for problem in found.violations], sum(v.violated for v in versions), run.notes,
+    )  # fmt: skip
+
+
+def _row(
+    run: RecordedRun,
+    stage: RankTrace,
+    replica: tuple[list[RankTrace], list[Episode]],
+    ideal: float | None,
+    underway: Underway | None,
+    versions: Versions,
+) -> Row:
+    phases = phases_of(stage, *replica, run.end)
+    seconds = seconds_by_cause(stage.spans, phases, run.start, run.end)
+    return Row(
+        stage.name, {cause: value / run.seconds for cause, value in seconds.items()}, ideal,
+        _median_ms(stage, Kind.FORWARD), _median_ms(stage, Kind.BACKWARD), _bytes(stage, Beside.SEND),
+        _bytes(stage, Beside.REDUCE), underway.hidden if underway else None, versions.versions, versions.in_words,
+    )  # fmt: skip
+
+
+def _total(rows: Sequence[Row], underways: Sequence[Underway | None], versions: Sequence[Versions]) -> Row:
+    shares = {cause: statistics.fmean(row.shares[cause] for row in rows) for cause in rows[0].shares}
+    known = [u for u in underways if u is not None]
+    every = Underway(sum(u.seconds for u in known), sum(u.exposed for u in known))
+    seen = [v.versions for v in versions if v.versions is not None]
+    ideals = [row.ideal for row in rows if row.ideal is not None]
+    counted = Versions(None, {n: 1 for v in versions for n in v.staleness}, (), 0)
+    return Row(
+        "all", shares, statistics.fmean(ideals) if len(ideals) == len(rows) else None,
+        statistics.median(row.forward_ms for row in rows), statistics.median(row.backward_ms for row in rows),
+        sum(row.bytes_sent for row in rows), sum(row.bytes_reduced for row in rows), every.hidden,
+        (min(v[0] for v in seen), max(v[1] for v in seen)) if seen else None, counted.in_words,
+    )  # fmt: skip
+
+
+def _longest(ideals: Sequence[Ideal | None]) -> float | None:
+    known = [ideal.seconds for ideal in ideals if ideal is not None]
+    return max(known) if known and len(known) == len(ideals) else None
+
+
+def _median_ms(stage: RankTrace, kind: Kind) -> float:
+    lengths = [span.end - span.start for span in stage.spans if span.kind is kind]
+    return statistics.median(lengths) * 1e3 if lengths else 0.0
+
+
+def _bytes(stage: RankTrace, kind: Beside) -> int:
+    return sum(span.num_bytes for span in stage.spans if span.kind is kind)

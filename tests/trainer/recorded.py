@@ -1,0 +1,94 @@
+"""Scenarios: trainings that record what their stages do, on the ranks of a pool."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.recording.clock import ClockOffset, clock_offset
+from lightning_asyncpp.pipeline.trace import Trace
+from lightning_asyncpp.tools.bench.layers import SleepingLayer
+from tests.pipeline.cases import DIM
+from tests.trainer.runs import Net, Run, fit
+
+METER = Trace(-1)
+
+
+class SleepingNet(Net):
+    """Two layers that sleep, 30 ms forward and 60 ms backward each, and note when they did."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        METER.spans.clear()
+        self.model = nn.Sequential(*[SleepingLayer(30.0, 60.0, DIM, METER) for _ in range(2)])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = F.mse_loss(self.model(batch["x"]).mean(1, keepdim=True), batch["y"])
+        self.log("train_loss", loss)
+        return loss
+
+
+class WallClock(L.Callback):
+    """Takes the time of the training by itself, from the first batch to the end of the last one."""
+
+    times: tuple[float, float] = (0.0, 0.0)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 0:
+            type(self).times = (time.perf_counter(), 0.0)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        type(self).times = (self.times[0], time.perf_counter())
+
+
+@dataclass(frozen=True)
+class Slept:
+    """What a stage's layers say: seconds asleep while the wall clock ran, and how long it ran."""
+
+    asleep: float
+    elapsed: float
+
+
+def fit_asleep(run: Run) -> Slept:
+    """Train with layers that sleep."""
+    fit(replace(run, module=SleepingNet, callbacks=(*run.callbacks, (WallClock, {}))))
+    start, end = WallClock.times
+    asleep = sum(min(span.end, end) - max(span.start, start) for span in METER.spans if span.end > start)
+    return Slept(asleep, end - start)
+
+
+def fit_twice(run: Run) -> list[str]:
+    """Train twice with the same arguments; which folders there are then."""
+    fit(run)
+    fit(run)
+    dist.barrier()
+    return sorted(str(path.name) for path in Path(run.callbacks[0][1]["dirpath"]).parent.iterdir())
+
+
+class KilledError(RuntimeError):
+    """Stands for anything that ends a run from outside."""
+
+
+class EndsSuddenly(L.Callback):
+    """Fails on all ranks after a batch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            raise KilledError
+
+
+def shifted_clock(apart: bool) -> tuple[ClockOffset, float]:
+    """Rank r's clock is 1000 r seconds ahead; what is found, when ranks are on hosts of their own or on one."""
+    rank = dist.get_rank()
+    mesh = Mesh(dist.get_world_size(), 1, rank)
+    mesh.connect()
+    ahead = 1000.0 * rank
+    return clock_offset(mesh, f"host {rank if apart else 0}", lambda: time.perf_counter() + ahead), ahead

@@ -1,0 +1,144 @@
+"""What is logged while a pipeline trains: throughput, bubble, hidden updates, staleness."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities import measure_flops
+
+from lightning_asyncpp import ConfigurationError, GPTModule, PipelineMonitor, PipelineTrace
+from lightning_asyncpp.models import GPTConfig
+from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.pipeline.trace import Span, Wait
+from lightning_asyncpp.pytorch.window import StageWindow, StalenessError
+from tests.trainer.pool import Pools
+from tests.trainer.recorded import SleepingNet
+from tests.trainer.runs import Net, Run, fit
+
+MONITOR = (PipelineMonitor, {"window": 3, "every_n_batches": 1})
+RUN = Run(Net, callbacks=(MONITOR,), samples=48, trainer={"logger": "list"})
+
+
+class CountingNet(SleepingNet):
+    """Its tokens and operations are known: 8 samples of 10 tokens, 1000 operations each."""
+
+    flops_per_token = 1000.0
+
+    def micro_batch_weight(self, batch: dict[str, torch.Tensor]) -> float:
+        return 10.0 * len(batch["x"])
+
+
+class BatchNet(CountingNet):
+    """It says what a batch takes instead."""
+
+    flops_per_batch = 160_000
+
+
+class WrongSchedule(L.Callback):
+    """Lets the last stage forget the delay."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.global_rank == 0:
+            monitor = next(c for c in trainer.callbacks if isinstance(c, PipelineMonitor))  # type: ignore[attr-defined]
+            monitor._stage.delay = 0  # type: ignore[union-attr]
+
+
+def values(results: list[dict[str, Any]], name: str) -> list[float]:
+    return [metrics[name] for _, metrics in results[0]["records"] if name in metrics]
+
+
+@pytest.mark.parametrize(("strategy", "staleness"), [("async", [0, 1, 1, 1]), ("sync", [0, 0, 0, 0])])
+def test_the_logger_gets_every_figure(pools: Pools, strategy: str, staleness: list[int]) -> None:
+    """Layers sleep for 90 ms a micro-batch; a flush of two stages costs a third of two micro-batches' time."""
+    run = replace(RUN, strategy=strategy, module=CountingNet, options={"micro_batches": 2})
+    results = pools.run(2, fit, replace(run, callbacks=((MONITOR[0], {**MONITOR[1], "peak_flops": 1e6}),)))
+    assert values(results, "gradient_staleness")[: len(staleness)] == staleness
+    bubble, hidden, rate = (values(results, name)[-1] for name in ("bubble", "update_hidden", "tokens_per_second"))
+    least = min(values(results, "bubble"))
+    assert 0 < least < 0.3 if strategy == "async" else 0.3 < least < 0.6
+    assert (hidden > 0.5) == (strategy == "async")
+    assert rate == pytest.approx(80 / (0.18 / (1 - bubble)), rel=0.15)
+    assert values(results, "mfu")[-1] == pytest.approx(rate * 1000.0 / 2e6, rel=1e-6)
+    assert not any("bubble" in metrics for _, metrics in results[1]["records"])
+
+
+def test_operations_of_a_batch_are_taken_as_they_are(pools: Pools) -> None:
+    run = replace(RUN, module=BatchNet, callbacks=((MONITOR[0], {**MONITOR[1], "peak_flops": 1e6}),))
+    results = pools.run(2, fit, run)
+    assert values(results, "mfu")[-1] == pytest.approx(values(results, "tokens_per_second")[-1] * 2000 / 2e6, rel=1e-6)
+
+
+def test_what_is_not_known_is_not_logged(pools: Pools) -> None:
+    """No tokens without micro_batch_weight, no share of a peak that nobody knows."""
+    results = pools.run(2, fit, replace(RUN, callbacks=((PipelineMonitor, {"every_n_batches": 4}),)))
+    names = {name for _, metrics in results[0]["records"] for name in metrics}
+    assert {"bubble", "update_hidden", "gradient_staleness"} <= names
+    assert not names & {"tokens_per_second", "mfu"}
+
+
+def test_it_works_beside_a_recording_and_with_middle_stages(pools: Pools, tmp_path: Any) -> None:
+    trace = (PipelineTrace, {"dirpath": str(tmp_path / "trace"), "mini_batches": 2})
+    results = pools.run(
+        3,
+        fit,
+        replace(RUN, callbacks=(MONITOR, trace), val_samples=(8,), trainer={"logger": "list", "val_check_interval": 2}),
+    )
+    assert values(results, "gradient_staleness")[-1] == 1
+    assert len(list((tmp_path / "trace").iterdir())) == 3
+
+
+def test_a_wrong_weight_version_ends_the_run_on_all_ranks(pools: Pools) -> None:
+    outcomes = pools.outcomes(2, fit, replace(RUN, callbacks=(*RUN.callbacks, (WrongSchedule, {}))))
+    assert outcomes[0].error == "StalenessError", outcomes[0].trace
+    assert "ran on W0 on stage 1, not on W1: its gradient is 1 updates old instead of 0" in outcomes[0].message
+    assert outcomes[1].error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"window": 0}, "window=0 must be at least 1"),
+        ({"every_n_batches": 0}, "every_n_batches=0 must be at least 1"),
+        ({"peak_flops": -1.0}, "peak_flops=-1.0 must be above 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PipelineMonitor(**arguments)
+
+
+def test_a_strategy_without_stages_is_refused() -> None:
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.raises(ConfigurationError, match="use TokensPerSecond instead"):
+        PipelineMonitor().setup(trainer, L.LightningModule(), "fit")
+
+
+def test_the_window_averages_and_forgets() -> None:
+    window = StageWindow(stage=1, delay=1, size=2)
+    assert (window.bubble, window.hidden, window.staleness) == (None, None, None)
+    window.add(0, 2, None, [Span(Kind.FORWARD, 0, 0, 1, 0), Span(Kind.BACKWARD, 1, 1, 3, 0)])
+    assert (window.bubble, window.staleness) == (None, 0)  # a validation came before it
+    window.add(1, 4, 10.0, [Span(Kind.FORWARD, 2, 3, 8, 0), Span(Wait.AGREEMENT, 0, 8, 9)])
+    assert (window.bubble, window.hidden, window.staleness) == (0.5, pytest.approx(1 - 1 / 6), 1)
+    window.add(2, 6, 10.0, [Span(Kind.FORWARD, 4, 13, 23, 1)])
+    assert window.bubble == pytest.approx(0.25)
+    window.add(3, 8, 10.0, [Span(Kind.FORWARD, 6, 23, 33, 2)])
+    assert (window.bubble, window.hidden) == (0, None)
+    with pytest.raises(StalenessError, match="ran on W1 on stage 1, not on W3"):
+        window.add(4, 10, 10.0, [Span(Kind.FORWARD, 8, 33, 34, 1)])
+
+
+def test_the_models_operations_are_those_that_torch_counts() -> None:
+    """Forward and backward on the meta device; torch counts attention without its causal half, as we do."""
+    config = GPTConfig(vocab_size=64, context_length=32, num_layers=3, dim=64, num_heads=4, num_kv_heads=2)
+    with torch.device("meta"):
+        model = GPTModule(config).build_model()
+        tokens = torch.zeros((2, 32), dtype=torch.int64)
+    counted = measure_flops(model, lambda: model(tokens), lambda logits: logits.float().sum())
+    assert GPTModule(config).flops_per_token * 64 == pytest.approx(counted, rel=0.05)
+    assert math.isfinite(config.flops_per_token())

@@ -1,0 +1,168 @@
+"""Recording a training: what the files say is what happened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_asyncpp import ConfigurationError, PipelineTrace
+from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.pipeline.trace import Beside, Wait
+from lightning_asyncpp.tools.trace.reading import read_run
+from lightning_asyncpp.tools.trace.run import RecordedRun
+from lightning_asyncpp.tools.trace.summary import summarise
+from tests.trainer.pool import Pools
+from tests.trainer.recorded import EndsSuddenly, fit_asleep, fit_twice, shifted_clock
+from tests.trainer.runs import Net, Run, fit
+
+SMALL = Run(Net, samples=48, batch_size=8)
+
+
+def recorded(run: Run, folder: Path, **options: object) -> Run:
+    trace = (PipelineTrace, {"dirpath": str(folder / "trace"), **options})
+    return replace(run, callbacks=(trace, *run.callbacks))
+
+
+def indices(run: RecordedRun, kind: Kind | Wait | Beside, stage: int = 0) -> list[int]:
+    return sorted(span.index for span in run.ranks[stage].spans if span.kind is kind)
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_utilisation_is_that_of_the_wall_clock(pools: Pools, tmp_path: Path, strategy: str) -> None:
+    """Layers that sleep tell how long they did, and a clock of its own how long training took."""
+    run = recorded(Run(Net, strategy, {"micro_batches": 4}, samples=48), tmp_path)
+    slept = pools.run(2, fit_asleep, run)
+    summary = summarise(read_run(tmp_path / "trace"))
+    assert summary.violated == 0
+    assert summary.total.staleness == {"async": "0, 1", "sync": "0"}[strategy]
+    for row, stage in zip(summary.rows, slept[::-1]):  # rank 0 is the last stage
+        assert summary.seconds == pytest.approx(stage.elapsed, rel=0.02)
+        assert row.utilisation == pytest.approx(stage.asleep / stage.elapsed, abs=0.02)
+        assert sum(row.shares.values()) == pytest.approx(1)
+    if strategy == "sync":  # a stage idles for one forward and one backward of five
+        assert summary.total.shares["warm-up"] + summary.total.shares["drain"] > 0.15
+    hidden = summary.total.hidden
+    assert hidden is not None
+    assert hidden > 0.6 if strategy == "async" else hidden < 0.3
+
+
+def test_every_action_is_recorded_with_its_weights(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, fit, recorded(replace(SMALL, options={"micro_batches": 4}), tmp_path))
+    run = read_run(tmp_path / "trace")
+    assert [rank.complete for rank in run.ranks] == [True, True]
+    for stage in (0, 1):
+        assert indices(run, Kind.FORWARD, stage) == indices(run, Kind.BACKWARD, stage) == list(range(24))
+        assert indices(run, Kind.UPDATE, stage) == list(range(6))
+        versions = {s.index: s.version for s in run.ranks[stage].spans if s.kind is Kind.FORWARD}
+        assert [versions[k] for k in range(0, 24, 4)] == [0, 0, 1, 2, 3, 4]
+        assert indices(run, Wait.DATA, stage) == [1, 2, 3, 4, 5]
+    assert all(span.num_bytes > 0 for span in run.ranks[0].spans if span.kind is Beside.SEND)
+
+
+def test_a_part_of_the_run_is_recorded(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, fit, recorded(SMALL, tmp_path, first_mini_batch=2, mini_batches=2))
+    run = read_run(tmp_path / "trace")
+    assert run.mini_batches == range(2, 4)
+    assert indices(run, Kind.FORWARD) == [4, 5, 6, 7]
+    assert {run.ranks[0].mini_batch_of(k) for k in indices(run, Kind.BACKWARD)} <= {1, 2, 3}
+    assert summarise(run).violated == 0
+
+
+def test_accumulated_batches_belong_to_one_mini_batch(pools: Pools, tmp_path: Path) -> None:
+    """The last update of the epoch takes what is left."""
+    run = replace(SMALL, samples=40, trainer={"accumulate_grad_batches": 2, "max_epochs": 2})
+    pools.run(2, fit, recorded(run, tmp_path))
+    read = read_run(tmp_path / "trace")
+    assert [start.first for start in read.ranks[0].starts] == [0, 4, 8, 10, 14, 18]
+    assert summarise(read).violated == 0
+
+
+def test_validation_and_checkpoints_are_kept_apart(pools: Pools, tmp_path: Path) -> None:
+    save = (ModelCheckpoint, {"dirpath": str(tmp_path / "saved"), "every_n_train_steps": 3, "save_top_k": -1})
+    run = replace(
+        SMALL, callbacks=(save,), val_samples=(8,), trainer={"val_check_interval": 2, "enable_checkpointing": True}
+    )
+    pools.run(2, fit, recorded(run, tmp_path))
+    read = read_run(tmp_path / "trace")
+    summary = summarise(read)
+    assert len(indices(read, Beside.EVALUATE)) == 2  # the third ends the run
+    assert indices(read, Beside.CHECKPOINT) == [3]
+    assert summary.rows[0].shares["evaluate"] > 0
+    assert indices(read, Kind.FORWARD) == list(range(12))
+    assert summary.violated == 0
+
+
+def test_every_fit_has_a_folder_of_its_own(pools: Pools, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    found = pools.run(2, fit_twice, recorded(SMALL, tmp_path / "runs"))
+    assert found == [["trace", "trace-2"]] * 2
+    assert all(read_run(tmp_path / "runs" / name).mini_batches == range(6) for name in found[0])
+
+
+def test_without_a_folder_it_is_the_loggers(pools: Pools, tmp_path: Path) -> None:
+    run = replace(
+        SMALL, callbacks=((PipelineTrace, {}),), trainer={"logger": "files", "default_root_dir": str(tmp_path)}
+    )
+    pools.run(2, fit, run)
+    assert read_run(tmp_path).mini_batches == range(6)
+    assert list(tmp_path.glob("**/version_0/trace/rank-00000.jsonl"))
+
+
+def test_a_failed_run_leaves_its_trace(pools: Pools, tmp_path: Path) -> None:
+    failing = replace(SMALL, callbacks=((EndsSuddenly, {}),))
+    for outcome in pools.outcomes(2, fit, recorded(failing, tmp_path)):
+        assert outcome.error
+    assert max(indices(read_run(tmp_path / "trace"), Kind.FORWARD)) >= 7
+
+
+def test_a_folder_that_cannot_be_written_is_named_on_all_ranks(pools: Pools, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = replace(SMALL, callbacks=((PipelineTrace, {"dirpath": str(tmp_path / "file" / "trace")}),))
+    for outcome in pools.outcomes(2, fit, run):
+        assert outcome.error == "ConfigurationError", outcome.trace
+        assert "cannot be written to" in outcome.message
+        assert "name a folder that every process may write to" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"first_mini_batch": -1}, "first_mini_batch=-1 must be a whole number, 0 or more"),
+        ({"first_mini_batch": 1.5}, "first_mini_batch=1.5 must be a whole number"),
+        ({"mini_batches": 0}, "mini_batches=0 must be at least 1; leave it out"),
+        ({"dirpath": __file__}, "is a file; name a folder"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PipelineTrace(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_strategy_without_stages_is_refused() -> None:
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.raises(ConfigurationError, match="SingleDeviceStrategy has none; use strategy='async_pipeline'"):
+        PipelineTrace().setup(trainer, L.LightningModule(), "fit")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_clocks_of_other_hosts_are_compared(pools: Pools, world_size: int) -> None:
+    """To within half of the quickest round trip; processes of one host are taken to read the same clock."""
+    for offset, ahead in pools.run(world_size, shifted_clock, True):
+        assert offset.seconds == pytest.approx(-ahead, abs=max(offset.error, 1e-9))
+        assert (offset.error > 0) == (ahead > 0)
+        assert offset.error < 0.01
+    assert all(offset.seconds == 0 for offset, _ in pools.run(world_size, shifted_clock, False))
+
+
+def test_files_are_json_lines(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, fit, recorded(SMALL, tmp_path))
+    for file in (tmp_path / "trace").iterdir():
+        head, *rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert (head["format"], head["version"], head["micro_batches"], head["delay"]) == ("asyncpp trace", 1, 2, 1)
+        assert rows[-1][0] == "end"
+        assert {len(row) for row in rows} == {6, 4, 2}
