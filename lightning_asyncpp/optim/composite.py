@@ -35,6 +35,9 @@ class MatrixAdamW(ABC, Optimizer):
     matrix_algorithm: ClassVar[str]
     """Name of the first group and of its ``algorithm``."""
 
+    added_later: ClassVar[dict[str, Any]] = {}
+    """Hyper-parameters of matrices that states saved before lack, with the values that stood for all then."""
+
     def __init__(self, params: ParamsT, adamw_names: str | None, matrix: dict[str, Any], adamw: dict[str, Any]) -> None:
         shared = ("lr", "weight_decay")
         adamw = {**adamw, **{key: matrix[key] for key in shared if adamw[key] is None}}
@@ -85,6 +88,8 @@ class MatrixAdamW(ABC, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Loading a state dict, copying and unpickling all come through here, with new group dicts.
         super().__setstate__(state)
+        for key, value in self.added_later.items():
+            self.param_groups[0].setdefault(key, value)
         self._adopt_adamw()
 
     def _adopt_adamw(self) -> None:

@@ -110,7 +110,7 @@ def test_update_does_not_depend_on_the_batch(dtype, threads):
 def count_products(monkeypatch, **kwargs):
     sizes = []
     original = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda x, y: sizes.append(x.size(0)) or original(x, y))
+    monkeypatch.setattr(torch, "bmm", lambda x, y, **kw: sizes.append(x.size(0)) or original(x, y, **kw))
     params = matrices()
     optimizer = MuonAdamW(named(params), newton_schulz_steps=1, newton_schulz_dtype="float32", **kwargs)
     set_gradients(params, 0)
