@@ -49,7 +49,7 @@ class MuonAdamW(MatrixAdamW):
         adamw_names: regular expression searched in parameter names; matching parameters go to AdamW.
         batched: join equal shapes into one product. None: on GPUs, unless deterministic algorithms are asked for
             (``torch.use_deterministic_algorithms``), where a matrix's bits could depend on its neighbours.
-        newton_schulz: "quintic": the same polynomial at each step, as torch; "polar_express": for each step the best one
+        newton_schulz: "quintic": the same polynomial at each step, as torch; "polar_express": the best one for each
             (arXiv 2505.16932), closer to orthogonal at the same cost.
         newton_schulz_scale: "frobenius", as torch; "schatten4" or "aol" (arXiv 2512.04632): bounds of the largest
             singular value that are tighter and cost nothing, worth about half a step.

@@ -1,8 +1,8 @@
 """Newton-Schulz orthogonalisation of a stack of matrices, Muon's costly part.
 
 The quintic iteration and its coefficients are those of Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/)
-and of ``torch.optim.Muon``, and the results are its results; here all matrices of one shape go through one batched product,
-and products that are symmetric are computed by half. Other polynomials, scalings and forms are options.
+and of ``torch.optim.Muon``, and so are the results; here all matrices of one shape go through one batched product, and
+products that are symmetric are computed by half. Other polynomials, scales and forms are options.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ GRAM_ASPECT = 1.5
 """From this ratio of the sides on the Gram form takes fewer operations, with symmetric products."""
 
 GRAM_STEPS = 2
-"""Steps of the Gram form in 16 bits between returns to the matrix. G keeps singular values only down to about 0.06 then,
-and what is rounded away comes back amplified: with 3 steps in a row some matrices of real trainings blew up."""
+"""Steps of the Gram form in 16 bits between returns to the matrix. There G keeps singular values only down to about
+0.06, and what is rounded away comes back amplified: with 3 steps in a row some matrices of real trainings blew up."""
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _spare(x: Tensor) -> Tensor:
-    """Memory for the next step. That of a transposed matrix is not: products into it are slower, and rounded otherwise."""
+    """Memory for the next step. Not that of a transposed matrix: products into it are rounded otherwise."""
     return x if x.is_contiguous() else _like(x)
 
 
@@ -143,14 +143,16 @@ def _scale_frobenius(x: Tensor, gram: Tensor) -> None:
 
 
 def _scale_schatten4(x: Tensor, gram: Tensor) -> None:
-    # In float32: what bfloat16 rounds here would be an error of the whole spectrum. A zero matrix stays zero.
-    square = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True, dtype=torch.float32).clamp_(min=NORM_EPS)
+    # What bfloat16 would round here would be an error of the whole spectrum. A zero matrix stays zero.
+    dtype = torch.promote_types(gram.dtype, torch.float32)
+    square = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True, dtype=dtype).clamp_(min=NORM_EPS)
     x.div_(square.sqrt())
     gram.div_(square)
 
 
 def _scale_aol(x: Tensor, gram: Tensor) -> None:
-    rows = torch.linalg.vector_norm(gram, ord=1, dim=-1, keepdim=True, dtype=torch.float32)
+    dtype = torch.promote_types(gram.dtype, torch.float32)
+    rows = torch.linalg.vector_norm(gram, ord=1, dim=-1, keepdim=True, dtype=dtype)
     factors = rows.clamp_(min=NORM_EPS).rsqrt_()
     x.mul_(factors)
     gram.mul_(factors).mul_(factors.mT)

@@ -59,7 +59,7 @@ class NorMuonAdamW(MatrixAdamW):
         newton_schulz_dtype: "bfloat16", "float32" or "float64", or the torch dtype.
         adamw_names: regular expression searched in parameter names; matching parameters go to AdamW.
         batched: join equal shapes into one product. None: on GPUs, unless deterministic algorithms are asked for.
-        newton_schulz: "quintic": the same polynomial at each step, as torch; "polar_express": for each step the best one
+        newton_schulz: "quintic": the same polynomial at each step, as torch; "polar_express": the best one for each
             (arXiv 2505.16932), closer to orthogonal at the same cost.
         newton_schulz_scale: "frobenius", as torch; "schatten4" or "aol" (arXiv 2512.04632): bounds of the largest
             singular value that are tighter and cost nothing, worth about half a step.

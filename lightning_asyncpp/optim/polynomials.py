@@ -18,12 +18,12 @@ POLYNOMIALS = ("quintic", "polar_express")
 LOWER_BOUND = 1e-3
 """Singular values from here up to 1 are what :func:`polar_express` is best for; the authors' choice for bfloat16."""
 
-CUSHION = 0.024
-"""A step is best for no wider an interval than from this share of its upper end: a steeper polynomial would leave the
-large singular values close to 0, where rounding takes over (arXiv 2505.16932, section 4.4)."""
+CUSHION = 0.02407327424182761
+"""A step is best for no wider an interval than from this share of its upper end: a steeper polynomial would bring large
+singular values close to 0, where rounding takes over. With this value the coefficients are the published ones."""
 
 SAFETY = 1.01
-"""Room for rounding above the largest singular value in all steps but the last (ibid.)."""
+"""Room for rounding above the largest singular value in all steps but the last, as published."""
 
 
 def quintics(kind: str, steps: int, coefficients: Quintic = COEFFICIENTS) -> tuple[Quintic, ...]:

@@ -1,8 +1,8 @@
 """Products of matrices that are known to be symmetric: half of the result is computed, the other half mirrored.
 
-All products of Newton-Schulz iterations but the last of each step are of this kind: X X^T, and products of polynomials
-of one symmetric matrix, which commute. torch has no such product. On CPUs strips below the diagonal are multiplied one by
-one, on GPUs a Triton kernel leaves out the blocks above the diagonal.
+All products of a Newton-Schulz step but its last one are of this kind: X X^T, and products of polynomials of one
+symmetric matrix, which commute. torch has no such product. On CPUs strips up to the diagonal are multiplied one by one,
+on GPUs a Triton kernel leaves out the blocks above the diagonal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 STRIP_ROWS = {torch.float32: 128, torch.float64: 128}
-"""Rows that a CPU multiplies at a time, by dtype; from where on smaller pieces cost more than the skipped half gives."""
+"""Rows that a CPU multiplies at a time, by dtype: smaller strips skip more and are slower."""
 
 STRIP_ROWS_OTHERWISE = 192
 
