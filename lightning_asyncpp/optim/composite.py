@@ -10,6 +10,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lightning_asyncpp.optim.fused_adamw import can_be_fused, fused_where_layouts_agree
 from lightning_asyncpp.optim.hyper import invalid, raise_problems
 from lightning_asyncpp.optim.split import Split, split_parameters
 
@@ -47,6 +48,7 @@ class MatrixAdamW(ABC, Optimizer):
         hyper = dict(zip(split.algorithms, (matrix, adamw)))
         groups = [_build_group(algorithm, split, hyper[algorithm], problems) for algorithm in split.algorithms]
         raise_problems(type(self).__name__, problems)
+        groups[1]["fused"] = can_be_fused(groups[1]["params"]) or None
         # Only what both groups have belongs into the defaults: torch copies them into every group.
         super().__init__(groups, {key: matrix[key] for key in shared})
         self._adopt_adamw()
@@ -73,7 +75,8 @@ class MatrixAdamW(ABC, Optimizer):
             self._adopt_adamw()
         if self._adamw is not None:
             self._adamw.state = self.state
-            self._adamw.step()
+            with fused_where_layouts_agree(self._adamw_group, self.state):
+                self._adamw.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
