@@ -32,7 +32,7 @@ def allocated(function, path):
 @pytest.mark.parametrize("lent", [True, False])
 @pytest.mark.parametrize("buffer_dtype", [None, "bfloat16"])
 def test_peak(lent, buffer_dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_asyncpp.optim.feedback_update.CHUNK_ELEMENTS", ELEMENTS // 64)
+    monkeypatch.setattr("lightning_asyncpp.optim.feedback_update.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
     p = nn.Parameter(torch.ones(1024, ELEMENTS // 1024))
     p.grad = torch.ones_like(p)
     before = p.detach().clone()
