@@ -9,6 +9,7 @@ from collections.abc import Sequence
 _COMMANDS = {  # by the name of their module
     "schedule": "utilisation of sleeping stages under every schedule",
     "compute": "gain when stages really compute",
+    "optimizer": "step time of Muon and of Error Feedback",
     "draw": "draw the ideal timeline of a schedule",
 }
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _usage() -> str:
     lines = [f"  {name:<10}{text}" for name, text in _COMMANDS.items()]
-    return "\n".join(["usage: asyncpp bench {schedule,compute,draw} [--help] ...", "", *lines])
+    return "\n".join([f"usage: asyncpp bench {{{','.join(_COMMANDS)}}} [--help] ...", "", *lines])
 
 
 if __name__ == "__main__":
