@@ -61,8 +61,8 @@ class NorMuonAdamW(MatrixAdamW):
         batched: join equal shapes into one product. None: on GPUs, unless deterministic algorithms are asked for.
         newton_schulz: "quintic": the same polynomial at each step, as torch; "polar_express": the best one for each
             (arXiv 2505.16932), closer to orthogonal at the same cost.
-        newton_schulz_scale: "frobenius", as torch; "schatten4" or "aol" (arXiv 2512.04632): bounds of the largest
-            singular value that are tighter and cost nothing, worth about half a step.
+        newton_schulz_scale: "frobenius", as torch; "schatten4" or "aol" (arXiv 2512.04632): tighter bounds of the
+            largest singular value at no cost, worth up to half a step.
         newton_schulz_form: "direct", as torch; "gram" (arXiv 2505.16932, appendix F): fewer operations for matrices
             that are not square, other rounding. See :func:`lightning_asyncpp.optim.newton_schulz.orthogonalize`.
 
