@@ -29,7 +29,7 @@ _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
 
 _DESCRIPTION = (
     "Asynchronous pipeline parallelism for PyTorch Lightning. Besides the subcommands below: asyncpp bench"
-    " schedule|compute|network|time-to-loss|draw measures pipelines and draws schedules; asyncpp ablate trains a grid"
+    " schedule|compute|optimizer|network|time-to-loss|draw measures pipelines; asyncpp ablate trains a grid"
     " of optimizers, learning rates, delays and corrections, and compares them; asyncpp trace shows where the time of a"
     " run went that `asyncpp fit --trace` recorded."
 )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lightning_asyncpp.optim.fused_adamw import can_be_fused, fused_where_layouts_agree
 from lightning_asyncpp.optim.hyper import invalid, raise_problems
 from lightning_asyncpp.optim.split import Split, split_parameters
 
@@ -35,6 +36,9 @@ class MatrixAdamW(ABC, Optimizer):
     matrix_algorithm: ClassVar[str]
     """Name of the first group and of its ``algorithm``."""
 
+    added_later: ClassVar[dict[str, Any]] = {}
+    """Hyper-parameters of matrices that states saved before lack, with the values that stood for all then."""
+
     def __init__(self, params: ParamsT, adamw_names: str | None, matrix: dict[str, Any], adamw: dict[str, Any]) -> None:
         shared = ("lr", "weight_decay")
         adamw = {**adamw, **{key: matrix[key] for key in shared if adamw[key] is None}}
@@ -44,6 +48,7 @@ class MatrixAdamW(ABC, Optimizer):
         hyper = dict(zip(split.algorithms, (matrix, adamw)))
         groups = [_build_group(algorithm, split, hyper[algorithm], problems) for algorithm in split.algorithms]
         raise_problems(type(self).__name__, problems)
+        groups[1]["fused"] = can_be_fused(groups[1]["params"]) or None
         # Only what both groups have belongs into the defaults: torch copies them into every group.
         super().__init__(groups, {key: matrix[key] for key in shared})
         self._adopt_adamw()
@@ -70,7 +75,8 @@ class MatrixAdamW(ABC, Optimizer):
             self._adopt_adamw()
         if self._adamw is not None:
             self._adamw.state = self.state
-            self._adamw.step()
+            with fused_where_layouts_agree(self._adamw_group, self.state):
+                self._adamw.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -85,6 +91,8 @@ class MatrixAdamW(ABC, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Loading a state dict, copying and unpickling all come through here, with new group dicts.
         super().__setstate__(state)
+        for key, value in self.added_later.items():
+            self.param_groups[0].setdefault(key, value)
         self._adopt_adamw()
 
     def _adopt_adamw(self) -> None:

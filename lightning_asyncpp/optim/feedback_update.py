@@ -7,8 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**20
-"""Elements handled at a time. The arithmetic is element by element, so results do not depend on it."""
+CPU_CHUNK_ELEMENTS = 2**17
+"""Elements handled at a time on a CPU: what the operations share stays in its cache, and memory is read once. The
+arithmetic is element by element, so results do not depend on it."""
+
+CHUNK_ELEMENTS = 2**23
+"""The same elsewhere, where every piece costs a few kernel launches."""
 
 
 @torch.no_grad()
@@ -24,28 +28,44 @@ def feed_back(weight: Tensor, before: Tensor | None, previous: Tensor, strength:
         strength: 0 only remembers the step.
         ratio: what the step before would be worth now.
     """
-    for start, length in _chunks(weight):
-        piece = [t.narrow(0, start, length) for t in map(_at_least_1d, (weight, previous))]
-        old = None if before is None else _at_least_1d(before).narrow(0, start, length)
-        _feed_back_chunk(piece[0], old, piece[1], strength, ratio)
+    tensors = [weight, previous] if before is None else [weight, previous, before]
+    if all(t.is_contiguous() for t in tensors):  # rows may be long: pieces of one dimension are never too large
+        tensors = [t.view(-1) for t in tensors]
+    scratch: Tensor | None = None
+    for start, length in _chunks(tensors[0]):
+        pieces = [t.narrow(0, start, length) for t in tensors]
+        scratch = torch.empty_like(pieces[0]) if scratch is None else scratch  # the first piece is the largest
+        step = scratch.narrow(0, 0, length)
+        _set_step(step, pieces[0], pieces[2] if len(pieces) == 3 else None)
+        _feed_back_chunk(pieces[0], step, pieces[1], strength, ratio)
 
 
-def _feed_back_chunk(weight: Tensor, before: Tensor | None, previous: Tensor, strength: float, ratio: float) -> None:
-    step = torch.zeros_like(previous) if before is None else (before - weight).to(previous.dtype)
-    if strength != 0:
+def _set_step(step: Tensor, weight: Tensor, before: Tensor | None) -> None:
+    if before is None:
+        step.zero_()
+    else:
+        torch.sub(before, weight, out=step)
+
+
+def _feed_back_chunk(weight: Tensor, step: Tensor, previous: Tensor, strength: float, ratio: float) -> None:
+    if step.dtype != previous.dtype:
         # Rounded once: what is subtracted now is to the bit what will be taken back at the next update. The
         # difference of two rounded steps is taken in the weights' dtype, not in the buffer's.
-        weight.sub_(torch.sub(step.to(weight.dtype), previous, alpha=ratio), alpha=strength)
+        rounded = step.to(previous.dtype)
+        if strength != 0:
+            weight.sub_(torch.sub(rounded.to(weight.dtype), previous, alpha=ratio), alpha=strength)
+        previous.copy_(rounded)
+        return
+    if strength != 0:
+        torch.sub(step, previous, alpha=ratio, out=previous)  # the buffer holds the difference in between
+        weight.sub_(previous, alpha=strength)
     previous.copy_(step)
 
 
 def _chunks(t: Tensor) -> Iterator[tuple[int, int]]:
     """Yield (start, length) along the first dimension: works for any strides without a copy."""
-    size = t.size(0) if t.ndim else 1
-    length = max(1, CHUNK_ELEMENTS * size // max(1, t.numel()))
+    size = t.size(0)
+    elements = CPU_CHUNK_ELEMENTS if t.device.type == "cpu" else CHUNK_ELEMENTS
+    length = max(1, elements * size // max(1, t.numel()))
     for start in range(0, size, length):
         yield start, min(length, size - start)
-
-
-def _at_least_1d(t: Tensor) -> Tensor:
-    return t.unsqueeze(0) if t.ndim == 0 else t

@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lightning_asyncpp.optim.newton_schulz import FORMS, SCALES
+from lightning_asyncpp.optim.polynomials import POLYNOMIALS
+
 Rule = tuple[Callable[[Any], bool], str]
 """Tells whether a value will do, and what it must be."""
 
@@ -17,6 +20,11 @@ def decay_rates(count: int) -> Rule:
     """Return the rule for ``count`` decay rates of running averages."""
     words = {2: "two", 3: "three"}[count]
     return (lambda x: len(x) == count and all(0 <= beta < 1 for beta in x), f"must be {words} numbers in [0, 1)")
+
+
+def one_of(choices: tuple[str, ...]) -> Rule:
+    """Return the rule for one of some words."""
+    return (lambda x: x in choices, f"must be one of {', '.join(choices)}")
 
 
 _AT_LEAST_0: Rule = (lambda x: 0 <= x < math.inf, "must be at least 0")
@@ -33,8 +41,11 @@ RULES: dict[str, Rule] = {
     "betas": decay_rates(2),
     "newton_schulz_steps": (lambda x: 1 <= x < 100, "must be between 1 and 99"),
     "coefficients": (lambda x: len(x) == 3, "must be three numbers"),
-    "adjust_lr": (lambda x: x in LR_ADJUSTMENTS, f"must be one of {', '.join(LR_ADJUSTMENTS)}"),
-    "newton_schulz_dtype": (lambda x: x in DTYPES, f"must be one of {', '.join(DTYPES)}"),
+    "adjust_lr": one_of(LR_ADJUSTMENTS),
+    "newton_schulz_dtype": one_of(DTYPES),
+    "newton_schulz": one_of(POLYNOMIALS),
+    "newton_schulz_scale": one_of(SCALES),
+    "newton_schulz_form": one_of(FORMS),
     "shampoo_beta": (lambda x: x is None or 0 <= x < 1, "must be in [0, 1), or None for the second of betas"),
     "precondition_frequency": _COUNT,
     "max_precondition_dim": _COUNT,

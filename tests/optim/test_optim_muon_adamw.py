@@ -110,7 +110,7 @@ def test_update_does_not_depend_on_the_batch(dtype, threads):
 def count_products(monkeypatch, **kwargs):
     sizes = []
     original = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda x, y: sizes.append(x.size(0)) or original(x, y))
+    monkeypatch.setattr(torch, "bmm", lambda x, y, **kw: sizes.append(x.size(0)) or original(x, y, **kw))
     params = matrices()
     optimizer = MuonAdamW(named(params), newton_schulz_steps=1, newton_schulz_dtype="float32", **kwargs)
     set_gradients(params, 0)
@@ -150,18 +150,61 @@ def test_lr_scale():
     assert lr_scale("match_rms_adamw", 4, 25) == pytest.approx(1.0)
 
 
-def test_equals_torch_adamw_bitwise():
+ADAMW = {"lr": 0.01, "weight_decay": 0.2, "betas": (0.8, 0.99), "eps": 1e-8}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_equals_torch_adamw(fused):
     shapes = [(7,), (5, 4), (), (2, 3, 3, 3)]
     ours, theirs = matrices(shapes), matrices(shapes)
     names = ["b", "embed.weight", "scale", "conv.weight"]
     optimizer = MuonAdamW(zip(names, ours), lr=9.0, adamw_lr=0.01, adamw_weight_decay=0.2, adamw_betas=(0.8, 0.99))
-    reference = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.2, betas=(0.8, 0.99), eps=1e-8)
+    reference = torch.optim.AdamW(theirs, fused=fused, **ADAMW)
     for step in range(4):
         set_gradients(ours, step, skip=[step])
         set_gradients(theirs, step, skip=[step])
         optimizer.step()
         reference.step()
-    assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
+    assert optimizer.param_groups[1]["fused"] is True
+    if fused:
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("transposed", ["parameter", "gradient", "both", "moment"])
+def test_adamw_is_right_for_every_layout(transposed):
+    """torch's fused step pairs the wrong elements where layouts differ."""
+    start = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    p, q = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    if transposed in ("parameter", "both"):
+        p = nn.Parameter(start.T.contiguous().T)
+    optimizer = MuonAdamW([("embed", p)], adamw_lr=0.01, adamw_weight_decay=0.2, adamw_betas=(0.8, 0.99))
+    reference = torch.optim.AdamW([q], **ADAMW)
+    for step in range(3):
+        q.grad = torch.randn(6, 9, generator=torch.Generator().manual_seed(step))
+        p.grad = q.grad.T.contiguous().T if transposed in ("gradient", "both") else q.grad.clone()
+        optimizer.step()
+        reference.step()
+        if transposed == "moment":
+            optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].T.contiguous().T
+    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    assert optimizer.param_groups[1]["fused"] is True
+
+
+def test_a_plain_adamw_state_goes_on_plainly():
+    ours, theirs = matrices([(7,)]), matrices([(7,)])
+    reference = torch.optim.AdamW(theirs, **ADAMW)
+    optimizer = MuonAdamW([("b", ours[0])], adamw_lr=0.01, adamw_weight_decay=0.2, adamw_betas=(0.8, 0.99))
+    saved = optimizer.state_dict()
+    saved["param_groups"][1]["fused"] = None  # as this package saved it once
+    optimizer.load_state_dict(saved)
+    for step in range(2):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        optimizer.step()
+        reference.step()
+    assert torch.equal(ours[0], theirs[0])
 
 
 def test_parameters_without_gradient_stay():

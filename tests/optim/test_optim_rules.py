@@ -94,7 +94,7 @@ def test_without_correction_and_clipping_mars_is_adamw():
 def test_what_is_no_matrix_goes_to_adamw(shape):
     """Bitwise torch's, with MARS's second set of values, or with SOAP's only one."""
     grads = gradients(shape)
-    adamw = run(lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.7), weight_decay=0.3), shape, grads)
+    adamw = run(lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.7), weight_decay=0.3, fused=True), shape, grads)
     options = {"adamw_lr": 0.01, "adamw_betas": (0.8, 0.7), "adamw_weight_decay": 0.3}
     assert torch.equal(run(lambda p: MARS(p, lr=9.0, **options), shape, grads), adamw)
     assert_equal(run(lambda p: SOAP(p, lr=0.01, betas=(0.8, 0.7), weight_decay=0.3), shape, grads), adamw)

@@ -11,6 +11,7 @@ _COMMANDS = {  # by the name of their module
     "compute": "gain when stages really compute",
     "network": "gain of a real training over a slow network (Linux, root)",
     "time-to-loss": "wall-clock time to a loss, with and without a flush",
+    "optimizer": "step time of Muon and of Error Feedback",
     "draw": "draw the ideal timeline of a schedule",
 }
 

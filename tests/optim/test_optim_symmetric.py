@@ -1,0 +1,114 @@
+"""Products that are symmetric: by halves on CPUs and by the Triton kernel what torch's full product gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_asyncpp.optim.symmetric import STRIP_ROWS, STRIP_ROWS_OTHERWISE, full_product, symmetric_product
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [5, 3 * 256, 3 * 256 + 1])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_equals_the_full_product(dtype: torch.dtype, rows: int, transposed: bool) -> None:
+    x = random(2, 70, rows, dtype=dtype).mT if transposed else random(2, rows, 70, dtype=dtype)
+    x = x / rows**0.5
+    gram, expected = (torch.empty(2, rows, rows, dtype=dtype) for _ in range(2))
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    assert symmetric_product(x, x.mT, gram) is gram
+    torch.testing.assert_close(gram, full_product(x, x.mT, expected), rtol=tolerance, atol=tolerance)
+    product = symmetric_product(gram, gram, torch.empty_like(gram), gram, beta=-0.3, alpha=0.7)
+    full_product(gram, gram, expected, gram, beta=-0.3, alpha=0.7)
+    torch.testing.assert_close(product, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_large_matrices_are_multiplied_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = 0
+    original = torch.mm
+
+    def counting(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        nonlocal operations
+        operations += a.size(0) * a.size(1) * b.size(1)
+        return original(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", counting)
+    for dtype in DTYPES:
+        operations = 0
+        blocks, strip = 4, STRIP_ROWS.get(dtype, STRIP_ROWS_OTHERWISE)
+        rows = blocks * strip
+        x = random(1, rows, 16, dtype=dtype)
+        symmetric_product(x, x.mT, torch.empty(1, rows, rows, dtype=dtype))
+        assert operations == 16 * strip**2 * blocks * (blocks + 1) // 2
+
+
+def run(program: str, **environment: str) -> None:
+    # In a process of its own: Triton reads its variables once, and keeps what it compiled in a cache.
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+INTERPRETED = """
+import torch
+from lightning_asyncpp.optim import symmetric_triton as kernel
+from lightning_asyncpp.optim.symmetric import full_product
+
+torch.set_num_threads(1)
+kernel.BLOCK, kernel.BLOCK_INNER = 32, 16
+for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):  # the interpreter's bfloat16 products are wrong
+    for rows, columns in ((64, 64), (70, 33), (31, 50), (1, 3)):
+        x = torch.randn(2, rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype) / columns**0.5
+        for a in (x, x.mT.contiguous().mT):
+            gram, product = torch.full((2, 2, rows, rows), float("nan"), dtype=dtype)
+            kernel.triton_symmetric_product(a, a.mT, gram, None, 0.0, 1.0)
+            expected = full_product(a, a.mT, torch.empty_like(gram))
+            torch.testing.assert_close(gram, expected, rtol=tolerance, atol=tolerance)
+            kernel.triton_symmetric_product(gram, gram, product, gram, -0.3, 0.7)
+            expected = full_product(gram, gram, torch.empty_like(gram), gram, -0.3, 0.7)
+            torch.testing.assert_close(product, expected, rtol=tolerance, atol=tolerance)
+"""
+
+COMPILED = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_asyncpp.optim import symmetric_triton as kernel
+
+names = [parameter.name for parameter in kernel._kernel.params]
+constants = {"has_addend": True, "block": kernel.BLOCK, "block_inner": kernel.BLOCK_INNER}
+constants.update(a_column=1, b_row=1, addend_column=1, out_column=1)  # as Triton itself does with strides of 1
+types = {"a": "*bf16", "b": "*bf16", "addend": "*bf16", "out": "*bf16", "alpha": "fp32", "beta": "fp32"}
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] in ("*bf16", "i32")}
+for capability, instruction in ((80, "mma.sync"), (90, "wgmma.mma_async")):
+    source = ASTSource(kernel._kernel, signature, constants, aligned)
+    options = {"num_warps": kernel.WARPS, "num_stages": kernel.STAGES}
+    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert instruction in compiled.asm["ptx"], capability
+    assert compiled.metadata.shared <= 99 * 1024, (capability, compiled.metadata.shared)
+"""
+
+
+@needs_triton
+def test_the_kernel_interpreted_on_a_cpu_equals_the_full_product() -> None:
+    run(INTERPRETED, TRITON_INTERPRET="1")
+
+
+@needs_triton
+def test_the_kernel_compiles_to_tensor_core_instructions(tmp_path) -> None:
+    run(COMPILED, TRITON_CACHE_DIR=str(tmp_path))
