@@ -29,9 +29,9 @@ _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
 
 _DESCRIPTION = (
     "Asynchronous pipeline parallelism for PyTorch Lightning. Besides the subcommands below: asyncpp bench"
-    " schedule|compute|draw measures schedules and draws them; asyncpp ablate trains a grid of optimizers, learning"
-    " rates, delays and corrections, and compares them; asyncpp trace shows where the time of a run went that `asyncpp"
-    " fit --trace` recorded."
+    " schedule|compute|network|time-to-loss|draw measures pipelines and draws schedules; asyncpp ablate trains a grid"
+    " of optimizers, learning rates, delays and corrections, and compares them; asyncpp trace shows where the time of a"
+    " run went that `asyncpp fit --trace` recorded."
 )
 
 

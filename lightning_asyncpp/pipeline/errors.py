@@ -34,13 +34,13 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class lost_peers:  # noqa: N801 - used as a function; a generator would cost more, around every message
-    """Translate the errors of a broken connection, also RuntimeErrors of torch, into one that says who is gone.
+    """Translate the errors of a broken connection into one that says who is gone and where to look.
 
     Args:
         who: who is gone.
 
     Raises:
-        PeerLostError: instead of torch.distributed's RuntimeError, or an OSError of a socket.
+        PeerLostError: instead of torch.distributed's RuntimeError.
     """
 
     __slots__ = ("who",)
@@ -52,10 +52,15 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, (RuntimeError, OSError)) and not isinstance(error, (PeerLostError, ProtocolError)):
-            raise PeerLostError(
-                f"{self.who} is gone: the first cause is the first error that another rank printed ({_essence(error)})"
-            ) from error
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerLostError):
+            raise peer_lost(self.who, error) from error
+
+
+def peer_lost(who: str, error: Exception) -> PeerLostError:
+    """The error to raise where a connection with somebody broke."""
+    return PeerLostError(
+        f"{who} is gone: the first cause is the first error that another rank printed ({_essence(error)})"
+    )
 
 
 def _essence(error: Exception) -> str:

@@ -6,7 +6,7 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ _DTYPES = (
 )
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Shape, dtype and whether a gradient comes back, of one tensor of an activation."""
 
     shape: tuple[int, ...]
@@ -49,7 +48,7 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Header:
     """What is announced before the tensors of micro-batch ``k``.
 
@@ -75,7 +74,7 @@ class Header:
     @property
     def num_bytes(self) -> int:
         """Size of the tensors that follow, in bytes."""
-        return sum(info.num_bytes for info in self.tensors)
+        return _size_of(self.tensors)
 
     def pack(self) -> bytes:
         """The header as ``HEADER_BYTES`` bytes."""
@@ -97,7 +96,7 @@ class Header:
         if k != expected_k:
             raise ProtocolError(f"expected micro-batch {expected_k} from the stage before, got {k}")
         tensors = _described(bytes(message[8 * _FIXED : 8 * (_FIXED + count * _PER_TENSOR)]))
-        if not _consistent(kind, weight, tensors):
+        if not (_fits(kind, tensors) and math.isfinite(weight) and weight >= 0):
             raise ProtocolError(
                 f"micro-batch {k}: kind {kind}, weight {weight} and {count} tensors contradict each other"
             )
@@ -123,10 +122,16 @@ def describe(tensors: tuple[Tensor, ...]) -> tuple[TensorInfo, ...]:
     return tuple(TensorInfo(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 
-def _consistent(kind: int, weight: float, tensors: tuple[TensorInfo, ...]) -> bool:
+@lru_cache(maxsize=64)
+def _fits(kind: int, tensors: tuple[TensorInfo, ...]) -> bool:
+    """Whether a message of this kind may announce these tensors."""
     counts = {Header.TENSOR: len(tensors) == 1, Header.TUPLE: True}
-    real = all(info.dtype.is_floating_point or not info.needs_gradient for info in tensors)
-    return counts.get(kind, not tensors) and real and math.isfinite(weight) and weight >= 0
+    return counts.get(kind, not tensors) and all(i.dtype.is_floating_point or not i.needs_gradient for i in tensors)
+
+
+@lru_cache(maxsize=64)
+def _size_of(tensors: tuple[TensorInfo, ...]) -> int:
+    return sum(info.num_bytes for info in tensors)
 
 
 @lru_cache(maxsize=64)

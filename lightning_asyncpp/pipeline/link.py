@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_asyncpp.pipeline.errors import peer_lost
+
 _PREFIX = struct.Struct("<qqq")
 _BUFFER_BYTES = 8192
 _LOCAL_BUFFER_BYTES = 4 * 2**20
@@ -38,10 +40,12 @@ class Link:
 
     Args:
         connection: a connected stream socket; the link owns it.
+        peer: who is at the other end, for messages.
         timeout: seconds that a wait for the other side may take; None: half an hour.
     """
 
-    def __init__(self, connection: socket.socket, timeout: float | None = None) -> None:
+    def __init__(self, connection: socket.socket, peer: str, timeout: float | None = None) -> None:
+        self.peer = peer
         self.timeout = _DEFAULT_TIMEOUT if timeout is None else timeout
         self._socket = connection
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -67,32 +71,39 @@ class Link:
 
         Args:
             kind, number: what the other end finds in the frame.
-            parts: the message; they may change as soon as this returns.
+            parts: the message, of single bytes; they may change as soon as this returns.
 
         Raises:
-            OSError: the connection is broken.
+            PeerLostError: the connection is broken.
         """
-        views = [memoryview(part).cast("B") for part in parts]
-        frame = _PREFIX.pack(kind, number, sum(view.nbytes for view in views))
-        unsent = [memoryview(frame), *(view for view in views if view.nbytes)]
-        if not self._backlog.size:
-            unsent = self._send_now(unsent)
-        if unsent:
-            self._backlog.add([bytes(view) for view in unsent])
+        size = 0
+        for part in parts:
+            size += len(part)
+        unsent: list[Bytes] = [_PREFIX.pack(kind, number, size), *parts]
+        try:
+            if not self._backlog.parts:
+                unsent = self._send_now(unsent, _PREFIX.size + size)
+            if unsent:
+                self._backlog.add([bytes(part) for part in unsent if part])
+        except OSError as error:
+            raise peer_lost(self.peer, error) from error
 
     def wait_for_backlog(self, limit: int) -> None:
         """Wait until the other side has read so much that no more than ``limit`` parts of messages are unsent.
 
         Raises:
-            OSError: the connection is broken, or the other side did not read for ``timeout`` seconds.
+            PeerLostError: the connection is broken, or the other side did not read for ``timeout`` seconds.
         """
-        self._backlog.wait(limit)
+        try:
+            self._backlog.wait(limit)
+        except OSError as error:
+            raise peer_lost(self.peer, error) from error
 
     def read_frame(self) -> Frame:
         """Wait for the beginning of the next message; :meth:`read_into` then takes exactly ``num_bytes`` bytes.
 
         Raises:
-            OSError: the connection is broken, or nothing came for ``timeout`` seconds.
+            PeerLostError: the connection is broken, or nothing came for ``timeout`` seconds.
         """
         size = _PREFIX.size
         if self._end - self._start < size:
@@ -109,7 +120,7 @@ class Link:
         """Fill ``view`` (bytes) with what comes next, waiting for it.
 
         Raises:
-            OSError: as for :meth:`read_frame`.
+            PeerLostError: as for :meth:`read_frame`.
         """
         filled = min(view.nbytes, self._end - self._start)
         view[:filled] = self._buffer[self._start : self._start + filled]
@@ -128,25 +139,30 @@ class Link:
         """Let go of the connection once its backlog is sent; what was sent still arrives."""
         self._backlog.close()
 
-    def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
-        """Give the socket what it takes at once; return the rest."""
+    def _send_now(self, parts: list[Bytes], size: int) -> list[Bytes]:
+        """Give the socket what it takes at once of ``size`` bytes; return the rest."""
         try:
             sent = self._socket.sendmsg(parts, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return parts
+        if sent == size:
+            return []
         for position, part in enumerate(parts):
-            if sent < part.nbytes:
+            if sent < len(part):
                 return [part[sent:], *parts[position + 1 :]]
-            sent -= part.nbytes
+            sent -= len(part)
         return []
 
     def _receive(self, view: memoryview) -> int:
         try:
             count = self._socket.recv_into(view)
-        except BlockingIOError:
-            raise TimeoutError(f"nothing came from the other side for {self.timeout:.0f} seconds") from None
+        except BlockingIOError as error:
+            late = TimeoutError(f"nothing came from it for {self.timeout:g} seconds")
+            raise peer_lost(self.peer, late) from error
+        except OSError as error:
+            raise peer_lost(self.peer, error) from error
         if not count:
-            raise ConnectionResetError("the connection was closed by the other side")
+            raise peer_lost(self.peer, ConnectionResetError("Connection closed by peer"))
         return count
 
 
@@ -159,22 +175,17 @@ class _Backlog:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._parts: deque[bytes] = deque()
+        self.parts: deque[bytes] = deque()  # not sent yet
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
         self._closing = False
 
-    @property
-    def size(self) -> int:
-        """Number of parts of messages that were not sent yet."""
-        return len(self._parts)
-
     def add(self, parts: Sequence[bytes]) -> None:
         """Send these after what is there already."""
         with self._changed:
             self._raise_error()
-            self._parts.extend(parts)
+            self.parts.extend(parts)
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True)
@@ -183,7 +194,7 @@ class _Backlog:
     def wait(self, limit: int) -> None:
         """Wait until no more than ``limit`` parts are left."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or len(self._parts) <= limit)
+            self._changed.wait_for(lambda: self._error or len(self.parts) <= limit)
             self._raise_error()
 
     def close(self) -> None:
@@ -203,17 +214,17 @@ class _Backlog:
             while part := self._next():
                 self._socket.sendall(part)
                 with self._changed:
-                    self._parts.popleft()  # only now: until then nothing may overtake it
+                    self.parts.popleft()  # only now: until then nothing may overtake it
                     self._changed.notify_all()
         except OSError as error:
             with self._changed:
                 late = isinstance(error, BlockingIOError)
-                self._error = TimeoutError("the other side did not read in time") if late else error
+                self._error = TimeoutError("it did not read in time") if late else error
                 self._changed.notify_all()
         if self._closing:
             self._socket.close()
 
     def _next(self) -> bytes | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._parts or self._closing)
-            return self._parts[0] if self._parts else None
+            self._changed.wait_for(lambda: self.parts or self._closing)
+            return self.parts[0] if self.parts else None

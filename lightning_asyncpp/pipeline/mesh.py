@@ -65,6 +65,10 @@ class Mesh:
         replica = self.replica if replica is None else replica
         return replica * self.num_stages + self.num_stages - 1 - stage
 
+    def name_of(self, stage: int) -> str:
+        """How messages call the rank of a stage of this replica."""
+        return f"rank {self.rank_of(stage)} (stage {stage})"
+
     def connect(self, timeout: timedelta | None = None) -> None:
         """Make every process group up front, in the same order on every rank; a collective call.
 

@@ -57,7 +57,8 @@ def connect_neighbours(mesh: Mesh, timeout: float | None = None) -> Neighbours:
         offers = exchange(mesh, json.dumps(_offer(listeners, secret)))
         after = None if mesh.is_last else _call(mesh, json.loads(offers[mesh.rank_of(mesh.stage + 1)]))
         before = _answer(mesh, listeners, secret) if listeners else None
-    return Neighbours(*(None if connection is None else Link(connection, timeout) for connection in (before, after)))
+    ends = ((before, mesh.stage - 1), (after, mesh.stage + 1))
+    return Neighbours(*(None if c is None else Link(c, mesh.name_of(stage), timeout) for c, stage in ends))
 
 
 def _listen() -> list[socket.socket]:
@@ -96,9 +97,8 @@ def _call(mesh: Mesh, offer: dict[str, Any]) -> socket.socket:
             tried.append(f"{address} (somebody else)")
         except OSError as error:
             tried.append(f"{address} ({error})")
-    rank = mesh.rank_of(mesh.stage + 1)
     raise PeerLostError(
-        f"rank {rank} (stage {mesh.stage + 1}) cannot be reached from stage {mesh.stage} at {', '.join(tried)}:"
+        f"{mesh.name_of(mesh.stage + 1)} cannot be reached from stage {mesh.stage} at {', '.join(tried)}:"
         f" set {INTERFACE_VARIABLE} on all machines to the network interface that connects them, and let a firewall"
         " pass it"
     )
@@ -125,7 +125,7 @@ def _answer(mesh: Mesh, listeners: list[socket.socket], secret: bytes) -> socket
                     connection.sendall(secret[::-1])
                     return connection
                 connection.close()
-    raise PeerLostError(f"rank {mesh.rank_of(mesh.stage - 1)} (stage {mesh.stage - 1}) did not call")
+    raise PeerLostError(f"{mesh.name_of(mesh.stage - 1)} did not call")
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -17,7 +17,7 @@ import torch
 
 def derive(seed: int, *parts: int | str) -> int:
     """A 63-bit seed from the run's seed and what it is for."""
-    text = ":".join(str(part) for part in (seed, *parts))
+    text = ":".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -25,6 +25,7 @@ from lightning_asyncpp.pipeline.transport import Arrival, Transport
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 
 Step = Callable[[Any, float], Any]
+_NOTHING = nullcontext()
 
 
 class StageBeforeFailedError(RuntimeError):
@@ -148,7 +149,8 @@ class StageRunner:
         """Send the gradients of what was received; zeros for what the loss does not depend on."""
         if self.transport is not None and not self.mesh.is_first:
             gradients = [gradient.get() for gradient in flight.inputs]
-            with self.span(Beside.SEND, flight.k, num_bytes=sum(gradient.nbytes for gradient in gradients)):
+            size = sum(gradient.nbytes for gradient in gradients) if self.trace is not None else 0
+            with self.span(Beside.SEND, flight.k, num_bytes=size):
                 self.transport.send_gradients(flight.k, gradients)
 
     def announce_failure(self, k: int) -> None:
@@ -263,7 +265,7 @@ class StageRunner:
 def _span(
     trace: Trace | None, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0
 ) -> AbstractContextManager[None]:
-    return nullcontext() if trace is None else trace.span(kind, index, version, num_bytes)
+    return _NOTHING if trace is None else trace.span(kind, index, version, num_bytes)
 
 
 def loss_of(result: Any) -> Tensor:

@@ -3,9 +3,12 @@
 Micro-batches are counted over the whole run: with ``m`` of them per mini-batch, micro-batch ``k`` belongs to
 mini-batch ``t = k // m``. A stage keeps its forwards ``depth`` micro-batches ahead of its backwards,
 
-    depth(s) = (P - 1 - s) + min(P - 1 - s, lookahead),
+    depth(s) = (P - 1 - s) + (P - 1 - s) * (lookahead + 1) // P,
 
-which strictly decreases with the stage, so that every gradient a stage waits for is already under way.
+which strictly decreases with the stage, so that every gradient a stage waits for is already under way. A hop between
+neighbours whose depths differ by one has no slack: its latency is waited for. Where they differ by two, the gradient is
+under way while something else is computed. What a run of hops without slack costs grows with its length, so the extra
+micro-batches are spread evenly over the pipeline.
 """
 
 from __future__ import annotations
@@ -35,9 +38,12 @@ class Action:
 
 
 def depth(stage: int, num_stages: int, lookahead: int) -> int:
-    """Number of micro-batches by which the forwards of ``stage`` run ahead of its backwards."""
+    """Number of micro-batches by which the forwards of ``stage`` run ahead of its backwards.
+
+    More lookahead than P - 1 has nothing left to hide.
+    """
     behind = num_stages - 1 - stage
-    return behind + min(behind, lookahead)
+    return behind + behind * (min(lookahead, num_stages - 1) + 1) // num_stages
 
 
 def largest_lookahead(num_stages: int, micro_batches: int, num_replicas: int) -> int:
@@ -79,9 +85,10 @@ class Schedule:
             count: number of new micro-batches.
             oldest: the micro-batch whose backward is due next.
         """
+        depth = self.depth
         for k in range(first, first + count):
             yield Action(Kind.FORWARD, k)
-            while k + 1 - oldest > self.depth:
+            while k + 1 - oldest > depth:
                 yield Action(Kind.BACKWARD, oldest)
                 oldest += 1
 

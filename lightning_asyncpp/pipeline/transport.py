@@ -51,7 +51,6 @@ class Transport:
     ) -> None:
         self.mesh, self.device, self.max_message_bytes = mesh, device, max_message_bytes
         self._before, self._after = neighbours or connect_neighbours(mesh, timeout)
-        self._names = {self._before: self._name(mesh.stage - 1), self._after: self._name(mesh.stage + 1)}
         self._direct = DeviceTensors.between(mesh, device)
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._expected: dict[int, list[Tensor]] = {}
@@ -70,15 +69,14 @@ class Transport:
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or the header alone, to the stage after."""
-        link = self._link(self._after)
-        tensors = tuple(tensor.detach() for tensor in tensors)
+        assert self._after is not None, "nothing comes after the last stage"
         parts: list[Bytes] = [header.pack()]
         if self._direct is None:
             parts += [_bytes_of(tensor) for tensor in tensors]
-        with lost_peers(self._names[link]):
-            link.write(_ACTIVATION, header.k, parts)
+        self._after.write(_ACTIVATION, header.k, parts)
         if self._direct is not None:
-            self._direct.send_activation(tensors)
+            with lost_peers(self._after.peer):
+                self._direct.send_activation(tensors)
 
     def receive_activation(self, k: int) -> Arrival:
         """Return the activation of micro-batch ``k``, the next to come, waiting for it; not on the first stage.
@@ -87,60 +85,64 @@ class Transport:
             PeerLostError: the stage before is gone.
             ProtocolError: what came is not what was agreed on.
         """
-        link = self._link(self._before)
-        with lost_peers(self._names[link]):
-            frame = self._next(link, _ACTIVATION)
-            link.read_into(self._header)
-            header = Header.read(self._header, k, self.max_message_bytes)
-            if self._direct is not None:
+        link = self._before
+        assert link is not None, "nothing comes before the first stage"
+        frame = self._next(link, _ACTIVATION)
+        link.read_into(self._header)
+        header = Header.read(self._header, k, self.max_message_bytes)
+        if self._direct is not None:
+            with lost_peers(link.peer):
                 return Arrival(header, self._direct.receive_activation(header.tensors))
-            if frame.num_bytes != HEADER_BYTES + header.num_bytes:
-                raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are not what its header announces")
-            return Arrival(header, tuple(self._read(link, info) for info in header.tensors))
+        if frame.num_bytes != HEADER_BYTES + header.num_bytes:
+            raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are not what its header announces")
+        return Arrival(header, tuple([self._read(link, info) for info in header.tensors]))
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def expect_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
         """Make room for the gradients of ``outputs`` (those that need one), which the stage after will send."""
+        assert self._after is not None, "nothing comes after the last stage"
         wanted = [tensor for tensor in outputs if tensor.requires_grad]
         gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
         self._expected[k] = gradients
         if self._direct is not None:
-            with lost_peers(self._names[self._after]):
+            with lost_peers(self._after.peer):
                 self._direct.post_gradients(k, gradients)
 
     def receive_gradients(self, k: int) -> list[Tensor]:
         """Return the gradients of micro-batch ``k`` in the order of the outputs that need one."""
-        link, gradients = self._link(self._after), self._expected.pop(k)
-        with lost_peers(self._names[link]):
-            if self._direct is not None:
+        link, gradients = self._after, self._expected.pop(k)
+        assert link is not None, "nothing comes after the last stage"
+        if self._direct is not None:
+            with lost_peers(link.peer):
                 self._direct.wait_gradients(k)
-                return gradients
-            frame = self._next(link, _GRADIENT)
-            size = sum(gradient.nbytes for gradient in gradients)
-            if (frame.number, frame.num_bytes) != (k, size):
-                raise ProtocolError(
-                    f"expected the gradient of micro-batch {k} with {size} bytes, got that of {frame.number} with"
-                    f" {frame.num_bytes}"
-                )
-            for gradient in gradients:
-                self._read_into(link, gradient)
+            return gradients
+        frame = self._next(link, _GRADIENT)
+        size = sum([gradient.nbytes for gradient in gradients])
+        if frame.number != k or frame.num_bytes != size:
+            raise ProtocolError(
+                f"expected the gradient of micro-batch {k} with {size} bytes, got that of {frame.number} with"
+                f" {frame.num_bytes}"
+            )
+        for gradient in gradients:
+            self._read_into(link, gradient)
         return gradients
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
         """Send the gradients of micro-batch ``k`` to the stage before."""
-        link = self._link(self._before)
-        with lost_peers(self._names[link]):
-            if self._direct is not None:
-                self._direct.send_gradients(gradients)
-            else:
-                link.write(_GRADIENT, k, [_bytes_of(gradient) for gradient in gradients])
+        assert self._before is not None, "nothing comes before the first stage"
+        if self._direct is None:
+            self._before.write(_GRADIENT, k, [_bytes_of(gradient) for gradient in gradients])
+            return
+        with lost_peers(self._before.peer):
+            self._direct.send_gradients(gradients)
 
     # -- control messages -----------------------------------------------------------------------------------------
 
     def send_part(self, mini_batch: int, vector: Tensor) -> None:
         """Send what this stage and those behind it have summed up, fp64 on the host, to the stage before."""
-        self._send_sum(self._before, _PART, mini_batch, vector)
+        assert self._before is not None, "nothing comes before the first stage"
+        self._before.write(_PART, mini_batch, [_bytes_of(vector)])
 
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
         """Return what the stages behind have summed up, waiting for it: ``length`` fp64 values."""
@@ -148,7 +150,8 @@ class Transport:
 
     def send_total(self, mini_batch: int, vector: Tensor) -> None:
         """Send the sum of all stages towards the last one; those between pass it on as they meet it."""
-        self._send_sum(self._after, _TOTAL, mini_batch, vector)
+        assert self._after is not None, "nothing comes after the last stage"
+        self._after.write(_TOTAL, mini_batch, [_bytes_of(vector)])
 
     def receive_total(self, mini_batch: int, length: int) -> Tensor:
         """Return the sum of all stages, waiting for it: ``length`` fp64 values."""
@@ -159,8 +162,7 @@ class Transport:
     def wait_for_stage_after(self, backlog: int) -> None:
         """Wait until no more than ``backlog`` parts of messages to the stage after are unsent."""
         if self._after is not None:
-            with lost_peers(self._names[self._after]):
-                self._after.wait_for_backlog(backlog)
+            self._after.wait_for_backlog(backlog)
 
     def settle(self) -> None:
         """Wait until tensors that are sent from device to device have left, and let go of them."""
@@ -180,13 +182,6 @@ class Transport:
             if link is not None:
                 link.close()
 
-    def _name(self, stage: int) -> str:
-        return f"rank {self.mesh.rank_of(stage)} (stage {stage})"
-
-    def _link(self, link: Link | None) -> Link:
-        assert link is not None, "there is no stage on that side"
-        return link
-
     def _next(self, link: Link, kind: int) -> Frame:
         """The frame of the next message of ``kind``; control messages before it are put aside."""
         while (frame := link.read_frame()).kind != kind:
@@ -195,20 +190,14 @@ class Transport:
             self._put_aside(link, frame)
         return frame
 
-    def _send_sum(self, link: Link | None, kind: int, mini_batch: int, vector: Tensor) -> None:
-        link = self._link(link)
-        with lost_peers(self._names[link]):
-            link.write(kind, mini_batch, [_bytes_of(vector)])
-
     def _receive_sum(self, link: Link | None, kind: int, mini_batch: int, length: int) -> Tensor:
-        link, wanted = self._link(link), (kind, mini_batch)
-        with lost_peers(self._names[link]):
-            while wanted not in self._sums:
-                frame = link.read_frame()
-                if frame.kind not in (_PART, _TOTAL):
-                    raise ProtocolError(f"expected {_NAMES[kind]} of mini-batch {mini_batch}, got {frame}")
-                self._put_aside(link, frame)
-        vector = self._sums.pop(wanted)
+        assert link is not None, "there is no stage on that side"
+        while (kind, mini_batch) not in self._sums:
+            frame = link.read_frame()
+            if frame.kind not in (_PART, _TOTAL):
+                raise ProtocolError(f"expected {_NAMES[kind]} of mini-batch {mini_batch}, got {frame}")
+            self._put_aside(link, frame)
+        vector = self._sums.pop((kind, mini_batch))
         if vector.numel() != length:
             raise ProtocolError(f"mini-batch {mini_batch}: {vector.numel()} values instead of {length}")
         return vector
@@ -218,7 +207,7 @@ class Transport:
         self._read_into(link, vector)
         self._sums[frame.kind, frame.number] = vector
         if frame.kind == _TOTAL and self._after is not None:
-            self._send_sum(self._after, _TOTAL, frame.number, vector.clone())
+            self.send_total(frame.number, vector)
 
     def _read(self, link: Link, info: TensorInfo) -> Tensor:
         tensor = torch.empty(info.shape, dtype=info.dtype, device=self.device)
@@ -226,17 +215,20 @@ class Transport:
         return tensor
 
     def _read_into(self, link: Link, tensor: Tensor) -> None:
-        host = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu", pin_memory=True)
+        if tensor.is_cpu:
+            link.read_into(_view(tensor))
+            return
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         link.read_into(_view(host))
-        if host is not tensor:
-            tensor.copy_(host)
+        tensor.copy_(host)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; those on a GPU come to the host first."""
-    return _view(tensor.detach().contiguous().cpu())
+    return _view(tensor.detach().contiguous() if tensor.is_cpu else tensor.detach().contiguous().cpu())
 
 
 def _view(tensor: Tensor) -> memoryview:
     # uint8, because numpy does not know all of torch's dtypes.
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return view

@@ -23,7 +23,8 @@ SHAPES: list[tuple[int, ...] | None] = [(2, 3), (2, 3), None, (1, 3), (2, 3), No
 def chain(stages: int, max_message_bytes: int = 2**20) -> list[Transport]:
     """The transports of all stages of a pipeline, in this process."""
     sockets = [socket.socketpair() for _ in range(stages - 1)]
-    links = [(Link(a, 5.0), Link(b, 5.0)) for a, b in sockets]
+    names = [Mesh(stages, 1, 0).name_of(stage) for stage in range(stages)]
+    links = [(Link(a, names[i + 1], 5.0), Link(b, names[i], 5.0)) for i, (a, b) in enumerate(sockets)]
     transports = []
     for stage in range(stages):
         before = links[stage - 1][1] if stage else None

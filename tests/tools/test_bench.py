@@ -12,9 +12,22 @@ import pytest
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
 from lightning_asyncpp.tools.bench.command import main
-from lightning_asyncpp.tools.bench.job import ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, ONE_F_ONE_B, TITLES, Job, RankRun
-from lightning_asyncpp.tools.bench.launch import BenchmarkFailedError, Measured, measure
-from lightning_asyncpp.tools.bench.report import clipping_cost, summarise, table
+from lightning_asyncpp.tools.bench.jitter import jitter_factor
+from lightning_asyncpp.tools.bench.job import Job, RankRun
+from lightning_asyncpp.tools.bench.launch import Measured, measure
+from lightning_asyncpp.tools.bench.names import (
+    ASYNC,
+    ASYNC_CLIPPED,
+    FLOOR,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    RIVALS,
+    SPLIT_BACKWARD,
+    TITLES,
+    ZBV,
+)
+from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError
+from lightning_asyncpp.tools.bench.report import clipping_cost, facts_line, summarise, table
 
 TINY = ["--stages", "2", "--mini-batches", "3", "--warm-up", "2", "--repeats", "1", "--timeout", "200"]
 SYSTEMS = set(TITLES)
@@ -23,9 +36,11 @@ SYSTEMS = set(TITLES)
 def check_systems(results: dict[str, Any], systems: set[str]) -> None:
     assert set(results["systems"]) == systems
     for line in results["systems"].values():
-        assert 0 < line["utilisation"]["median"] <= 1
+        assert line["utilisation"] is None or 0 < line["utilisation"]["median"] <= 1
         assert 0 < line["milliseconds"]["min"] <= line["milliseconds"]["median"] <= line["milliseconds"]["max"]
     assert results["systems"][ONE_F_ONE_B]["gain"]["median"] == 1.0
+    assert results["systems"][FLOOR]["of_floor"]["median"] == 1.0
+    assert results["failures"] == {}
     assert {"cpu_count", "torch", "lightning"} <= set(results["machine"])
 
 
@@ -50,12 +65,17 @@ def test_schedule_prints_a_table_and_writes_json_spans_and_a_drawing(
 def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     sizes = ["--micro-batches", "2", "--target-ms", "2", "--rows", "16", "--width", "16"]
-    main(["compute", *TINY, *sizes, "--json", str(file)])
+    systems = [ASYNC, ONE_F_ONE_B, INTERLEAVED, ZBV, FLOOR]
+    main(["compute", *TINY, *sizes, "--systems", *systems, "--json", str(file)])
     (results,) = json.loads(file.read_text())
-    check_systems(results, SYSTEMS - {ASYNC_FRESH})
+    check_systems(results, {*systems, ASYNC_CLIPPED})
+    assert results["systems"][ZBV]["utilisation"] is None
+    assert results["systems"][INTERLEAVED]["utilisation"] is not None
     assert results["ideal_gain"] == 1.5
     assert results["facts"]["blocks"] >= 1
-    assert "clipping costs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "clipping costs" in printed
+    assert "gain / ideal" in printed
 
 
 @pytest.mark.parametrize(
@@ -68,6 +88,13 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
         (["schedule", "--forward-ms", "-1"], "forward"),
         (["schedule", "--repeats", "0"], "repeats"),
         (["compute", "--micro-batches", "2", "1"], "use micro_batches >= 2"),
+        (["schedule", "--systems", "1f1b", "zbw", "async", "--stages", "1"], "zbw: unknown; there are async, "),
+        (["schedule", "--systems", "zbw", "--stages", "1"], "at least 2 stages"),
+        (["schedule", "--systems", "zbv", "zbv"], "zbv: named more than once"),
+        (["schedule", "--jitter", "-0.1"], "jitter"),
+        (["schedule", "--weight-share", "1.5"], "weight"),
+        (["schedule", "--link-latency-ms", "5"], "use --hosts 2"),
+        (["schedule", "--hosts", "3"], "--hosts 3: there are 1 or 2"),
         (["draw"], "svg"),
         (["draw", "--svg", "x.svg", "--stages", "two"], "stages"),
     ],
@@ -90,6 +117,46 @@ def test_a_failing_process_ends_the_benchmark_with_its_message() -> None:
         measure(Job("sleep", 2, 2, ("unheard of",), repeats=1, mini_batches=1), timeout=100)
 
 
+def test_all_systems_sleep_the_same_for_each_micro_batch_and_zero_bubble_in_two_parts() -> None:
+    systems = (ASYNC, *RIVALS, FLOOR)
+    job = Job("sleep", 2, 4, systems, 1, 2, 1, forward_ms=2.0, backward_ms=6.0, jitter=0.5)
+    measured = measure(job, timeout=200)
+    assert measured.failures == {}
+    for system, ((*ranks,),) in measured.runs.items():
+        parts = {Kind.FORWARD: 1, Kind.BACKWARD: 1}
+        if system in RIVALS[2:]:
+            parts = {Kind.FORWARD: 2, Kind.BACKWARD: 4 if system in SPLIT_BACKWARD else 2}
+        for stage, run in enumerate(ranks):
+            assert run.stage == stage
+            expected = [(kind, k) for kind, count in parts.items() for k in range(16) for _ in range(count)]
+            assert sorted((span.kind, span.index) for span in run.bodies) == sorted(expected)
+            for kind, index in expected:
+                nominal = {Kind.FORWARD: 2e-3, Kind.BACKWARD: 6e-3}[kind] * jitter_factor(0.5, 0, stage, index, kind)
+                slept = sum(s.end - s.start for s in run.bodies if (s.kind, s.index) == (kind, index))
+                assert nominal <= slept  # how much longer depends on the machine
+
+
+def test_a_rival_that_cannot_run_gets_a_line_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    # Five micro-batches on two ranks are no whole number of rounds.
+    sizes = ["--micro-batches", "5", "--forward-ms", "1", "--backward-ms", "2"]
+    main(["schedule", *TINY, *sizes, "--systems", INTERLEAVED, ONE_F_ONE_B, FLOOR])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(TITLES[INTERLEAVED])]
+    assert "cannot: ValueError: Interleaved 1F1B requires the number of microbatches" in line
+
+
+def test_every_repeat_begins_elsewhere() -> None:
+    job = Job("sleep", 2, 2, ("a", "b", "c", "d"), repeats=2)
+    assert [job.order(repeat) for repeat in range(2)] == [("a", "b", "c", "d"), ("c", "d", "a", "b")]
+
+
+def test_the_facts_of_a_link_are_told() -> None:
+    facts = {"link_latency_ms": 10.0, "link_mbit": 100.0, "link_ping_ms": 10.234, "link_message_ms": 10.9}
+    assert facts_line(facts) == (
+        "link: 10 ms asked, 10.23 ms measured one way, 100 Mbit/s; a small message over it takes 10.90 ms"
+    )
+    assert facts_line({}) == ""
+
+
 def fake_run(system: str, stage: int, seconds: float, busy: float) -> RankRun:
     marks = [seconds * (t + 1) for t in range(5)]
     bodies = [Span(Kind.FORWARD, 0, mark - busy, mark) for mark in marks]
@@ -97,17 +164,22 @@ def fake_run(system: str, stage: int, seconds: float, busy: float) -> RankRun:
 
 
 def test_medians_utilisation_and_gain_are_those_of_the_steady_state() -> None:
-    job = Job("sleep", 2, 2, (ASYNC, ASYNC_CLIPPED, ONE_F_ONE_B), repeats=3, mini_batches=3, warm_up=1)
+    job = Job("sleep", 2, 2, (ASYNC, ASYNC_CLIPPED, ONE_F_ONE_B, FLOOR), repeats=3, mini_batches=3, warm_up=1)
     runs = {
         ASYNC: [[fake_run(ASYNC, 0, s, 0.5 * s), fake_run(ASYNC, 1, s, 0.9 * s)] for s in (1.0, 1.2, 5.0)],
         ASYNC_CLIPPED: [[fake_run(ASYNC_CLIPPED, 0, s, s)] for s in (1.01, 1.2, 5.5)],
         ONE_F_ONE_B: [[fake_run(ONE_F_ONE_B, 0, s, s / 2)] for s in (1.8, 2.4, 5.0)],
+        FLOOR: [[fake_run(FLOOR, 0, s, s)] for s in (0.9, 1.2, 4.0)],
     }
     measured = Measured(runs, {})
     line = summarise(job, measured)[0]
     assert line.milliseconds.median == pytest.approx(1200)
+    assert line.utilisation is not None
     assert line.utilisation.median == pytest.approx(0.9)
     assert line.gain is not None
     assert line.gain.median == pytest.approx(1.8)
+    assert line.of_floor is not None
+    assert (line.of_floor.median, line.of_floor.min, line.of_floor.max) == pytest.approx((0.9, 0.8, 1.0))
     assert clipping_cost(job, measured) == pytest.approx(0.01)
     assert "1200.0 [1000.0-5000.0]" in table([line])
+    assert "0.90 [0.50-1.00]" in table([line], ideal_gain=2.0)

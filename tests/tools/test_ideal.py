@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
-from lightning_asyncpp.tools.ideal import DeadlockError, simulate
+from lightning_asyncpp.tools.ideal import DeadlockError, simulate, steady_utilisation
 
 
 def schedules(stages: int, lookahead: int, delay: int) -> list[Schedule]:
@@ -34,3 +34,27 @@ def test_a_micro_batch_visits_the_stages_in_order() -> None:
 def test_too_few_micro_batches_deadlock_instead_of_looping_for_ever() -> None:
     with pytest.raises(DeadlockError, match="wait for each other"):
         simulate(schedules(4, 0, 1), mini_batches=3, micro_batches=1)
+
+
+def test_a_message_takes_its_time_between_stages_and_for_the_update() -> None:
+    lanes = simulate(schedules(2, 0, 0), mini_batches=1, micro_batches=1, hop=0.5)
+    spans = [[(str(span.kind.value), span.start) for span in lane] for lane in lanes]
+    # F on stage 0 until 1, half a unit on the way, F and B on stage 1 until 4.5, half a unit, B on stage 0 until 7;
+    # stage 1 hears of the complete gradient half a unit later.
+    assert spans == [[("F", 0.0), ("B", 5.0), ("U", 7.0)], [("F", 1.5), ("B", 2.5), ("U", 7.5)]]
+
+
+def test_times_may_depend_on_stage_and_micro_batch() -> None:
+    lanes = simulate(schedules(2, 0, 1), 3, 2, forward=lambda stage, k: 1.0 + stage, backward=lambda stage, k: k + 1.0)
+    for stage, lane in enumerate(lanes):
+        for span in lane:
+            expected = {Kind.FORWARD: 1.0 + stage, Kind.BACKWARD: span.index + 1.0, Kind.UPDATE: 0.0}[span.kind]
+            assert span.end - span.start == pytest.approx(expected)
+
+
+def test_the_busiest_stage_decides_on_the_steady_state() -> None:
+    lanes = simulate(schedules(4, 0, 1), 8, 4, forward=lambda stage, k: 2.0 if stage == 2 else 1.0)
+    length, busy = steady_utilisation(lanes, 4, 3, 6)
+    assert (length, busy) == (pytest.approx(4 * 4.0), pytest.approx(1.0))
+    flushed = simulate(schedules(4, 0, 0), 8, 4)
+    assert steady_utilisation(flushed, 4, 3, 6) == (pytest.approx(7 * 3.0), pytest.approx(4 / 7))

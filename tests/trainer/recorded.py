@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.recording.clock import ClockOffset, clock_offset
 from lightning_asyncpp.pipeline.trace import Trace
-from lightning_asyncpp.tools.bench.layers import SleepingLayer
+from lightning_asyncpp.tools.bench.sleeping import SleepingLayer, Sleeps
 from tests.pipeline.cases import DIM
 from tests.trainer.runs import Net, Run, fit
 
@@ -28,7 +28,7 @@ class SleepingNet(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         METER.spans.clear()
-        self.model = nn.Sequential(*[SleepingLayer(30.0, 60.0, DIM, METER) for _ in range(2)])
+        self.model = nn.Sequential(*[SleepingLayer(Sleeps(30.0, 60.0), DIM, METER) for _ in range(2)])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss = F.mse_loss(self.model(batch["x"]).mean(1, keepdim=True), batch["y"])

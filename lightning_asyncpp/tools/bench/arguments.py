@@ -1,36 +1,92 @@
-"""Arguments that both benchmarks share, and their check against the pipeline's own rules."""
+"""Arguments that the benchmarks share, and their check against the pipeline's own rules: all problems at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.tools.bench.hosts.requirements import problems_of_hosts
+from lightning_asyncpp.tools.bench.names import ASYNC, TITLES, problems_of_systems
 
 
-def make_parser(name: str, description: str) -> ArgumentParser:
-    """A parser with the arguments of every benchmark."""
+def make_parser(name: str, description: str, systems: Sequence[str]) -> ArgumentParser:
+    """A parser with the arguments of every benchmark that compares systems.
+
+    Args:
+        name: of the benchmark.
+        description: in a line.
+        systems: that run by default.
+    """
     parser = ArgumentParser(prog=f"asyncpp bench {name}", description=description)
+    parser.add_argument(
+        "--systems", type=str, nargs="+", default=list(systems), help=f"what is compared, of {', '.join(TITLES)}"
+    )
     parser.add_argument(
         "--lookahead", type=NonNegativeInt | None, default=None, help="extra micro-batches in flight (default: auto)"
     )
     parser.add_argument("--mini-batches", type=PositiveInt, default=20, help="measured mini-batches per repeat")
     parser.add_argument("--warm-up", type=PositiveInt, default=3, help="mini-batches before them")
     parser.add_argument("--repeats", type=PositiveInt, default=3, help="how often every system is measured, in turn")
-    parser.add_argument("--timeout", type=PositiveFloat, default=1800.0, help="seconds until all processes are killed")
+    parser.add_argument(
+        "--timeout",
+        type=PositiveFloat | None,
+        default=None,
+        help="seconds until all processes are killed (default: thrice what they should take, at least 1800)",
+    )
     parser.add_argument("--json", type=str | None, default=None, help="write the results to this file")
+    _add_link(parser)
     return parser
 
 
+def _add_link(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--hosts",
+        type=PositiveInt,
+        default=1,
+        help="2: the halves of the stages in two network namespaces with a link between them (Linux, root)",
+    )
+    parser.add_argument(
+        "--link-latency-ms", type=NonNegativeFloat, default=0.0, help="of the link, one way; a relay adds some tenths"
+    )
+    parser.add_argument(
+        "--link-mbit", type=NonNegativeFloat, default=0.0, help="bandwidth of the link, each way; 0: no limit"
+    )
+
+
+def link_of(arguments: Namespace) -> dict[str, Any]:
+    """The arguments of a job that say where its stages are."""
+    return {name: arguments[name] for name in ("hosts", "link_latency_ms", "link_mbit")}
+
+
 def check_shape(parser: ArgumentParser, arguments: Namespace, micro_batches: Sequence[int]) -> None:
-    """End with a message if the asynchronous pipeline would refuse this shape."""
+    """End with a message if the pipeline would refuse this shape, or the link cannot be made."""
     problems = []
     if arguments.stages < 2:
         problems.append(f"--stages {arguments.stages}: a pipeline to compare has at least 2 stages")
-    for count in micro_batches:
-        _, more = PipelineSettings(count, arguments.lookahead).resolve(arguments.stages)
-        problems += more
+    if "systems" in arguments:
+        problems += problems_of_systems(arguments.systems)
+    if "systems" not in arguments or any(name.startswith(ASYNC) for name in arguments.systems):
+        for count in micro_batches:
+            _, more = PipelineSettings(count, arguments.lookahead).resolve(arguments.stages)
+            problems += more
+    if "hosts" in arguments:
+        problems += _problems_of_link(arguments)
     if problems:
         parser.error("; ".join(problems))
+
+
+def _problems_of_link(arguments: Namespace) -> list[str]:
+    if arguments.hosts == 1:
+        if arguments.link_latency_ms or arguments.link_mbit:
+            return ["--link-latency-ms and --link-mbit are of the link between two hosts: use --hosts 2"]
+        return []
+    if arguments.hosts > 2:
+        return [f"--hosts {arguments.hosts}: there are 1 or 2"]
+    problems = problems_of_hosts()
+    if arguments.stages % 2:
+        problems.append(f"--hosts 2 needs an even number of stages, not {arguments.stages}")
+    return problems

@@ -14,19 +14,6 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
 
-ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+clip", "async+fresh", "async+fabric"
-SYNC = "sync"
-ONE_F_ONE_B, GPIPE, FLOOR = "1f1b", "gpipe", "floor"
-TITLES = {
-    ASYNC: "async_pipeline, through the Trainer",
-    ASYNC_CLIPPED: "async_pipeline, clipping on",
-    ASYNC_FRESH: "async_pipeline, fresh last stage",
-    ASYNC_FABRIC: "async_pipeline, in a Fabric loop",
-    SYNC: "sync_pipeline, through the Trainer",
-    ONE_F_ONE_B: "torch Schedule1F1B",
-    GPIPE: "torch ScheduleGPipe",
-    FLOOR: "floor: no messages, no Trainer",
-}
 LAST_BATCHES = 1  # the last batch drains the pipeline: it is no steady state
 
 
@@ -38,16 +25,21 @@ class Job:
         work: ``"sleep"`` or ``"compute"``.
         stages: number of stages P, one process each.
         micro_batches: micro-batches per mini-batch m.
-        systems: what is compared, in the order in which a repeat runs them.
+        systems: what is compared; :meth:`order` is the order in which a repeat runs them.
         repeats: how often each system is measured.
         mini_batches: mini-batches that are measured per repeat.
         warm_up: mini-batches before them.
         lookahead: of the asynchronous pipeline; None takes the strategy's default.
         forward_ms, backward_ms: how long a stage sleeps per micro-batch.
+        weight_share: the part of the backward that is the weight's gradient, for schedules that run it apart.
+        jitter, seed: spread of the sleeps, see :func:`lightning_asyncpp.tools.bench.jitter.jitter_factor`.
         target_ms: forward and backward of a computing stage per micro-batch; its depth is calibrated to it.
         rows, width: shape of a micro-batch.
         pinned: whether every process gets a core of its own, as far as there are enough.
         traced: whether the engine records its timeline.
+        hosts: network namespaces that the stages are spread over, 1 or 2.
+        link_latency_ms: one way, of the link between two hosts.
+        link_mbit: bandwidth of the link in Mbit/s, each way; 0: no limit.
     """
 
     work: str
@@ -60,16 +52,33 @@ class Job:
     lookahead: int | None = None
     forward_ms: float = 20.0
     backward_ms: float = 40.0
+    weight_share: float = 0.5
+    jitter: float = 0.0
+    seed: int = 0
     target_ms: float = 14.0
     rows: int = 1
     width: int = 16
     pinned: bool = False
     traced: bool = False
+    hosts: int = 1
+    link_latency_ms: float = 0.0
+    link_mbit: float = 0.0
 
     @property
     def total_batches(self) -> int:
         """Mini-batches of one repeat."""
         return self.warm_up + self.mini_batches + LAST_BATCHES
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long one mini-batch keeps a stage busy, about."""
+        each = self.target_ms if self.work == "compute" else self.forward_ms + self.backward_ms
+        return self.micro_batches * each / 1e3
+
+    def order(self, repeat: int) -> tuple[str, ...]:
+        """The systems as ``repeat`` runs them: each repeat begins elsewhere, so that drift meets all alike."""
+        first = repeat * len(self.systems) // self.repeats
+        return self.systems[first:] + self.systems[:first]
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """Inputs and targets of all mini-batches of a repeat, the same on every rank; four different ones."""
@@ -122,8 +131,8 @@ class RankRun:
 
 
 def spans_to_json(spans: Sequence[Span]) -> list[list[Any]]:
-    """Spans as lists [kind, index, start, end]."""
-    return [[span.kind.value, span.index, span.start, span.end] for span in spans]
+    """Spans as lists [kind, index, start, end]: forwards, backwards and updates; waits and sends are left out."""
+    return [[span.kind.value, span.index, span.start, span.end] for span in spans if isinstance(span.kind, Kind)]
 
 
 def spans_from_json(rows: Sequence[Sequence[Any]]) -> list[Span]:

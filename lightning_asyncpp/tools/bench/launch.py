@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_asyncpp.tools.bench.hosts.link import Hosts, open_hosts
 from lightning_asyncpp.tools.bench.job import Job, RankRun
+from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of, sigterm_raises
+from lightning_asyncpp.tools.bench.starter import FAILED
+from lightning_asyncpp.tools.bench.worker import JOB, PROGRESS
 
-
-class BenchmarkFailedError(RuntimeError):
-    """A process of the benchmark failed, or all of them together took too long."""
+_STARTER = "lightning_asyncpp.tools.bench.starter"
+_SMALLEST_TIMEOUT = 1800.0
 
 
 @dataclass
@@ -26,76 +28,103 @@ class Measured:
 
     Attributes:
         runs: system -> repeats -> ranks.
-        facts: what a process found out before it started, such as the calibrated size.
+        facts: what was found out before the first run, such as the calibrated size and the link's delay.
+        failures: system -> why it could not be run.
     """
 
     runs: dict[str, list[list[RankRun]]]
     facts: dict[str, float]
+    failures: dict[str, str] = field(default_factory=dict)
 
 
-def measure(job: Job, timeout: float) -> Measured:
-    """Run a job in ``job.stages`` new processes.
+def measure(job: Job, timeout: float | None = None) -> Measured:
+    """Run a job in ``job.stages`` new processes; how far it is goes to standard error.
 
     Args:
         job: what to run.
-        timeout: seconds after which all processes are killed.
+        timeout: seconds after which all processes are killed; default: three times what they should take at most, and
+            at least half an hour.
 
     Raises:
         BenchmarkFailedError: with the end of what the first failed process printed.
     """
-    with tempfile.TemporaryDirectory(prefix="asyncpp-bench-") as name:
+    if timeout is None:
+        timeout = max(_SMALLEST_TIMEOUT, 3 * longest_seconds(job))
+    with tempfile.TemporaryDirectory(prefix="asyncpp-bench-") as name, sigterm_raises():
         folder = Path(name)
-        job.save(folder / "job.json")
-        port = _free_port()
-        processes = [_start(folder, rank, job.stages, port) for rank in range(job.stages)]
-        try:
-            _wait(processes, folder, time.monotonic() + timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return _collect(job, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(job.stages)])
+        job.save(folder / JOB)
+        with open_hosts(job.hosts, job.link_latency_ms, job.link_mbit, folder) as hosts, Children(folder) as children:
+            _start(children, folder, hosts)
+            failed = children.wait(time.monotonic() + timeout, Tail(folder / PROGRESS).show)
+            if failed is not None:
+                raise BenchmarkFailedError(_reason(folder, children, failed))
+        measured = _collect(job, [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(job.stages)])
+        measured.facts |= hosts.facts
+        return measured
 
 
-def _start(folder: Path, rank: int, world_size: int, port: int) -> subprocess.Popen[bytes]:
+def longest_seconds(job: Job) -> float:
+    """How long all systems take if none of them overlaps more than GPipe does, about."""
+    per_batch = job.busy_seconds * (1 + (job.stages - 1) / job.micro_batches)
+    latencies = 2 * (job.stages + job.micro_batches) * job.link_latency_ms / 1e3
+    return len(job.systems) * job.repeats * job.total_batches * (per_batch + latencies)
+
+
+@dataclass
+class Tail:
+    """Shows on standard error what is appended to a file.
+
+    Attributes:
+        path: of the file; it need not exist yet.
+    """
+
+    path: Path
+    _started: float = field(default_factory=time.monotonic)
+    _shown: int = 0
+
+    def show(self) -> None:
+        """Print the lines that are new."""
+        with suppress(OSError):
+            lines = self.path.read_text().split("\n")[:-1]
+            for line in lines[self._shown :]:
+                print(f"[{time.monotonic() - self._started:6.1f} s] {line}", file=sys.stderr, flush=True)
+            self._shown = len(lines)
+
+
+def _start(children: Children, folder: Path, hosts: Hosts) -> None:
+    port = free_port()
     environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
+        **hosts.environment,
+        "MASTER_ADDR": hosts.addresses[0],
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-m", "lightning_asyncpp.tools.bench.worker", str(folder / "job.json"), str(folder)]
-    with open(folder / f"rank-{rank}.log", "wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    for host, prefix in enumerate(hosts.prefixes):
+        command = [*prefix, sys.executable, "-m", _STARTER, str(folder), str(host)]
+        children.start(f"host-{host}", command, environment)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            log = (folder / f"rank-{failed[0]}.log").read_text(errors="replace")
-            raise BenchmarkFailedError(f"process {failed[0]} exited with code {codes[failed[0]]}:\n{log[-4000:]}")
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > deadline:
-            raise BenchmarkFailedError("the benchmark took longer than --timeout: raise it, or run fewer mini-batches")
-        time.sleep(0.2)
+def _reason(folder: Path, children: Children, failed: str) -> str:
+    """The end of the log of the rank that failed first, or of the starter, if that did."""
+    note = folder / FAILED
+    if not note.exists():
+        return f"the starter of {failed} failed:\n{end_of(children.log(failed))}"
+    rank, code = note.read_text().split()
+    return f"process {rank} exited with code {code}:\n{end_of(folder / f'rank-{rank}.log')}"
 
 
 def _collect(job: Job, ranks: list[dict[str, Any]]) -> Measured:
-    runs: dict[str, list[list[RankRun]]] = {system: [] for system in job.systems}
-    for number in range(job.repeats * len(job.systems)):
-        of_ranks = [RankRun.from_json(rank["runs"][number]) for rank in ranks]
-        runs[of_ranks[0].system].append(sorted(of_ranks, key=lambda run: run.stage))
-    return Measured(runs, ranks[0]["facts"])
+    failures: dict[str, str] = ranks[0]["failures"]
+    runs: dict[str, list[list[RankRun]]] = {system: [] for system in job.systems if system not in failures}
+    for of_ranks in zip(*(rank["runs"] for rank in ranks), strict=True):
+        parsed = sorted(map(RankRun.from_json, of_ranks), key=lambda run: run.stage)
+        runs[parsed[0].system].append(parsed)
+    return Measured(runs, ranks[0]["facts"], failures)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody uses on this machine now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ import lightning as L
 import torch
 
 from lightning_asyncpp.pipeline.trace import utilisation
-from lightning_asyncpp.tools.bench.job import ASYNC, ASYNC_CLIPPED, ONE_F_ONE_B, TITLES, Job, RankRun
+from lightning_asyncpp.tools.bench.job import Job, RankRun
 from lightning_asyncpp.tools.bench.launch import Measured
+from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_CLIPPED, FLOOR, ONE_F_ONE_B, SPLIT_BACKWARD, TITLES
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Spread:
         """Summarise ``values``."""
         return cls(statistics.median(values), min(values), max(values))
 
+    def scaled(self, factor: float) -> Spread:
+        """The same times ``factor``."""
+        return Spread(self.median * factor, self.min * factor, self.max * factor)
+
     def format(self, digits: int) -> str:
         """The median, and the extremes in brackets."""
         return f"{self.median:.{digits}f} [{self.min:.{digits}f}-{self.max:.{digits}f}]"
@@ -43,14 +48,18 @@ class Line:
     Attributes:
         system: which.
         milliseconds: elapsed time per mini-batch.
-        utilisation: share of the elapsed time inside the stage's own bodies, on the busiest stage.
+        utilisation: share of the elapsed time inside the stage's own bodies, on the busiest stage; None where they
+            were not recorded, or cannot tell: those that compute do not see gradients of weights that run apart.
         gain: time of torch's Schedule1F1B over this system's, pairwise by repeat; None if it did not run.
+        of_floor: time of the floor over this system's, pairwise by repeat: its throughput relative to that of stages
+            that never wait; None if the floor did not run.
     """
 
     system: str
     milliseconds: Spread
-    utilisation: Spread
+    utilisation: Spread | None
     gain: Spread | None
+    of_floor: Spread | None
 
 
 def milliseconds_per_batch(run: RankRun, job: Job) -> float:
@@ -64,21 +73,35 @@ def utilisation_of(run: RankRun, job: Job) -> float:
 
 
 def summarise(job: Job, measured: Measured) -> list[Line]:
-    """One line per system, in the job's order."""
+    """One line per system that ran, in the job's order."""
     times = {system: _times(job, measured, system) for system in measured.runs}
-    lines = []
-    for system, repeats in measured.runs.items():
-        busiest = [max(utilisation_of(run, job) for run in ranks) for ranks in repeats]
-        gain = None
-        if ONE_F_ONE_B in times:
-            gain = Spread.of([base / own for base, own in zip(times[ONE_F_ONE_B], times[system])])
-        lines.append(Line(system, Spread.of(times[system]), Spread.of(busiest), gain))
-    return lines
+    return [
+        Line(
+            system,
+            Spread.of(own),
+            _utilisation(job, measured, system),
+            _relative(times.get(ONE_F_ONE_B), own),
+            _relative(times.get(FLOOR), own),
+        )
+        for system, own in times.items()
+    ]
+
+
+def _utilisation(job: Job, measured: Measured, system: str) -> Spread | None:
+    if job.work == "compute" and system in SPLIT_BACKWARD:
+        return None
+    if not any(run.bodies for ranks in measured.runs[system] for run in ranks):
+        return None
+    return Spread.of([max(utilisation_of(run, job) for run in ranks) for ranks in measured.runs[system]])
+
+
+def _relative(base: Sequence[float] | None, own: Sequence[float]) -> Spread | None:
+    return None if base is None else Spread.of([b / o for b, o in zip(base, own)])
 
 
 def clipping_cost(job: Job, measured: Measured) -> float | None:
     """How much longer a mini-batch takes with clipping, relative, pairwise by repeat; None if it was not measured."""
-    if ASYNC_CLIPPED not in measured.runs:
+    if not {ASYNC, ASYNC_CLIPPED} <= set(measured.runs):
         return None
     pairs = zip(_times(job, measured, ASYNC_CLIPPED), _times(job, measured, ASYNC))
     return statistics.median(clipped / plain for clipped, plain in pairs) - 1
@@ -89,15 +112,54 @@ def _times(job: Job, measured: Measured, system: str) -> list[float]:
     return [max(milliseconds_per_batch(run, job) for run in ranks) for ranks in measured.runs[system]]
 
 
-def table(lines: Sequence[Line]) -> str:
-    """The lines as text, medians with the extremes over the repeats."""
-    rows = [("system", "ms per mini-batch", "utilisation", "gain over 1F1B")]
+def table(lines: Sequence[Line], failures: Mapping[str, str] | None = None, ideal_gain: float | None = None) -> str:
+    """The lines as text, medians with the extremes over the repeats.
+
+    Args:
+        lines: of the systems that ran.
+        failures: of those that did not, with the reason.
+        ideal_gain: of an asynchronous pipeline over an ideal 1F1B; adds the column of the share of it that was reached.
+    """
+    rows = [["system", "ms per mini-batch", "utilisation", "gain over 1F1B", "of the floor"]]
     for line in lines:
-        gain = "" if line.gain is None else line.gain.format(2)
-        rows.append((TITLES[line.system], line.milliseconds.format(1), line.utilisation.format(3), gain))
+        cells = (line.milliseconds, 1), (line.utilisation, 3), (line.gain, 2), (line.of_floor, 3)
+        rows.append([TITLES[line.system], *(_format(spread, digits) for spread, digits in cells)])
+    if ideal_gain is not None:
+        shares = [_share(line, ideal_gain) for line in lines]
+        rows = [[*row, last] for row, last in zip(rows, ["gain / ideal", *(_format(share, 2) for share in shares)])]
+    failed = [f"{TITLES[system]}  cannot: {reason}" for system, reason in (failures or {}).items()]
+    return "\n".join([aligned(rows), *failed])
+
+
+def _share(line: Line, ideal_gain: float) -> Spread | None:
+    """Of the gain that an asynchronous pipeline could have; for others it has no meaning."""
+    return line.gain.scaled(1 / ideal_gain) if line.gain and line.system.startswith(ASYNC) else None
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as text with columns of one width each, a line below the first row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def _format(spread: Spread | None, digits: int) -> str:
+    return "" if spread is None else spread.format(digits)
+
+
+def facts_line(facts: Mapping[str, float]) -> str:
+    """What was found out about messages and the link, in a line; empty if nothing was."""
+    texts = []
+    if "link_ping_ms" in facts:
+        rate = f"{facts['link_mbit']:g} Mbit/s" if facts["link_mbit"] else "no limit of bandwidth"
+        texts.append(
+            f"link: {facts['link_latency_ms']:g} ms asked, {facts['link_ping_ms']:.2f} ms measured one way, {rate}"
+        )
+    if "link_message_ms" in facts:
+        texts.append(f"a small message over it takes {facts['link_message_ms']:.2f} ms")
+    if "message_ms" in facts:
+        texts.append(f"a small message inside a host takes {facts['message_ms']:.2f} ms")
+    return "; ".join(texts)
 
 
 def as_json(job: Job, lines: Sequence[Line], measured: Measured, **more: Any) -> dict[str, Any]:
@@ -106,6 +168,7 @@ def as_json(job: Job, lines: Sequence[Line], measured: Measured, **more: Any) ->
         "job": asdict(job),
         "machine": machine(),
         "facts": measured.facts,
+        "failures": measured.failures,
         "systems": {line.system: {k: v for k, v in asdict(line).items() if k != "system"} for line in lines},
         **more,
     }

@@ -1,12 +1,29 @@
 """``asyncpp bench schedule``: how busy do schedules keep stages that sleep?
 
-Every stage is a process that sleeps in its forward and in its backward, so that the result depends on the schedule and
-on the work around it, hardly on the machine. All systems run in the same processes, in turn, again and again.
+Every stage is a process that sleeps in its forward and in its backward, so that the result depends on the schedule
+and on the work around it, hardly on the machine: 32 stages run on two cores. All systems run in the same processes,
+in turn, again and again, and every repeat begins with another one.
 
 What is measured: per mini-batch, the elapsed time in the steady state, and the utilisation: time inside a stage's own
-sleeps over elapsed time, on the busiest stage. Both Lightning strategies run through an ordinary Trainer that logs the
-loss; torch's schedules, and the asynchronous one in Fabric, run in a plain loop; all take an SGD step per mini-batch
-and get the same batches and loss. The floor sleeps and steps as often, without messages, neighbours or Trainer.
+sleeps over elapsed time, on the busiest stage. Both Lightning strategies run through an ordinary Trainer that logs
+the loss; torch's schedules, and the asynchronous one in Fabric, run in a plain loop; all take an SGD step per
+mini-batch and get the same batches and loss. The floor sleeps and steps as often, without messages, neighbours or
+Trainer; ``of the floor`` is a system's throughput relative to it, paired within a repeat.
+
+torch's interleaved schedules have two chunks per process that sleep half as long each. Its zero-bubble schedules run
+the gradients of inputs and of weights apart: the backward's sleep is divided between the two (``--weight-share``).
+ZBV promises no bubble where forward, input's and weight's gradient take equally long, as they do by default, and with
+at least twice as many micro-batches as stages; with fewer, some is left. A system that cannot run gets a line that
+says why.
+
+``--jitter SIGMA`` multiplies each sleep by a lognormal factor that depends on the seed, the stage, the micro-batch
+and whether it is a forward or a backward: all systems, and every repeat, sleep alike. The floor shows what the
+longest row of sleeps leaves.
+
+``--hosts 2`` puts the halves of the pipeline into two network namespaces with a link between them, for every system
+alike; see :mod:`lightning_asyncpp.tools.bench.hosts.relay`. The relay is a program and adds to the latency that was
+asked for: what a packet really took is printed. Interleaved schedules and ZBV cross the link more often: that is
+theirs.
 
 What is not: memory, the time to load data, start-up, and the last mini-batch, after which an asynchronous pipeline
 drains. Messages are small. Evaluation and checkpoints drain too, and cost what a flush costs.
@@ -17,27 +34,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.arguments import check_shape, make_parser
-from lightning_asyncpp.tools.bench.job import (
-    ASYNC,
-    ASYNC_CLIPPED,
-    ASYNC_FABRIC,
-    ASYNC_FRESH,
-    FLOOR,
-    GPIPE,
-    ONE_F_ONE_B,
-    SYNC,
-    Job,
-    spans_to_json,
-)
+from lightning_asyncpp.tools.bench.arguments import check_shape, link_of, make_parser
+from lightning_asyncpp.tools.bench.job import Job, spans_to_json
 from lightning_asyncpp.tools.bench.launch import Measured, measure
-from lightning_asyncpp.tools.bench.report import as_json, clipping_cost, machine, summarise, table, write_json
+from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, SYNC, TITLES
+from lightning_asyncpp.tools.bench.report import (
+    as_json,
+    clipping_cost,
+    facts_line,
+    machine,
+    summarise,
+    table,
+    utilisation_of,
+    write_json,
+)
 from lightning_asyncpp.tools.timeline import Axis, Panel, draw_timelines
 
 _SHOWN_BATCHES = 3
+_DEFAULT = [name for name in TITLES if name not in (ASYNC_CLIPPED, ASYNC_FRESH)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,8 +65,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     job = _job(arguments)
     measured = measure(job, arguments.timeout)
     lines = summarise(job, measured)
-    print(f"{job.stages} stages, {job.micro_batches} micro-batches of {job.forward_ms:g} + {job.backward_ms:g} ms")
-    print(table(lines))
+    jitter = f", jitter {job.jitter:g} (seed {job.seed})" if job.jitter else ""
+    print(
+        f"{job.stages} stages, {job.micro_batches} micro-batches of {job.forward_ms:g} + {job.backward_ms:g} ms{jitter}"
+    )
+    print(facts_line(measured.facts))
+    print(table(lines, measured.failures))
     cost = clipping_cost(job, measured)
     if cost is not None:
         print(f"clipping costs {cost:+.1%}")
@@ -63,11 +84,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> ArgumentParser:
-    parser = make_parser("schedule", "Utilisation of sleeping stages under every schedule.")
+    parser = make_parser("schedule", "Utilisation of sleeping stages under every schedule.", _DEFAULT)
     parser.add_argument("--stages", type=PositiveInt, default=8, help="number of stages, one process each")
     parser.add_argument("--micro-batches", type=PositiveInt, default=8, help="micro-batches per mini-batch")
     parser.add_argument("--forward-ms", type=PositiveFloat, default=20.0, help="sleep of a forward, in ms")
     parser.add_argument("--backward-ms", type=PositiveFloat, default=40.0, help="sleep of a backward, in ms")
+    parser.add_argument(
+        "--weight-share",
+        type=ClosedUnitInterval,
+        default=0.5,
+        help="part of the backward that is the weights' gradient, for schedules that run it apart",
+    )
+    parser.add_argument("--jitter", type=NonNegativeFloat, default=0.0, help="sigma of the sleeps' lognormal factors")
+    parser.add_argument("--seed", type=NonNegativeInt, default=0, help="of the jitter")
     parser.add_argument("--clip", action="store_true", help="run the asynchronous pipeline with clipping as well")
     parser.add_argument("--fresh-last-stage", action="store_true", help="and with a fresh last stage")
     parser.add_argument("--trace", type=str | None, default=None, help="write the engine's spans to this JSON file")
@@ -76,19 +105,19 @@ def _parser() -> ArgumentParser:
 
 
 def _job(arguments: Namespace) -> Job:
-    clipped = [ASYNC_CLIPPED] if arguments.clip else []
-    fresh = [ASYNC_FRESH] if arguments.fresh_last_stage else []
-    systems = (ASYNC, *clipped, *fresh, ASYNC_FABRIC, SYNC, ONE_F_ONE_B, GPIPE, FLOOR)
+    wanted = {ASYNC_CLIPPED: arguments.clip, ASYNC_FRESH: arguments.fresh_last_stage}
+    systems = [name for name in TITLES if name in arguments.systems or wanted.get(name)]
     return Job(
-        "sleep", arguments.stages, arguments.micro_batches, systems,
+        "sleep", arguments.stages, arguments.micro_batches, tuple(systems),
         arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead,
-        arguments.forward_ms, arguments.backward_ms, traced=bool(arguments.trace or arguments.svg),
+        arguments.forward_ms, arguments.backward_ms, arguments.weight_share, arguments.jitter, arguments.seed,
+        traced=bool(arguments.trace or arguments.svg), **link_of(arguments),
     )  # fmt: skip
 
 
 def _traces(job: Job, measured: Measured) -> dict[str, object]:
     """Spans [kind, index, start, end] of the first repeat, per system and stage; seconds of one common clock."""
-    spans = {s: [spans_to_json(run.trace) for run in measured.runs[s][0]] for s in (ASYNC, SYNC)}
+    spans = {s: [spans_to_json(run.trace) for run in measured.runs[s][0]] for s in (ASYNC, SYNC) if s in measured.runs}
     return {"machine": machine(), "stages": job.stages, "micro_batches": job.micro_batches, "spans": spans}
 
 
@@ -97,11 +126,13 @@ def _drawing(job: Job, measured: Measured) -> str:
     panels = []
     length = 0.0
     for system, name in ((SYNC, "sync_pipeline: 1F1B, a flush per mini-batch"), (ASYNC, "async_pipeline: no flush")):
+        if system not in measured.runs:
+            continue
         ranks = measured.runs[system][0]
         start = ranks[0].marks[job.warm_up - 1]
         shown = min(_SHOWN_BATCHES, job.mini_batches)
         length = max(length, ranks[0].marks[job.warm_up - 1 + shown] - start)
-        busy = next(line.utilisation.median for line in summarise(job, measured) if line.system == system)
+        busy = max(utilisation_of(run, job) for run in ranks)
         lanes: list[list[Span]] = [run.trace for run in ranks]
         panels.append(Panel(f"{name} (busiest stage {busy:.0%} busy)", lanes, start))
     title = f"Measured: {job.stages} stages, {job.micro_batches} micro-batches per mini-batch"

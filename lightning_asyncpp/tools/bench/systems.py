@@ -12,28 +12,16 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
 from lightning_asyncpp.pipeline.trace import Trace
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy, SyncPipelineStrategy
-from lightning_asyncpp.tools.bench.job import (
-    ASYNC,
-    ASYNC_CLIPPED,
-    ASYNC_FABRIC,
-    ASYNC_FRESH,
-    FLOOR,
-    GPIPE,
-    ONE_F_ONE_B,
-    SYNC,
-    Job,
-    RankRun,
-)
-
-LayerFactory = Callable[[Trace], nn.Module]
-LEARNING_RATE = 0.01
+from lightning_asyncpp.tools.bench.job import Job, RankRun
+from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_CLIPPED, ASYNC_FABRIC, ASYNC_FRESH, FLOOR, RIVALS, SYNC
+from lightning_asyncpp.tools.bench.rivals import run_rival
+from lightning_asyncpp.tools.bench.work import LayerFactory, make_optimizer
 
 
 class BenchModule(L.LightningModule):
@@ -53,11 +41,6 @@ class BenchModule(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer that all systems use."""
         return make_optimizer(self)
-
-
-def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    """Plain SGD."""
-    return torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
 
 
 class _Marks(L.Callback):
@@ -86,13 +69,13 @@ def run_trainer(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
     meter = Trace(-1)
     marks = _Marks(job.traced)
     trainer = L.Trainer(
-        accelerator="cpu", devices=job.stages, plugins=[LightningEnvironment()], callbacks=[marks],
-        strategy=_strategy(job, system),
+        accelerator="cpu", devices=job.stages // job.hosts, num_nodes=job.hosts, plugins=[LightningEnvironment()],
+        callbacks=[marks], strategy=_strategy(job, system),
         gradient_clip_val=1e-3 if system == ASYNC_CLIPPED else None, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
-    module = BenchModule([make_layer(meter) for _ in range(job.stages)])
+    module = BenchModule([make_layer(meter, stage) for stage in range(job.stages)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader(job.batches(), batch_size=None))  # type: ignore[arg-type]
@@ -110,9 +93,12 @@ def run_fabric(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
     """Run our asynchronous strategy in a plain loop, as torch's schedules run."""
     meter = Trace(-1)
     strategy = FabricAsyncStrategy(micro_batches=job.micro_batches, lookahead=job.lookahead)
-    fabric = L.Fabric(accelerator="cpu", devices=job.stages, plugins=[LightningEnvironment()], strategy=strategy)
+    fabric = L.Fabric(
+        accelerator="cpu", devices=job.stages // job.hosts, num_nodes=job.hosts, plugins=[LightningEnvironment()],
+        strategy=strategy,
+    )  # fmt: skip
     fabric.launch()
-    model = fabric.setup_module(nn.Sequential(*[make_layer(meter) for _ in range(job.stages)]))
+    model = fabric.setup_module(nn.Sequential(*[make_layer(meter, stage) for stage in range(job.stages)]))
     optimizer: Any = fabric.setup_optimizers(make_optimizer(model))
     marks = []
     for batch in job.batches():
@@ -124,30 +110,10 @@ def run_fabric(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
     return RankRun(system, stage, meter.spans, marks, [])
 
 
-def run_torch_schedule(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
-    """Run one of ``torch.distributed.pipelining``'s schedules in a plain loop."""
-    meter = Trace(-1)
-    rank = dist.get_rank()
-    layer = make_layer(meter)
-    stage = PipelineStage(layer, rank, job.stages, torch.device("cpu"))
-    schedule_class = Schedule1F1B if system == ONE_F_ONE_B else ScheduleGPipe
-    schedule = schedule_class(stage, job.micro_batches, loss_fn=F.mse_loss)
-    optimizer = make_optimizer(layer)
-    marks = []
-    for inputs, targets in job.batches():
-        optimizer.zero_grad()
-        first = (inputs,) if rank == 0 else ()
-        last: dict[str, Any] = {"target": targets, "losses": []} if rank == job.stages - 1 else {}
-        schedule.step(*first, return_outputs=False, **last)
-        optimizer.step()
-        marks.append(time.perf_counter())
-    return RankRun(system, rank, meter.spans, marks, [])
-
-
 def run_floor(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
     """The same forwards, backwards and updates on every process alone: no neighbour, no Trainer, no waiting."""
     meter = Trace(-1)
-    layer = make_layer(meter)
+    layer = make_layer(meter, dist.get_rank())
     optimizer = make_optimizer(layer)
     marks = []
     for inputs, targets in job.batches():
@@ -165,7 +131,6 @@ RUNNERS: dict[str, Callable[[Job, str, LayerFactory], RankRun]] = {
     ASYNC_FRESH: run_trainer,
     ASYNC_FABRIC: run_fabric,
     SYNC: run_trainer,
-    ONE_F_ONE_B: run_torch_schedule,
-    GPIPE: run_torch_schedule,
+    **dict.fromkeys(RIVALS, run_rival),
     FLOOR: run_floor,
 }

@@ -1,7 +1,7 @@
-"""One process of a benchmark: ``python -m lightning_asyncpp.tools.bench.worker JOB RESULTS``.
+"""One process of a benchmark: runs every system of the job in turn, again and again.
 
-It expects the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), runs every system
-of the job in turn, and writes what it measured to ``RESULTS/rank-<rank>.json``.
+It expects the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and writes what it
+measured to ``rank-<rank>.json``; rank 0 also writes how far the benchmark is, a line at a time.
 """
 
 from __future__ import annotations
@@ -9,24 +9,27 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
-from collections.abc import Callable
+import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from lightning_asyncpp.pipeline.trace import Trace
 from lightning_asyncpp.tools.bench.job import Job, RankRun
-from lightning_asyncpp.tools.bench.layers import ComputingLayer, SleepingLayer, block_seconds
+from lightning_asyncpp.tools.bench.names import TITLES
+from lightning_asyncpp.tools.bench.ping import measure_messages
+from lightning_asyncpp.tools.bench.rivals import RivalFailedError
 from lightning_asyncpp.tools.bench.systems import RUNNERS
+from lightning_asyncpp.tools.bench.work import LayerFactory, layer_factory
+
+JOB, PROGRESS = "job.json", "progress"
 
 
-def main(argv: list[str]) -> None:
-    """Run the job."""
-    job, results = Job.load(Path(argv[0])), Path(argv[1])
+def work(folder: Path) -> None:
+    """Run the job of ``folder``."""
+    job = Job.load(folder / JOB)
     rank = int(os.environ["RANK"])
     if job.pinned:
         _pin(rank)
@@ -34,33 +37,57 @@ def main(argv: list[str]) -> None:
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    make_layer, facts = _layer_factory(job)
-    runs = [run.to_json() for run in _run_all(job, make_layer)]
-    (results / f"rank-{rank}.json").write_text(json.dumps({"runs": runs, "facts": facts}))
+    _say(folder, f"{job.stages} processes are connected")
+    make_layer, facts = layer_factory(job)
+    facts |= measure_messages(job.hosts)
+    runs, failures = _run_all(job, make_layer, folder)
+    result: dict[str, Any] = {"runs": [run.to_json() for run in runs], "facts": facts, "failures": failures}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _run_all(job: Job, make_layer: Callable[[Trace], nn.Module]) -> list[RankRun]:
+def _run_all(job: Job, make_layer: LayerFactory, folder: Path) -> tuple[list[RankRun], dict[str, str]]:
     """All systems in turn, again and again: what else the machine does meets every one of them alike."""
-    runs = []
-    for _ in range(job.repeats):
-        for system in job.systems:
-            dist.barrier()
-            runs.append(RUNNERS[system](job, system, make_layer))
-    return runs
+    runs: list[RankRun] = []
+    failures: dict[str, str] = {}
+    for repeat in range(job.repeats):
+        for system in job.order(repeat):
+            if system in failures:
+                continue
+            started = time.monotonic()
+            run, reason = run_system(job, system, make_layer)
+            if run is None:
+                failures[system] = reason
+            else:
+                runs.append(run)
+            outcome = f"failed: {reason}" if run is None else f"took {time.monotonic() - started:.1f} s"
+            _say(folder, f"repeat {repeat + 1} of {job.repeats}: {TITLES[system]} {outcome}")
+    return [run for run in runs if run.system not in failures], failures
 
 
-def _layer_factory(job: Job) -> tuple[Callable[[Trace], nn.Module], dict[str, float]]:
-    if job.work == "sleep":
-        return lambda meter: SleepingLayer(job.forward_ms, job.backward_ms, job.width, meter), {}
-    dist.barrier()  # all processes calibrate at once, as they compute at once later
-    seconds = torch.tensor(block_seconds(job.rows, job.width), dtype=torch.float64)
-    dist.all_reduce(seconds)
-    per_block = float(seconds) / job.stages
-    blocks = max(1, round(job.target_ms / 1e3 / per_block))
-    facts = {"blocks": float(blocks), "calibrated_ms": blocks * per_block * 1e3}
-    return lambda meter: ComputingLayer(blocks, job.width, meter), facts
+def run_system(job: Job, system: str, make_layer: LayerFactory) -> tuple[RankRun | None, str]:
+    """Run one system once; a collective call.
+
+    Returns:
+        What was measured here; None, and the first failure of any rank, if one of torch's schedules failed.
+    """
+    dist.barrier()
+    run, failure = None, None
+    try:
+        run = RUNNERS[system](job, system, make_layer)
+    except RivalFailedError as error:
+        failure = time.time(), str(error)
+    failures: list[tuple[float, str] | None] = [None] * job.stages
+    dist.all_gather_object(failures, failure)
+    known = sorted(found for found in failures if found is not None)
+    return (None, known[0][1]) if known else (run, "")
+
+
+def _say(folder: Path, line: str) -> None:
+    if dist.get_rank() == 0:
+        with open(folder / PROGRESS, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
 
 
 def _pin(rank: int) -> None:
@@ -68,7 +95,3 @@ def _pin(rank: int) -> None:
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -54,7 +54,13 @@ def _run(
     """The lanes of an episode, and from when to when they stand for it; a flush ends each mini-batch by itself."""
     count = max(1, round((episode.last + 1 - episode.first) / micro_batches))
     before, after = _LEAD * episode.cut_before, _LEAD * episode.cut_after
-    lanes = simulate(schedules, before + count + after, micro_batches, forward, backward)
+    lanes = simulate(
+        schedules,
+        before + count + after,
+        micro_batches,
+        lambda stage, _: forward[stage],
+        lambda stage, _: backward[stage],
+    )
     begins = {span.index: span.start for span in lanes[0] if span.kind is Kind.FORWARD}
     ends = max(span.end for lane in lanes for span in lane)
     return lanes, begins[before * micro_batches], begins.get((before + count) * micro_batches, ends)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,8 +34,13 @@ class Recording:
     def lanes(self) -> list[list[Span]]:
         """Spans of each stage, waits and sends included."""
         schedules = [Schedule(s, self.stages, self.lookahead, self.delay) for s in range(self.stages)]
-        lanes = simulate(schedules, self.mini_batches, self.micro_batches, self.forward, self.backward)
+        lanes = simulate(
+            schedules, self.mini_batches, self.micro_batches, self._length(self.forward), self._length(self.backward)
+        )
         return [self._filled(lane, schedule) for lane, schedule in zip(lanes, schedules)]
+
+    def _length(self, seconds: float | Sequence[float]) -> Callable[[int, int], float]:
+        return lambda stage, _: seconds[stage] if isinstance(seconds, Sequence) else seconds
 
     def metas(self) -> list[Meta]:
         """Of all ranks, as a mesh of this size places them."""

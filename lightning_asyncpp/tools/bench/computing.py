@@ -1,4 +1,4 @@
-"""Layers that record when their own forward and backward bodies run: one that sleeps and one that multiplies."""
+"""A layer that multiplies matrices, and records when its own forward and backward ran."""
 
 from __future__ import annotations
 
@@ -10,42 +10,6 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span, Trace
-
-
-class SleepingLayer(nn.Module):
-    """Multiplies with a weight and sleeps: the machine's speed and number of cores hardly matter.
-
-    Args:
-        forward_ms: length of the forward.
-        backward_ms: length of the backward.
-        width: size of the last dimension.
-        meter: records the sleeps, as they were, not as they were asked for.
-    """
-
-    def __init__(self, forward_ms: float, backward_ms: float, width: int, meter: Trace) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.seconds = forward_ms / 1e3, backward_ms / 1e3
-        self.meter = meter
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Sleep, and multiply."""
-        return _Sleep.apply(x * self.weight, *self.seconds, self.meter)  # type: ignore[no-any-return]
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float, meter: Trace) -> Tensor:
-        ctx.backward_seconds, ctx.meter = backward_seconds, meter
-        with meter.span(Kind.FORWARD, 0):
-            time.sleep(forward_seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        with ctx.meter.span(Kind.BACKWARD, 0):
-            time.sleep(ctx.backward_seconds)
-        return gradient, None, None, None
 
 
 class ComputingLayer(nn.Module):
@@ -113,7 +77,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, watch: _Watch) -> Tensor:
         ctx.watch = watch
         watch.stop(Kind.FORWARD)
-        return x.view_as(x)
+        return x.clone()  # no view: torch's zero-bubble schedules detach what a stage returns in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

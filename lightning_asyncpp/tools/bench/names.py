@@ -1,0 +1,42 @@
+"""The systems that benchmarks compare: their names on the command line and in files, and their titles in tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+clip", "async+fresh", "async+fabric"
+SYNC = "sync"
+ONE_F_ONE_B, GPIPE = "1f1b", "gpipe"
+INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZBV = "interleaved", "interleaved-zb", "zbv"
+FLOOR = "floor"
+
+TITLES = {
+    ASYNC: "async_pipeline, through the Trainer",
+    ASYNC_CLIPPED: "async_pipeline, clipping on",
+    ASYNC_FRESH: "async_pipeline, fresh last stage",
+    ASYNC_FABRIC: "async_pipeline, in a Fabric loop",
+    SYNC: "sync_pipeline, through the Trainer",
+    ONE_F_ONE_B: "torch Schedule1F1B",
+    GPIPE: "torch ScheduleGPipe",
+    INTERLEAVED: "torch ScheduleInterleaved1F1B",
+    INTERLEAVED_ZERO_BUBBLE: "torch ScheduleInterleavedZeroBubble",
+    ZBV: "torch ScheduleZBVZeroBubble",
+    FLOOR: "floor: no messages, no Trainer",
+}
+"""All systems, in the order in which they are shown."""
+RIVALS = (ONE_F_ONE_B, GPIPE, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZBV)
+"""torch's schedules."""
+SPLIT_BACKWARD = (INTERLEAVED_ZERO_BUBBLE, ZBV)
+"""Schedules that run the gradients of inputs and of weights apart."""
+
+
+def problems_of_systems(names: Sequence[str]) -> list[str]:
+    """What is wrong with a choice of systems, all of it."""
+    problems = []
+    unknown = [name for name in names if name not in TITLES]
+    if unknown:
+        problems.append(f"--systems {' '.join(unknown)}: unknown; there are {', '.join(TITLES)}")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        problems.append(f"--systems {' '.join(twice)}: named more than once")
+    return problems

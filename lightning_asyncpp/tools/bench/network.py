@@ -1,0 +1,139 @@
+"""``asyncpp bench network``: what does a real training gain over a slow network?
+
+A small GPT trains on two hosts of half the stages each, with a link of 100 Mbit/s and 10 ms between them. The hosts
+are network namespaces of this machine; see :mod:`lightning_asyncpp.tools.bench.hosts.relay`. On each of them an
+ordinary ``torchrun --nnodes 2`` starts an ordinary script (:mod:`lightning_asyncpp.tools.bench.network_training`):
+our strategies through the Trainer, torch's Schedule1F1B in a plain loop on the same model, the same cut, batches and
+AdamW. Every run is a launch of its own (``--timeout`` is for each, 600 s by default); systems run in turn, and every
+repeat begins with another one.
+
+What is measured: the time per mini-batch in the steady state, of the slowest process, and the gain over Schedule1F1B,
+paired within a repeat. The loss of the last mini-batch is shown as a check: ``sync`` and ``1f1b`` train the same.
+
+What is not: start-up, data loading, evaluation, and how far one gets with an update; gradients of ``async`` are one
+update old. All processes and the relay share this machine's cores: with fewer cores than stages, computation overlaps
+less than it would on two hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
+
+from lightning_asyncpp.tools.bench.arguments import check_shape, make_parser
+from lightning_asyncpp.tools.bench.hosts.link import Hosts, open_hosts
+from lightning_asyncpp.tools.bench.job import Job, RankRun
+from lightning_asyncpp.tools.bench.launch import Measured, free_port
+from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B, SYNC, TITLES
+from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of, sigterm_raises
+from lightning_asyncpp.tools.bench.report import Spread, as_json, facts_line, summarise, table, write_json
+
+_SCRIPT = "lightning_asyncpp.tools.bench.network_training"
+_SYSTEMS = (ASYNC, SYNC, ONE_F_ONE_B)
+_SIZES = ("layers", "dim", "context", "rows")
+_PORT = 29500  # nobody else is in the namespace
+_RUN_SECONDS = 600.0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark and print its table."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    unable = [name for name in arguments.systems if name not in _SYSTEMS]
+    if unable:
+        parser.error(f"--systems {' '.join(unable)}: this benchmark has {', '.join(_SYSTEMS)}")
+    check_shape(parser, arguments, [arguments.micro_batches])
+    job = _job(arguments)
+    measured, losses = _measure(job, arguments)
+    lines = summarise(job, measured)
+    message = arguments.rows * arguments.context * arguments.dim * 4
+    print(
+        f"{job.stages} stages on 2 hosts, {job.micro_batches} micro-batches of {arguments.rows} x {arguments.context}"
+        f" tokens, messages of {message / 1e3:.0f} kB"
+    )
+    print(facts_line(measured.facts))
+    print(table(lines))
+    for system, values in losses.items():
+        print(f"loss of the last mini-batch, {system}: {Spread.of(values).format(4)}")
+    if arguments.json:
+        write_json(arguments.json, as_json(job, lines, measured, losses=losses, message_bytes=message))
+
+
+def _parser() -> ArgumentParser:
+    parser = make_parser(
+        "network", "Gain of an asynchronous pipeline over a slow network, in real trainings.", _SYSTEMS
+    )
+    parser.set_defaults({"hosts": 2, "link_latency_ms": 10.0, "link_mbit": 100.0})
+    parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, half of them on each host")
+    parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
+    parser.add_argument("--layers", type=PositiveInt, default=4, help="blocks of the GPT")
+    parser.add_argument("--dim", type=PositiveInt, default=256, help="width of the GPT, a multiple of 64")
+    parser.add_argument("--context", type=PositiveInt, default=128, help="tokens of a sequence")
+    parser.add_argument("--rows", type=PositiveInt, default=4, help="sequences of a micro-batch")
+    parser.add_argument("--lr", type=NonNegativeFloat, default=1e-3, help="learning rate of AdamW")
+    return parser
+
+
+def _job(arguments: Namespace) -> Job:
+    systems = tuple(name for name in TITLES if name in arguments.systems)
+    return Job(
+        "train", arguments.stages, arguments.micro_batches, systems,
+        arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead, rows=arguments.rows,
+        hosts=arguments.hosts, link_latency_ms=arguments.link_latency_ms, link_mbit=arguments.link_mbit,
+    )  # fmt: skip
+
+
+def _measure(job: Job, arguments: Namespace) -> tuple[Measured, dict[str, list[float]]]:
+    """Run all systems in turn; returns what they measured, and the last losses."""
+    runs: dict[str, list[list[RankRun]]] = {system: [] for system in job.systems}
+    losses: dict[str, list[float]] = {system: [] for system in job.systems}
+    with tempfile.TemporaryDirectory(prefix="asyncpp-bench-") as name, sigterm_raises():
+        folder = Path(name)
+        with open_hosts(job.hosts, job.link_latency_ms, job.link_mbit, folder) as hosts:
+            for repeat in range(job.repeats):
+                for system in job.order(repeat):
+                    ranks = _train(job, system, arguments, hosts, folder)
+                    runs[system].append([RankRun(system, r["stage"], [], r["marks"], []) for r in ranks])
+                    losses[system] += [rank["loss"] for rank in ranks if rank["loss"] is not None]
+                    print(
+                        f"repeat {repeat + 1} of {job.repeats}: {TITLES[system]} is done", file=sys.stderr, flush=True
+                    )
+        return Measured(runs, hosts.facts), losses
+
+
+def _train(job: Job, system: str, arguments: Namespace, hosts: Hosts, folder: Path) -> list[dict[str, Any]]:
+    """One training: torchrun on every host; returns what the ranks wrote."""
+    (folder / "run.json").write_text(json.dumps({**_settings(job, arguments), "system": system}))
+    with Children(folder) as children:
+        for host in range(job.hosts):
+            children.start(f"host-{host}", _torchrun(job, hosts, host, folder), _environment(hosts))
+        failed = children.wait(time.monotonic() + (arguments.timeout or _RUN_SECONDS))
+        if failed is not None:
+            raise BenchmarkFailedError(f"torchrun of {failed} failed:\n{end_of(children.log(failed))}")
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(job.stages)]
+
+
+def _settings(job: Job, arguments: Namespace) -> dict[str, Any]:
+    sizes = {name: arguments[name] for name in (*_SIZES, "lr")}
+    shape = {"stages": job.stages, "hosts": job.hosts, "micro_batches": job.micro_batches, "lookahead": job.lookahead}
+    return {**sizes, **shape, "mini_batches": job.total_batches}
+
+
+def _torchrun(job: Job, hosts: Hosts, host: int, folder: Path) -> list[str]:
+    nodes = ["--nnodes", str(job.hosts), "--node-rank", str(host), "--nproc-per-node", str(job.stages // job.hosts)]
+    port = _PORT if job.hosts > 1 else free_port()
+    meeting = ["--master-addr", hosts.addresses[0], "--master-port", str(port), "--local-addr", hosts.addresses[host]]
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    return [*hosts.prefixes[host], *torchrun, *nodes, *meeting, "-m", _SCRIPT, str(folder)]
+
+
+def _environment(hosts: Hosts) -> dict[str, str]:
+    return {**hosts.environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,146 @@
+"""A training as users write it, started by torchrun: ``... -m lightning_asyncpp.tools.bench.network_training FOLDER``.
+
+``run.json`` in the folder says what to train; every rank writes ``rank-<rank>.json``: its stage, when each mini-batch
+ended, and the last loss where it is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.pipeline.units import pipeline_units, spread
+from lightning_asyncpp.pytorch import AsyncPipelineStrategy, SyncPipelineStrategy
+from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B
+from lightning_asyncpp.tools.bench.processes import end_with_parent
+
+
+class Module(L.LightningModule):
+    """Next-byte prediction with a GPT."""
+
+    def __init__(self, run: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = build_model(run)
+        self.lr = run["lr"]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The mean loss of ``batch`` (rows, context + 1)."""
+        loss = next_byte_loss(self.model(batch[:, :-1]), batch[:, 1:])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Clock(L.Callback):
+    """Notes when each training batch ends."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Note the time."""
+        self.marks.append(time.perf_counter())
+
+
+def build_model(run: dict[str, Any]) -> GPT:
+    """The same weights in every process and for every system."""
+    torch.manual_seed(0)
+    return GPT(GPTConfig(256, run["context"], run["layers"], run["dim"], num_heads=run["dim"] // 64))
+
+
+def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of ``logits`` (rows, context, 256) and ``targets`` (rows, context)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def read_batches(run: dict[str, Any]) -> list[Tensor]:
+    """Consecutive bytes of Python's standard library as mini-batches (m * rows, context + 1), int64."""
+    shape = run["mini_batches"], run["micro_batches"] * run["rows"], run["context"] + 1
+    count = shape[0] * shape[1] * shape[2]
+    text = b""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        if len(text) >= count:
+            break
+        text += path.read_bytes()
+    text *= -(-count // len(text))
+    return list(torch.frombuffer(bytearray(text[:count]), dtype=torch.uint8).long().view(shape))
+
+
+def train_with_trainer(run: dict[str, Any]) -> dict[str, Any]:
+    """One of our strategies."""
+    clock = Clock()
+    arguments = {"micro_batches": run["micro_batches"], "lookahead": run["lookahead"]}
+    strategy = AsyncPipelineStrategy(**arguments) if run["system"] == ASYNC else SyncPipelineStrategy(**arguments)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=run["stages"] // run["hosts"], num_nodes=run["hosts"], strategy=strategy,
+        max_epochs=1, callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(Module(run), DataLoader(read_batches(run), batch_size=None))  # type: ignore[arg-type]
+    stage = run["stages"] - 1 - trainer.global_rank
+    loss = float(trainer.callback_metrics["train_loss"]) if trainer.global_rank == 0 else None
+    return {"stage": stage, "marks": clock.marks, "loss": loss}
+
+
+def train_with_torch(run: dict[str, Any]) -> dict[str, Any]:
+    """torch's Schedule1F1B on the same cut of the same model."""
+    dist.init_process_group("gloo")
+    rank, num_stages = dist.get_rank(), run["stages"]
+    layers = own_layers(run, rank)
+    schedule = Schedule1F1B(
+        PipelineStage(layers, rank, num_stages, torch.device("cpu")), run["micro_batches"], loss_fn=next_byte_loss
+    )
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=run["lr"])
+    marks: list[float] = []
+    losses: list[Tensor] = []
+    for batch in read_batches(run):
+        optimizer.zero_grad()
+        losses = []
+        arguments = (batch[:, :-1],) if rank == 0 else ()
+        last: dict[str, Any] = {"target": batch[:, 1:], "losses": losses} if rank == num_stages - 1 else {}
+        schedule.step(*arguments, return_outputs=False, **last)
+        optimizer.step()
+        marks.append(time.perf_counter())
+    dist.barrier()
+    dist.destroy_process_group()
+    loss = float(torch.stack(losses).mean()) if losses else None
+    return {"stage": rank, "marks": marks, "loss": loss}
+
+
+def own_layers(run: dict[str, Any], stage: int) -> nn.Sequential:
+    """The layers of a stage, cut as our strategies cut."""
+    units = pipeline_units(build_model(run))
+    counts = spread(units, run["stages"])
+    first = sum(counts[:stage])
+    return nn.Sequential(*(unit.module for unit in units[first : first + counts[stage]]))
+
+
+def main(argv: list[str]) -> None:
+    """Train, and write what was measured."""
+    end_with_parent()
+    folder = Path(argv[0])
+    run = json.loads((folder / "run.json").read_text())
+    torch.set_num_threads(1)
+    result = train_with_torch(run) if run["system"] == ONE_F_ONE_B else train_with_trainer(run)
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,192 @@
+"""``asyncpp bench time-to-loss``: after how many seconds of training is the loss what it should be?
+
+An asynchronous pipeline makes more updates per second, and each is worth a little less, because its gradient is one
+update old. Here both count: the model of a recipe (``recipes/quickstart.yaml``) trains under ``sync_pipeline`` (1F1B
+with a flush per mini-batch) and under ``async_pipeline``, with the recipe's optimizer (Muon with Error Feedback
+there, which feeds back nothing where there is no delay), the same seeds, data, number of updates and schedule of the
+learning rate. Each training is an ordinary ``asyncpp fit`` in processes of its own. Seeds run one after the other,
+both systems in turn, and the order changes from seed to seed.
+
+What is measured: seconds of training until the validation loss reaches each target for the first time, interpolated
+between two validations; the ratio is taken within a seed. Validations themselves do not count; that they drain the
+pipeline does. Without ``--targets``, targets are chosen afterwards among the losses that all runs reached.
+
+What is not: torch's own schedules (see ``asyncpp bench compute`` for their speed against ``sync_pipeline``),
+start-up, a tuned learning rate (``--sync-lr`` and ``--async-lr`` set one for each), larger models, longer runs. Where
+the cosine ends matters: a run of twice as many updates is at another loss after the same time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+
+from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
+from lightning_asyncpp.tools.bench.loss_targets import Curve, TargetLine, common_targets, compare
+from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
+from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of, sigterm_raises
+from lightning_asyncpp.tools.bench.report import Spread, aligned, machine, write_json
+
+_CLOCK = "lightning_asyncpp.tools.bench.loss_clock.LossClock"
+_STRATEGIES = {SYNC: "lightning_asyncpp.SyncPipelineStrategy", ASYNC: "lightning_asyncpp.AsyncPipelineStrategy"}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark and print its table."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    recipe = _checked(parser, arguments)
+    curves = _measure(arguments, recipe)
+    targets = arguments.targets or common_targets([curve for of_seeds in curves.values() for curve in of_seeds])
+    lines = compare(curves, targets)
+    print(
+        f"{arguments.stages} stages, {arguments.micro_batches} micro-batches, {arguments.steps} updates,"
+        f" seeds {', '.join(map(str, arguments.seeds))}, {Path(arguments.config).name}"
+    )
+    print(_table(lines))
+    print(_speeds(curves))
+    if arguments.json:
+        content = {"settings": _plain(arguments), "machine": machine(), "curves": curves}
+        write_json(arguments.json, {**content, "targets": [asdict(line) for line in lines]})
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="asyncpp bench time-to-loss", description="Wall-clock time to a validation loss.")
+    parser.add_argument("--config", type=str, default="recipes/quickstart.yaml", help="recipe of `asyncpp fit`")
+    parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, one process each")
+    parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
+    parser.add_argument("--lookahead", type=NonNegativeInt | None, default=None, help="of async_pipeline")
+    parser.add_argument("--steps", type=PositiveInt, default=300, help="updates of each training")
+    parser.add_argument("--validate-every", type=PositiveInt, default=25, help="updates between two validations")
+    parser.add_argument("--val-batches", type=PositiveInt, default=24, help="batches of each validation")
+    parser.add_argument("--seeds", type=NonNegativeInt, nargs="+", default=[0, 1, 2], help="one pair of trainings each")
+    parser.add_argument("--targets", type=PositiveFloat, nargs="+", default=None, help="losses (default: found)")
+    parser.add_argument("--sync-lr", type=PositiveFloat | None, default=None, help="instead of the recipe's")
+    parser.add_argument("--async-lr", type=PositiveFloat | None, default=None, help="instead of the recipe's")
+    parser.add_argument("--timeout", type=PositiveFloat, default=1800.0, help="seconds until a training is killed")
+    parser.add_argument("--json", type=str | None, default=None, help="write curves and results to this file")
+    return parser
+
+
+def _checked(parser: ArgumentParser, arguments: Namespace) -> dict[str, Any]:
+    """The recipe, or the end with all problems."""
+    _, problems = PipelineSettings(arguments.micro_batches, arguments.lookahead).resolve(arguments.stages)
+    if arguments.stages < 2:
+        problems.append(f"--stages {arguments.stages}: a pipeline to compare has at least 2 stages")
+    if len(set(arguments.seeds)) < len(arguments.seeds):
+        problems.append("--seeds: each counts once")
+    if arguments.steps // arguments.validate_every < 2:
+        problems.append("--steps: at least two validations are needed; lower --validate-every")
+    recipe: dict[str, Any] = {}
+    try:
+        recipe = read_yaml(Path(arguments.config))
+        if None not in (arguments.sync_lr, arguments.async_lr):
+            _set_learning_rate(copy.deepcopy(recipe), 1.0)
+    except (ValueError, KeyError) as error:
+        problems.append(f"--config: {error}")
+    if problems:
+        parser.error("; ".join(problems))
+    return recipe
+
+
+def _measure(arguments: Namespace, recipe: Mapping[str, Any]) -> dict[str, list[Curve]]:
+    curves: dict[str, list[Curve]] = {SYNC: [], ASYNC: []}
+    with tempfile.TemporaryDirectory(prefix="asyncpp-bench-") as name, sigterm_raises():
+        for number, seed in enumerate(arguments.seeds):
+            for system in (SYNC, ASYNC) if number % 2 == 0 else (ASYNC, SYNC):
+                curve = _train(recipe_of(recipe, system, seed, arguments), Path(name), arguments.timeout)
+                curves[system].append(curve)
+                print(
+                    f"seed {seed}, {system}: loss {curve[-1][2]:.4f} after {curve[-1][1]:.1f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return curves
+
+
+def recipe_of(recipe: Mapping[str, Any], system: str, seed: int, arguments: Namespace) -> dict[str, Any]:
+    """The recipe of one training: the same for both systems but for the strategy (and the learning rate, if given)."""
+    own = copy.deepcopy(dict(recipe))
+    strategy: dict[str, Any] = {"micro_batches": arguments.micro_batches}
+    if system == ASYNC:
+        strategy["lookahead"] = arguments.lookahead
+    own["seed_everything"] = seed
+    own["trainer"] = {
+        **own.get("trainer", {}),
+        "accelerator": "cpu",
+        "devices": arguments.stages,
+        "strategy": {"class_path": _STRATEGIES[system], "init_args": strategy},
+        "max_steps": arguments.steps,
+        "val_check_interval": arguments.validate_every,
+        "check_val_every_n_epoch": None,
+        "limit_val_batches": arguments.val_batches,
+        "num_sanity_val_steps": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "callbacks": [],
+    }
+    rate = arguments.sync_lr if system == SYNC else arguments.async_lr
+    if rate is not None:
+        _set_learning_rate(own, rate)
+    return own
+
+
+def _set_learning_rate(recipe: dict[str, Any], rate: float) -> None:
+    """Set it in the recipe's optimizer, inside of a correction such as Error Feedback."""
+    optimizer = recipe["model"]["init_args"]["optimizer"]
+    while "base" in optimizer["init_args"]:
+        optimizer = optimizer["init_args"]["base"]
+    optimizer["init_args"]["lr"] = rate
+
+
+def _train(recipe: dict[str, Any], folder: Path, timeout: float) -> Curve:
+    file = folder / "curve.json"
+    file.unlink(missing_ok=True)
+    recipe["trainer"]["callbacks"] = [{"class_path": _CLOCK, "init_args": {"file": str(file)}}]
+    recipe["trainer"]["default_root_dir"] = str(folder)
+    write_yaml(folder / "fit.yaml", json.loads(json.dumps(recipe)))  # the parser's integers are of types of its own
+    with Children(folder) as children:
+        command = [sys.executable, "-m", "lightning_asyncpp", "fit", "--config", str(folder / "fit.yaml")]
+        children.start("training", command, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        if children.wait(time.monotonic() + timeout) is not None:
+            raise BenchmarkFailedError(f"a training failed:\n{end_of(children.log('training'))}")
+    return [tuple(point) for point in json.loads(file.read_text())]
+
+
+def _table(lines: Sequence[TargetLine]) -> str:
+    rows = [["validation loss", "sync, s", "async, s", "sync / async", "sync, updates", "async, updates"]]
+    for line in lines:
+        seconds = [_cell(line.seconds[system], 1) for system in (SYNC, ASYNC)]
+        steps = [_cell(line.steps[system], 0) for system in (SYNC, ASYNC)]
+        rows.append([f"{line.loss:.2f}", *seconds, _cell(line.speed_up, 2), *steps])
+    return aligned(rows)
+
+
+def _cell(spread: Spread | None, digits: int) -> str:
+    return "not by all" if spread is None else spread.format(digits)
+
+
+def _speeds(curves: Mapping[str, Sequence[Curve]]) -> str:
+    """Time per update and last loss of both."""
+    texts = []
+    for system, of_seeds in curves.items():
+        pace = Spread.of([curve[-1][1] / curve[-1][0] * 1e3 for curve in of_seeds])
+        last = Spread.of([curve[-1][2] for curve in of_seeds])
+        texts.append(f"{system}: {pace.format(1)} ms per update, last loss {last.format(4)}")
+    return "\n".join(texts)
+
+
+def _plain(arguments: Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(arguments).items() if name != "json"}
