@@ -205,9 +205,10 @@ class StageRunner:
     def _leave(self, task: Task, arrival: Arrival | None) -> Flight:
         if task.slot is None:
             raise BatchMismatchError(_mismatch(task.k, "samples on the first stage, an empty slot on the last"))
-        weight = self._weight(task.slot)
         inputs: tuple[InputGradient, ...] = ()
-        if arrival is not None:
+        if arrival is None:
+            weight = self._weight(task.slot)
+        else:
             if arrival.header.fingerprint != fingerprint(task.slot):
                 raise BatchMismatchError(_mismatch(task.k, "their contents differ"))
             weight = arrival.header.weight
