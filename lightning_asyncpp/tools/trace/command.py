@@ -35,13 +35,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run = read_run(Path(arguments.run)).between(arguments.from_mini_batch, arguments.to_mini_batch)
         summary = summarise(run)
-        print(table(run, summary))
         for name, path in files.items():
             _WRITERS[name](run, summary, path)
-            print(f"{name}: {path}")
     except (TraceError, OSError) as error:
         print(f"asyncpp trace: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    print("\n".join([table(run, summary), *(f"{name}: {path}" for name, path in files.items())]))
     if summary.violated:
         raise SystemExit(1)
 

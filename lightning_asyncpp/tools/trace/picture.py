@@ -59,7 +59,7 @@ def _draw_timeline(axes: Any, run: RecordedRun) -> None:
     _dress(axes, [rank.name for rank in run.ranks])
     axes.set_xlim(run.start * 1e3, run.end * 1e3)
     axes.set_xlabel("ms", color=_DIM)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=10, fontsize=8, frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=4.4, ncols=10, fontsize=8, frameon=False)
 
 
 def _bars(run: RecordedRun, spans: Sequence[Span], kind: Kind | Wait | Beside) -> list[tuple[float, float]]:
@@ -80,7 +80,7 @@ def _draw_shares(axes: Any, summary: Summary) -> None:
     _dress(axes, [row.name for row in rows])
     axes.set_xlim(0, 100)
     axes.set_xlabel("per cent of the elapsed time", color=_DIM)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=13, fontsize=8, frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=4.4, ncols=13, fontsize=8, frameon=False)
 
 
 def _dress(axes: Any, names: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ function readModel(text) {
     return {...lane, count, start, end, reach};
   });
   const used = KINDS.map((_, code) => lanes.some((lane) => lane.kinds.includes(code)));
-  return {...data, lanes, used, length: data.seconds * 1e3, places: new Map()};
+  return {...data, lanes, used, length: data.seconds * 1e3 + data.unit, places: new Map()};
 }
 
 // First span of a lane that may reach into the time from `time` on.
