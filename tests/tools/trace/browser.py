@@ -57,6 +57,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=file.absolute().as_uri())
         self.wait_for("window.asyncppTrace && window.asyncppTrace.ready")
+        self.frame()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Ask the browser for something, and return its answer."""
