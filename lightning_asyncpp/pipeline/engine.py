@@ -18,6 +18,7 @@ from lightning_asyncpp.pipeline.buckets import plan_buckets
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.exchange import control_sum
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.micro_batch import Slot, cut_batch
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, MiniBatch, Update
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.reduction import Reduction
@@ -190,15 +191,14 @@ class Engine:
         flights = []
         with preserved_generators(self.runner.device):
             for slot in slots:
-                flights.append(
-                    self.runner.forward(Task(self.evaluated, self.weights.newest, None, slot, step, purpose))
-                )
+                task = Task(self.evaluated, self.weights.newest, None, slot.content, slot.mark, step, purpose)
+                flights.append(self.runner.forward(task))
                 self.evaluated += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
             self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.micro_batches)
         # What has samples but no weight (padding alone) has a result nevertheless, which a prediction must not lack.
-        had = [flight for flight, slot in zip(flights, slots) if slot is not None]
+        had = [flight for flight, slot in zip(flights, slots) if slot.content is not None]
         return BatchOutput([flight.result for flight in had], [flight.weight for flight in had])
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,17 +227,15 @@ class Engine:
         if self.runner.transport is not None:
             self.runner.transport.close()
 
-    def _slots(self, batch: Any) -> list[Any]:
+    def _slots(self, batch: Any) -> list[Slot]:
         count = self.settings.micro_batches
         if not (self.mesh.is_first or self.mesh.is_last):
-            return [None] * count
-        slots = self.runner.hooks.split_batch(batch, count)
-        if len(slots) != count:
-            raise ConfigurationError(f"split_batch(batch, {count}) returned {len(slots)} micro-batches")
-        return slots
+            return [Slot()] * count
+        return cut_batch(batch, count, self.runner.hooks.split_batch)
 
-    def _slots_checked(self, batch: Any) -> list[Any]:
-        slots, error = [], None
+    def _slots_checked(self, batch: Any) -> list[Slot]:
+        slots: list[Slot] = []
+        error = None
         try:
             slots = self._slots(batch)
         except Exception as caught:
@@ -245,14 +243,14 @@ class Engine:
         agree_on_error(self.mesh, error)
         return slots
 
-    def _forward(self, k: int, slot: Any, step: Step) -> Flight:
+    def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
         flight = self._forward_unposted(k, slot, step)
         self.runner.post(flight)
         return flight
 
-    def _forward_unposted(self, k: int, slot: Any, step: Step) -> Flight:
+    def _forward_unposted(self, k: int, slot: Slot, step: Step) -> Flight:
         version = self.schedule.weight_version(self._open.index)
-        flight = self.runner.forward(Task(k, version, self.weights.leaves(version), slot, step))
+        flight = self.runner.forward(Task(k, version, self.weights.leaves(version), slot.content, slot.mark, step))
         self._flights[k] = flight
         self.next_forward = k + 1
         self._open.weight += flight.weight
@@ -267,7 +265,7 @@ class Engine:
         self.next_backward = action.index + 1
         self._launch_complete()
 
-    def _run_checked(self, k: int, slot: Any, step: Step) -> Flight:
+    def _run_checked(self, k: int, slot: Slot, step: Step) -> Flight:
         """Run the very first micro-batch forward and backward, and let every rank raise what any of them found."""
         flight, error = None, None
         try:

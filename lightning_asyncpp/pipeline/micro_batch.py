@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.tree import children_of, is_named_tuple, map_leaves, tensors_of
 
-# The fingerprint looks at this many elements of a tensor at most, evenly spread.
+# The fingerprint looks at this many elements of a tensor per micro-batch at most, evenly spread.
 _FINGERPRINT_ELEMENTS = 1024
 
 
@@ -116,15 +116,45 @@ def _cut(samples: int, start: int, end: int) -> Callable[[Any], Any]:
     return cut
 
 
-def fingerprint(batch: Any) -> int:
+class Slot(NamedTuple):
+    """A micro-batch, or the place of one that is missing.
+
+    Attributes:
+        content: the micro-batch; None for an empty slot, and on stages that see no batches.
+        mark: fingerprint that the first and the last stage compare.
+    """
+
+    content: Any = None
+    mark: int = 0
+
+
+def cut_batch(batch: Any, parts: int, split: Callable[[Any, int], list[Any]]) -> list[Slot]:
+    """Cut a batch into slots with their marks.
+
+    One mark for the whole batch suffices where it is cut by :func:`split_batch`, which draws no random numbers. Hashing
+    every micro-batch would cost more, and on a GPU wait for it every time.
+
+    Raises:
+        ConfigurationError: ``split`` returned another number of parts.
+    """
+    contents = split(batch, parts)
+    if len(contents) != parts:
+        raise ConfigurationError(f"split_batch(batch, {parts}) returned {len(contents)} micro-batches")
+    if split is split_batch:
+        mark = fingerprint(batch, parts)
+        return [Slot(content, mark) for content in contents]
+    return [Slot(content, fingerprint(content)) for content in contents]
+
+
+def fingerprint(batch: Any, micro_batches: int = 1) -> int:
     """A number of 63 bits that two different batches share with a probability of about 2**-63.
 
-    It hashes up to 1024 evenly spread elements of every tensor, its shape and its dtype.
+    It hashes up to 1024 evenly spread elements of every tensor for each micro-batch, its shape and its dtype.
     """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors_of(batch):
         flat = tensor.detach().reshape(-1)
-        stride = -(-flat.numel() // _FINGERPRINT_ELEMENTS) or 1
+        stride = -(-flat.numel() // (_FINGERPRINT_ELEMENTS * micro_batches)) or 1
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(flat[::stride].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError
 from lightning_asyncpp.pipeline.header import Header, describe
 from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.micro_batch import fingerprint
 from lightning_asyncpp.pipeline.model_call import ModelCall
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
 from lightning_asyncpp.pipeline.received import InputGradient, begin
@@ -69,6 +68,7 @@ class Task(NamedTuple):
         version: number of the weights.
         weights: name -> leaf tensor, or None for the parameters themselves.
         slot: the micro-batch on the first and the last stage; None for an empty slot and on the others.
+        mark: fingerprint of the batch or of the micro-batch, on the first and the last stage.
         step: the user's step, called with the micro-batch and its weight.
         purpose: ``"train"``, or what is evaluated: random numbers are derived from it.
     """
@@ -77,6 +77,7 @@ class Task(NamedTuple):
     version: int
     weights: dict[str, Tensor] | None
     slot: Any
+    mark: int
     step: Step
     purpose: str = "train"
 
@@ -185,7 +186,7 @@ class StageRunner:
         self._seed(task.purpose, self.mesh.replica, task.k)
         with self._step_context():
             args, kwargs = self.call.capture(lambda: task.step(task.slot, weight))
-        header = Header(task.k, weight=weight, fingerprint=fingerprint(task.slot))
+        header = Header(task.k, weight=weight, fingerprint=task.mark)
         return self._pass_on(task, args, kwargs, header, ())
 
     def _pass_through(self, task: Task, arrival: Arrival) -> _Departure:
@@ -209,8 +210,8 @@ class StageRunner:
         if arrival is None:
             weight = self._weight(task.slot)
         else:
-            if arrival.header.fingerprint != fingerprint(task.slot):
-                raise BatchMismatchError(_mismatch(task.k, "their contents differ"))
+            if arrival.header.fingerprint != task.mark:
+                raise BatchMismatchError(_mismatch(task.k, "their shapes or contents differ"))
             weight = arrival.header.weight
             inputs, received = self._open(arrival)
 

@@ -293,10 +293,11 @@ class StepMetrics:
         assert self._log is not None
         assert self._module is not None
         assert self._hooks is not None
-        hook = private.current_hook(self._module) or ""
         if self._active is not None:
             self._active.log(name, value, *args, **kwargs)
-        elif hook in EPOCH_ENDS and not kwargs.get("rank_zero_only"):
+            return
+        hook = private.current_hook(self._module) or ""
+        if hook in EPOCH_ENDS and not kwargs.get("rank_zero_only"):
             self._hooks.record(name, value, *args, **kwargs)
         elif hook in _RECORDED and not kwargs.get("rank_zero_only"):
             self._record_in_hook(hook, name, value, *args, **kwargs)

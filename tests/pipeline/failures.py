@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import PeerLostError
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.micro_batch import split_batch
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.stage import cut
@@ -90,6 +91,7 @@ class Run:
 
     mesh: Mesh
     micro_batches: int = 3
+    split_batch: Callable[[Any, int], list[Any]] = split_batch
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +100,7 @@ class Run:
         stage = cut(self.model, mesh.stage, mesh.num_stages, 0, CPU)
         settings = PipelineSettings(micro_batches=self.micro_batches, data_parallel_size=mesh.num_replicas)
         self.case = Case(self.micro_batches, batch_sizes=(6,) * 40)
-        hooks = UserHooks(micro_batch_weight=self.case.weight)
+        hooks = UserHooks(split_batch=self.split_batch, micro_batch_weight=self.case.weight)
         self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.office = TicketOffice(self.optimizer)
@@ -148,9 +150,9 @@ def other_batch(mesh: Mesh, when: int) -> None:
         run.train(index, batch)
 
 
-def shorter_batch(mesh: Mesh, stage: int) -> None:
+def shorter_batch(mesh: Mesh, stage: int, own_split: bool) -> None:
     """The first micro-batches are the same, the last one is missing on one stage."""
-    run = Run(mesh)
+    run = Run(mesh, split_batch=(lambda *given: split_batch(*given)) if own_split else split_batch)
     batch = run.case.batch(0)
     length = 2 if mesh.stage == stage else 3
     run.train(0, {name: value[:length] for name, value in batch.items()})

@@ -59,7 +59,7 @@ def test_different_batches_are_told_apart_at_the_first_micro_batch() -> None:
 def test_different_batches_are_told_apart_later() -> None:
     outcomes = run_ranks(failures.other_batch, STAGES, 2)
     assert errors(outcomes) == ["BatchMismatchError", "PeerLostError", "PeerLostError"]
-    assert "(micro-batch 6: their contents differ)" in outcomes[0].text
+    assert "(micro-batch 6: their shapes or contents differ)" in outcomes[0].text
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,12 @@ def test_different_batches_are_told_apart_later() -> None:
     ],
 )
 def test_a_batch_that_is_shorter_on_one_stage(stage: int, how: str) -> None:
-    outcomes = run_ranks(failures.shorter_batch, STAGES, stage)
+    outcomes = run_ranks(failures.shorter_batch, STAGES, stage, True)
     assert errors(outcomes)[0] == "BatchMismatchError"
     assert f"(micro-batch 2: {how})" in outcomes[0].text
+    outcomes = run_ranks(failures.shorter_batch, STAGES, stage, False)
+    assert errors(outcomes)[0] == "BatchMismatchError"
+    assert "(micro-batch 0: their shapes or contents differ)" in outcomes[0].text
 
 
 @pytest.mark.parametrize("layer", [0, -1])

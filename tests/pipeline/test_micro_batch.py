@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.micro_batch import fingerprint, number_of_samples, split_batch
+from lightning_asyncpp.pipeline.micro_batch import cut_batch, fingerprint, number_of_samples, split_batch
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -257,3 +257,30 @@ def test_large_tensors_are_sampled() -> None:
     other = x.clone()
     other[-8] += 1
     assert fingerprint(x) != fingerprint(other)
+
+
+def test_slots_of_a_batch_share_its_mark() -> None:
+    batch = {"x": torch.arange(12.0).view(6, 2)}
+    slots = cut_batch(batch, 4, split_batch)
+    assert {slot.mark for slot in slots} == {fingerprint(batch, 4)}
+    assert [None if slot.content is None else len(slot.content["x"]) for slot in slots] == [2, 2, 1, 1]
+
+
+def test_slots_that_a_user_cuts_have_marks_of_their_own() -> None:
+    """Only what they hold tells whether it was cut alike on two stages."""
+    slots = cut_batch(torch.arange(4.0), 2, lambda batch, parts: list(batch.flip(0).tensor_split(parts)))
+    assert [slot.mark for slot in slots] == [fingerprint(torch.tensor(x)) for x in ([3.0, 2.0], [1.0, 0.0])]
+
+
+def test_as_many_slots_as_were_asked_for() -> None:
+    with pytest.raises(ConfigurationError, match=r"split_batch\(batch, 3\) returned 2 micro-batches"):
+        cut_batch(torch.zeros(4), 3, lambda batch, parts: list(batch.tensor_split(2)))
+
+
+def test_a_batch_is_looked_at_as_closely_as_its_micro_batches() -> None:
+    """Of a large tensor 1024 elements are hashed for each of them."""
+    x = torch.zeros(8 * 1024)
+    other = x.clone()
+    other[1] = 1.0
+    assert fingerprint(x) == fingerprint(other)
+    assert fingerprint(x, 8) != fingerprint(other, 8)
