@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.agreement import agree_on_error
-from lightning_asyncpp.pipeline.buckets import plan_buckets
-from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError, lost_peers
-from lightning_asyncpp.pipeline.exchange import control_sum
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import Slot, cut_batch
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, MiniBatch, Update
 from lightning_asyncpp.pipeline.randomness import preserved_generators
-from lightning_asyncpp.pipeline.reduction import Reduction
 from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, Task
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
-from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
+from lightning_asyncpp.pipeline.trace import Beside
 from lightning_asyncpp.pipeline.transport import Transport
-from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, gradient_norm, message_length
+from lightning_asyncpp.pipeline.update_queue import UpdateQueue
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.weights import WeightVersions
 
@@ -64,38 +57,32 @@ class Engine:
         self.delay = 0 if settings.steps_ahead(mesh.stage) else settings.delay
         self.schedule = Schedule(mesh.stage, mesh.num_stages, settings.lookahead, self.delay)
         self.weights = WeightVersions(stage.parameters, room=1 + self.delay)
-        self.last_norm: float | None = None
-        self.on_left_out: Callable[[], object] = lambda: None  # called in place of applying an update
         transport = None
         if mesh.num_stages > 1:
             transport = Transport(mesh, device, settings.settings.max_message_bytes, timeout)
         self.runner = StageRunner(stage, mesh, transport, hooks, seed, device)
-        self._buckets = plan_buckets(self.weights.parameters) if mesh.num_replicas > 1 else []
-        self.requested = StopFlags()
-        self.agreed = StopFlags()
+        self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule)
         self.next_forward = 0
         self.next_backward = 0
         self.evaluated = 0
         self._checked = False
-        self._open = MiniBatch(0, 0)
-        self._closed: deque[MiniBatch] = deque()
         self._flights: dict[int, Flight] = {}
         self._guards = [p.register_hook(_refuse_gradient) for p in self.weights.parameters.values()]
 
     @property
     def mini_batch(self) -> int:
         """Index t of the mini-batch that the next batch belongs to."""
-        return self._open.index
+        return self.updates.open.index
 
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight and no update is outstanding."""
-        return self.next_backward == self.next_forward and not self._closed
+        return self.next_backward == self.next_forward and not self.updates.closed
 
     @property
     def accumulating(self) -> bool:
         """Whether batches ran that no :meth:`close` has given an update yet."""
-        return self.next_forward > self._open.first
+        return self.next_forward > self.updates.open.first
 
     def run(self, batch: Any, step: Step) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
@@ -117,7 +104,7 @@ class Engine:
                     flights.append(self._forward(action.index, slots[action.index - first], step))
                 else:
                     self._backward(action)
-                self._poll()
+                self.updates.poll()
         return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
 
     def close(self, ticket: Ticket, payload: Tensor | None = None) -> None:
@@ -128,20 +115,10 @@ class Engine:
             payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
                 stages give counts.
         """
-        mini_batch = self._open
-        mini_batch.end, mini_batch.ticket = self.next_forward, ticket
-        if payload is not None:
-            mini_batch.payload = payload
-        if self.mesh.groups is not None:
-            # Made here, long before the gradient is complete, so that receives are posted when others send.
-            with lost_peers():
-                length = message_length(self.mesh, mini_batch.payload)
-                mini_batch.exchange = control_sum(self.mesh, self.runner.transport, mini_batch.index, length)
-        self._closed.append(mini_batch)
-        self._open = MiniBatch(mini_batch.index + 1, self.next_forward)
+        self.updates.close(self.next_forward, ticket, payload)
         if self.settings.delay == 0:
             self._finish_backwards()
-        self._launch_complete()
+        self.updates.launch_complete(self.next_backward)
 
     def apply_due(self, apply: Callable[[Update], None]) -> list[Update]:
         """Apply the updates whose time has come: after mini-batch t those up to t - delay.
@@ -152,12 +129,7 @@ class Engine:
         Raises:
             NonFiniteGradientError: under the policy ``"stop"``, on every rank.
         """
-        updates = []
-        while self._closed and self._closed[0].index < self._open.index - self.settings.delay:
-            updates.append(self._apply(self._closed.popleft(), apply))
-        if self._steps_ahead and self._closed:
-            self._step_ahead(self._closed[-1], apply)
-        return updates
+        return self.updates.apply_due(apply)
 
     def drain(self, apply: Callable[[Update], None]) -> list[Update]:
         """Finish everything in flight and apply every update of a complete mini-batch.
@@ -169,10 +141,8 @@ class Engine:
             self.runner.span(Beside.DRAIN, self.mini_batch),
         ):  # fmt: skip
             self._finish_backwards()
-            self._launch_complete()
-            updates = []
-            while self._closed:
-                updates.append(self._apply(self._closed.popleft(), apply))
+            self.updates.launch_complete(self.next_backward)
+            updates = self.updates.apply_all(apply)
             if self.runner.transport is not None:
                 self.runner.transport.settle()
         return updates
@@ -206,15 +176,15 @@ class Engine:
         if not self.idle:
             raise RuntimeError("the state of a pipeline can be taken only when it is drained")
         return {
-            "mini_batch": self._open.index, "micro_batch": self.next_forward, "version": self.weights.newest,
-            "norm": self.last_norm,
+            "mini_batch": self.mini_batch, "micro_batch": self.next_forward, "version": self.weights.newest,
+            "norm": self.updates.last_norm,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any], older: dict[str, Tensor] | None) -> None:
         """Take up counters and the older weights; the parameters were loaded before."""
         self.next_forward = self.next_backward = state["micro_batch"]
-        self._open = MiniBatch(state["mini_batch"], state["micro_batch"])
-        self.last_norm = state.get("norm")
+        self.updates.open = MiniBatch(state["mini_batch"], state["micro_batch"])
+        self.updates.last_norm = state.get("norm")
         self.weights.restore(state["version"], older)
 
     def release(self) -> None:
@@ -249,21 +219,21 @@ class Engine:
         return flight
 
     def _forward_unposted(self, k: int, slot: Slot, step: Step) -> Flight:
-        version = self.schedule.weight_version(self._open.index)
+        version = self.schedule.weight_version(self.mini_batch)
         flight = self.runner.forward(Task(k, version, self.weights.leaves(version), slot.content, slot.mark, step))
         self._flights[k] = flight
         self.next_forward = k + 1
-        self._open.weight += flight.weight
+        self.updates.open.weight += flight.weight
         return flight
 
     def _backward(self, action: Action) -> None:
         flight = self._flights.pop(action.index)
         weights = self.weights.leaves(flight.version)
-        with self._reduction_during(action.index, weights):
+        with self.updates.reducing(action.index, weights):
             self.runner.backward(flight, weights)
         flight.outputs = flight.inputs = ()
         self.next_backward = action.index + 1
-        self._launch_complete()
+        self.updates.launch_complete(self.next_backward)
 
     def _run_checked(self, k: int, slot: Slot, step: Step) -> Flight:
         """Run the very first micro-batch forward and backward, and let every rank raise what any of them found."""
@@ -291,107 +261,6 @@ class Engine:
             for action in self.schedule.drain(self.next_backward, self.next_forward):
                 self._backward(action)
 
-    def _launch_complete(self) -> None:
-        for mini_batch in self._closed:
-            if mini_batch.pending is None and mini_batch.end is not None and self.next_backward >= mini_batch.end:
-                mini_batch.pending = self._launch(mini_batch)
-
-    def _reduction_during(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Start the reduction over the replicas during the last backward of a mini-batch that is known to be whole."""
-        complete = next((m for m in self._closed if m.end == k + 1), None)
-        if complete is None or not self._buckets:
-            return nullcontext()
-        complete.reduction = self._new_reduction()
-        return complete.reduction.watching(weights)
-
-    def _new_reduction(self) -> Reduction:
-        assert self.mesh.groups is not None
-        assert self.mesh.groups.data_parallel is not None
-        return Reduction(self._buckets, self.mesh.groups.data_parallel)
-
-    def _launch(self, mini_batch: MiniBatch) -> PendingUpdate:
-        gradients = self.weights.take_gradients(self.schedule.weight_version(mini_batch.index))
-        if self.mesh.num_replicas > 1 and mini_batch.reduction is None:
-            mini_batch.reduction = self._new_reduction()
-        pending = PendingUpdate(
-            self.mesh, self.runner.device, gradients, mini_batch.weight, replace(self.requested), mini_batch.payload,
-            mini_batch.exchange, mini_batch.reduction,
-        )  # fmt: skip
-        pending.launch()
-        return pending
-
-    def _poll(self) -> None:
-        for mini_batch in self._closed:
-            if mini_batch.pending is not None:
-                mini_batch.pending.poll()
-
-    @property
-    def _steps_ahead(self) -> bool:
-        return self.settings.steps_ahead(self.mesh.stage)
-
-    def _step_ahead(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> None:
-        """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
-
-        A gradient that is not finite is left alone: the control message will stop all ranks.
-        """
-        if mini_batch.stepped or mini_batch.pending is None or mini_batch.ticket is None:
-            return
-        weight, squares = mini_batch.pending.reduce_now()
-        norm = gradient_norm(squares, weight) if self.last_norm is None else self.last_norm
-        message = ControlMessage(weight, norm, True, 0, 0, mini_batch.payload)
-        update = Update(mini_batch.index, mini_batch.ticket, message, False, self.weights.advance())
-        if math.isfinite(squares) and weight:
-            gradients = mini_batch.pending.gradients
-            with self._gradients_set(gradients, weight), self._update_span(mini_batch):
-                apply(update)
-        mini_batch.stepped = True
-
-    def _apply(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> Update:
-        assert mini_batch.pending is not None
-        if self._steps_ahead:
-            self._step_ahead(mini_batch, apply)
-        assert mini_batch.ticket is not None
-        with self.runner.span(Wait.AGREEMENT, mini_batch.index):
-            message = mini_batch.pending.finish()
-        self._record_reduction(mini_batch)
-        self.agreed.interrupted |= message.interrupted > 0
-        self.agreed.finished |= message.finished > 0
-        gradients = mini_batch.pending.gradients
-        if message.weight:
-            self.last_norm = message.norm
-        if not message.finite and self.settings.settings.nonfinite_gradients == "stop":
-            raise NonFiniteGradientError(_non_finite(mini_batch.index, self.mesh.stage, gradients, mini_batch.stepped))
-        skipped = not message.finite or message.weight == 0
-        if self._steps_ahead:
-            return Update(mini_batch.index, mini_batch.ticket, message, skipped, None)
-        update = Update(mini_batch.index, mini_batch.ticket, message, skipped, self.weights.advance())
-        if not skipped:
-            with self._gradients_set(gradients, message.weight), self._update_span(mini_batch):
-                apply(update)
-        else:
-            self.on_left_out()
-        return update
-
-    def _record_reduction(self, mini_batch: MiniBatch) -> None:
-        trace, reduction = self.runner.trace, mini_batch.reduction
-        if trace is not None and reduction is not None:
-            index, size = mini_batch.index, reduction.num_bytes
-            trace.spans.append(Span(Beside.REDUCE, index, reduction.started, reduction.ended, num_bytes=size))
-
-    def _update_span(self, mini_batch: MiniBatch) -> AbstractContextManager[None]:
-        return self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest)
-
-    @contextmanager
-    def _gradients_set(self, gradients: dict[str, Tensor | None], weight: float) -> Iterator[None]:
-        foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], weight)
-        for name, parameter in self.weights.parameters.items():
-            parameter.grad = gradients[name]
-        try:
-            yield
-        finally:
-            for parameter in self.weights.parameters.values():
-                parameter.grad = None
-
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
         modes = [(m, m.training) for unit in self.stage.units for m in unit.module.modules() if not m.training]
@@ -408,14 +277,4 @@ def _refuse_gradient(gradient: Tensor) -> Tensor:
     raise ConfigurationError(
         "a parameter of self.model was used directly in training_step: only the stage that holds it would see that"
         " part of the loss; compute it inside a layer of self.model (an auxiliary loss), or use weight_decay"
-    )
-
-
-def _non_finite(mini_batch: int, stage: int, gradients: dict[str, Tensor | None], stepped: bool) -> str:
-    bad = [name for name, g in gradients.items() if g is not None and not bool(torch.isfinite(g).all())]
-    where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
-    return (
-        f"the gradient of mini-batch {mini_batch} holds NaN or Inf ({where}); the weights are those before its update"
-        f"{', but for this last stage, which steps ahead' if stepped else ''}."
-        " Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
     )

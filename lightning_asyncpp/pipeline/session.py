@@ -126,7 +126,7 @@ class PipelineSession:
         self._office = TicketOffice(optimizer)
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
             set_delay(self.running().delay)
-        self.running().on_left_out = lambda: leave_out(optimizer)
+        self.running().updates.on_left_out = lambda: leave_out(optimizer)
 
     @contextmanager
     def user_step(self) -> Iterator[None]:

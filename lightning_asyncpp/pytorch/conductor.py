@@ -39,7 +39,7 @@ class Conductor(Callback):
         """Ask all ranks to end after a common batch."""
         engine = self.session.engine
         if engine is not None and self.session.optimizer is not None:
-            engine.requested.interrupted = True
+            engine.updates.requested.interrupted = True
         else:
             private.set_received_sigterm(trainer)
 
@@ -52,16 +52,16 @@ class Conductor(Callback):
         if self._must_drain(trainer, batch_idx):
             self.drain()
             self.step_metrics.log_received()
-        if engine.agreed.interrupted:
+        if engine.updates.agreed.interrupted:
             private.set_received_sigterm(trainer)
-        if engine.agreed.finished:
+        if engine.updates.agreed.finished:
             self._stopping = trainer.should_stop = True
 
     def at_end_of_batch(self, trainer: L.Trainer) -> None:
         """Hold back a stop that a callback of this rank alone may have decided on, until all ranks know of it."""
         if trainer.should_stop and not self._stopping:
             trainer.should_stop = False
-            self.session.running().requested.finished = True
+            self.session.running().updates.requested.finished = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); log what is left of the epoch."""
@@ -80,7 +80,7 @@ class Conductor(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let callbacks that save on an exception fail instead of waiting for ranks that do not answer."""
         engine = self.session.engine
-        agreed_and_drained = engine is not None and engine.agreed.interrupted and engine.idle
+        agreed_and_drained = engine is not None and engine.updates.agreed.interrupted and engine.idle
         if not agreed_and_drained:
             self.session.fail(exception)
 
@@ -88,7 +88,7 @@ class Conductor(Callback):
         engine = self.session.running()
         last = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
         done = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
-        stopping = engine.agreed.interrupted or engine.agreed.finished
+        stopping = engine.updates.agreed.interrupted or engine.updates.agreed.finished
         saving = any(private.checkpoint_is_due(c, trainer.global_step) for c in trainer.checkpoint_callbacks)
         plateau = any(c.reduce_on_plateau and c.interval == "step" for c in trainer.lr_scheduler_configs)
         return last or done or stopping or saving or plateau or private.validation_is_due(trainer)

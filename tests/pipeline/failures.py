@@ -196,11 +196,13 @@ def stopped(mesh: Mesh, rank: int, flag: str) -> list[int]:
     run, told = Run(mesh), []
     for index in range(6):
         if (mesh.rank, index) == (rank, 2):
-            setattr(run.engine.requested, flag, True)
+            setattr(run.engine.updates.requested, flag, True)
         updates = run.train(index)
-        if getattr(run.engine.agreed, flag):
+        if getattr(run.engine.updates.agreed, flag):
             told += [update.mini_batch for update in updates]
-    assert not run.engine.agreed.interrupted or not run.engine.agreed.finished, "the other flag was not set"
+    assert not run.engine.updates.agreed.interrupted or not run.engine.updates.agreed.finished, (
+        "the other flag was not set"
+    )
     return told
 
 
