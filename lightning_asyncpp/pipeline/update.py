@@ -116,8 +116,9 @@ class PendingUpdate:
         weight = self.weight
         group = self.mesh.groups.data_parallel if self.mesh.groups is not None else None
         if group is not None:
+            total = torch.tensor([weight], dtype=torch.float64, device=self.device)
             with lost_peers():
-                dist.all_reduce(total := torch.tensor([weight], dtype=torch.float64, device=self.device), group=group)
+                dist.all_reduce(total, group=group)
             weight = float(total)
         return weight, self._squares
 
