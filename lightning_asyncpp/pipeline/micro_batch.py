@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,20 +62,33 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
             f"the tensors of a batch have different first dimensions {sorted(sizes)}: the pipeline cannot tell which of"
             " them are batched; define split_batch(batch, parts) on the module"
         )
-    bounds = [_bounds(samples, parts, part) for part in range(parts)]
-    several_slots = min(parts, samples) > 1  # a single one holds everything, whichever way a list is cut
+    filled = min(parts, samples)
+    refuse_ambiguous = filled > 1  # a single one holds everything, whichever way a list is cut
 
     def is_leaf(node: Any) -> bool:
-        return _has_an_entry_per_sample(node, samples, refuse_ambiguous=several_slots)
+        return _has_an_entry_per_sample(node, samples, refuse_ambiguous)
 
-    return [map_leaves(_cut(samples, *piece), batch, is_leaf) if piece[1] > piece[0] else None for piece in bounds]
+    cuts: dict[int, tuple[Any, Sequence[Any]]] = {}  # id of a leaf -> the leaf, so that it lives, and its pieces
+
+    def piece(leaf: Any, slot: int) -> Any:
+        if id(leaf) not in cuts:
+            cuts[id(leaf)] = leaf, _pieces(leaf, samples, filled)
+        return cuts[id(leaf)][1][slot]
+
+    slots = [map_leaves(functools.partial(piece, slot=slot), batch, is_leaf) for slot in range(filled)]
+    return slots + [None] * (parts - filled)
 
 
-def _bounds(samples: int, parts: int, part: int) -> tuple[int, int]:
-    # The first samples % parts pieces hold one sample more: torch.tensor_split's rule.
-    size, longer = divmod(samples, parts)
-    start = part * size + min(part, longer)
-    return start, start + size + (1 if part < longer else 0)
+def _pieces(leaf: Any, samples: int, parts: int) -> Sequence[Any]:
+    if isinstance(leaf, Tensor) and leaf.ndim > 0:
+        return leaf.tensor_split(parts)
+    if isinstance(leaf, (list, tuple)) or _is_array_of(leaf, samples):
+        # The first samples % parts pieces hold one sample more: torch.tensor_split's rule.
+        size, longer = divmod(samples, parts)
+        starts = [part * size + min(part, longer) for part in range(parts + 1)]
+        pieces = [leaf[start:end] for start, end in itertools.pairwise(starts)]
+        return pieces if isinstance(leaf, np.ndarray) else [type(leaf)(piece) for piece in pieces]
+    return [leaf] * parts
 
 
 def _has_an_entry_per_sample(node: Any, samples: int, refuse_ambiguous: bool) -> bool:
@@ -103,17 +118,6 @@ def _is_list_of(tree: Any, samples: int) -> bool:
 
 def _is_array_of(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.ndim > 0 and len(leaf) == samples
-
-
-def _cut(samples: int, start: int, end: int) -> Callable[[Any], Any]:
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, (list, tuple)):
-            return type(leaf)(leaf[start:end])
-        if _is_array_of(leaf, samples) or (isinstance(leaf, Tensor) and leaf.ndim > 0):
-            return leaf[start:end]
-        return leaf
-
-    return cut
 
 
 class Slot(NamedTuple):

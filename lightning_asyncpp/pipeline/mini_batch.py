@@ -83,12 +83,11 @@ class BatchOutput:
         total = sum(self.weights)
         if not total:
             return None
-        parts = [
-            loss_of(result).detach() * (weight if reduction == "mean" else 1.0)
-            for result, weight in zip(self.results, self.weights)
-            if weight
-        ]
-        return torch.stack(parts).sum() / total
+        counting = [(loss_of(result).detach(), weight) for result, weight in zip(self.results, self.weights) if weight]
+        losses = torch.stack([loss for loss, _ in counting])
+        if reduction == "mean":
+            losses = losses * torch.tensor([weight for _, weight in counting], dtype=losses.dtype, device=losses.device)
+        return losses.sum() / total
 
     def beside_loss(self) -> dict[str, Any]:
         """What a training step returned beside its loss, for the whole batch."""

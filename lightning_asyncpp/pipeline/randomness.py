@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 def derive(seed: int, *parts: int | str) -> int:
@@ -42,17 +43,27 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
 
 
+def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """States of torch's default generators of the CPU and of ``device``, if that is another one."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_generator_states(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    """Set what :func:`generator_states` returned."""
+    cpu_state, cuda_state = states
+    torch.set_rng_state(cpu_state)
+    if cuda_state is not None:
+        torch.cuda.set_rng_state(cuda_state, device)
+
+
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
     """Leave torch's default generators of the CPU and of ``device`` as they were."""
-    cpu_state = torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    states = generator_states(device)
     try:
         yield
     finally:
-        torch.set_rng_state(cpu_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state, device)
+        set_generator_states(states, device)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationE
 from lightning_asyncpp.pipeline.header import Header, describe
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.model_call import ModelCall
-from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
+from lightning_asyncpp.pipeline.randomness import derive, generator_states, seed_generators, set_generator_states
 from lightning_asyncpp.pipeline.received import InputGradient, begin
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.stage import Stage
@@ -40,7 +40,7 @@ class Flight:
         version: the weights that it runs on.
         weight: w_k; a micro-batch of weight 0, or an empty slot, has no backward.
         inputs: where the gradients arrive of the activations received that need one.
-        outputs: tensors from which the backward starts; on the last stage the loss, already multiplied with its weight.
+        outputs: tensors from which the backward starts; on the last stage the loss, whose gradient is its weight.
         result: what the user's step returned, on the last stage.
     """
 
@@ -135,16 +135,21 @@ class StageRunner:
         """Run the backward of a flight, adding to the gradients of ``weights``, and send the inputs' gradients."""
         if not flight.weight:
             return
-        gradients: list[Tensor] | None = None
-        if self.transport is not None and not self.mesh.is_last:
-            with self.span(Wait.GRADIENT, flight.k):
-                gradients = self.transport.receive_gradients(flight.k)
+        gradients = self._output_gradients(flight)
         if flight.outputs:
             with self.span(Kind.BACKWARD, flight.k, flight.version):
                 # What a backward draws must not depend on what ran before it: a drain would change it.
                 self._seed("backward", self.stage.first_unit, self.mesh.replica, flight.k)
                 self.stage.under(weights, lambda: torch.autograd.backward(flight.outputs, gradients))
         self.send_input_gradients(flight)
+
+    def _output_gradients(self, flight: Flight) -> list[Tensor]:
+        """Where the backward starts: on the last stage from w_k or 1, as if the loss had been multiplied with it."""
+        if self.transport is None or self.mesh.is_last:
+            weight = 1.0 if self.hooks.loss_reduction == "sum" else flight.weight
+            return [torch.full_like(loss, weight) for loss in flight.outputs]
+        with self.span(Wait.GRADIENT, flight.k):
+            return self.transport.receive_gradients(flight.k)
 
     def send_input_gradients(self, flight: Flight) -> None:
         """Send the gradients of what was received; zeros for what the loss does not depend on."""
@@ -218,13 +223,15 @@ class StageRunner:
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
             if arrival is not None:
                 args, kwargs = (received,), {}
-            with preserved_generators(self.device):  # what the step draws after the model does not depend on it
-                return self._compute(task, args, kwargs, in_context=self.hooks.context_around_step)
+            states = generator_states(self.device)  # what the step draws after the model does not depend on it
+            output = self._compute(task, args, kwargs, in_context=self.hooks.context_around_step)
+            set_generator_states(states, self.device)
+            return output
 
         self._seed(task.purpose, self.mesh.replica, task.k)
         with self._step_context():
             result = self.call.redirect(lambda: task.step(task.slot, weight), compute)
-        outputs = self._loss_to_differentiate(result, weight) if task.purpose == "train" else ()
+        outputs = (self._loss_to_differentiate(result),) if task.purpose == "train" else ()
         return Flight(task.k, task.version, weight, inputs, outputs, result)
 
     def _seed(self, *parts: int | str) -> None:
@@ -237,13 +244,13 @@ class StageRunner:
         return weight
 
     def _step_context(self) -> AbstractContextManager[Any]:
-        return self.hooks.forward_context() if self.hooks.context_around_step else nullcontext()
+        return self.hooks.forward_context() if self.hooks.context_around_step else _NOTHING
 
     def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], in_context: bool = False) -> Any:
         def forward() -> Any:
             return self.stage.forward(args, kwargs, self.seed, self.mesh.replica, task.k)
 
-        with nullcontext() if in_context else self.hooks.forward_context():
+        with _NOTHING if in_context else self.hooks.forward_context():
             return self.stage.under(task.weights, forward)
 
     def _open(self, arrival: Arrival) -> tuple[tuple[InputGradient, ...], Any]:
@@ -254,14 +261,14 @@ class StageRunner:
                 inputs.append(gradient)
         return tuple(inputs), tensors[0] if arrival.header.kind == Header.TENSOR else tuple(tensors)
 
-    def _loss_to_differentiate(self, result: Any, weight: float) -> tuple[Tensor, ...]:
+    def _loss_to_differentiate(self, result: Any) -> Tensor:
         loss = loss_of(result)
         if not loss.requires_grad:
             raise ConfigurationError(
                 f"the loss that training_step returned does not depend on {self.hooks.model_name}'s parameters: it has"
                 " no gradient; compute it from the model's output, without detach() or no_grad()"
             )
-        return (loss if self.hooks.loss_reduction == "sum" else loss * weight,)
+        return loss
 
 
 def _span(
@@ -282,7 +289,7 @@ def loss_of(result: Any) -> Tensor:
         raise ConfigurationError(
             f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}"
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.ndim else loss
 
 
 def _tensors_of_output(output: Any) -> tuple[Tensor, ...]:

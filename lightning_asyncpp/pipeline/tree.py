@@ -33,12 +33,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
     """
     if isinstance(tree, Tensor) or is_leaf(tree):
         return function(tree)
+    if is_named_tuple(tree):
+        return type(tree)(*[map_leaves(function, value, is_leaf) for value in tree])
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([map_leaves(function, value, is_leaf) for value in tree])
     if isinstance(tree, Mapping):
         return _like_mapping(tree, {key: map_leaves(function, value, is_leaf) for key, value in tree.items()})
-    if is_named_tuple(tree):
-        return type(tree)(*(map_leaves(function, value, is_leaf) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_leaves(function, value, is_leaf) for value in tree)
     if is_dataclass(tree) and not isinstance(tree, type):
         values = {f.name: map_leaves(function, getattr(tree, f.name), is_leaf) for f in fields(tree) if f.init}
         return replace(tree, **values)

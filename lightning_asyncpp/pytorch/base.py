@@ -191,7 +191,8 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.session.running()
-        output = engine.run(args[0], self._user_step("training_step", args, kwargs))
+        with self.session.user_step():
+            output = engine.run(args[0], self._user_step("training_step", args, kwargs))
         if not self._mesh.is_last:
             return self._loss.clone()
         loss = output.mean_loss(engine.runner.hooks.loss_reduction)
@@ -245,8 +246,11 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         function = getattr(self._module, name)
 
         def step(micro_batch: Any, weight: float) -> Any:
-            with self.session.user_step(), self.step_metrics.recording(weight):
+            self.step_metrics.start_recording(weight)
+            try:
                 return function(micro_batch, *args[1:], **kwargs)
+            finally:
+                self.step_metrics.stop_recording()
 
         return step
 
@@ -265,7 +269,9 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        output = self.session.running().evaluate(args[0], self._user_step(name, args, kwargs), purpose=name)
+        engine = self.session.running()
+        with self.session.user_step():
+            output = engine.evaluate(args[0], self._user_step(name, args, kwargs), purpose=name)
         return self.step_metrics.merged(output) if self._mesh.is_last else None
 
     @override

@@ -111,7 +111,7 @@ class LogRecorder:
 
         ``sync_dist`` is implied: the value is always reduced over micro-batches and replicas.
         """
-        entry = Entry(
+        entry = _entry(
             name, _reduction(name, reduce_fx), prog_bar, logger,
             self.on_step if on_step is None else on_step, self.on_epoch if on_epoch is None else on_epoch,
             add_dataloader_idx,
@@ -122,7 +122,8 @@ class LogRecorder:
         check_loggable(name, value)
         if name not in self.entries and len(self.entries) >= self.slots:
             raise ConfigurationError(f"more names are logged in one batch than metric_slots={self.slots}: raise it")
-        if self.entries.setdefault(name, entry) != entry:
+        known = self.entries.setdefault(name, entry)
+        if known is not entry and known != entry:
             raise ConfigurationError(f"self.log({name!r}, ...) was called twice with different arguments")
         kept = value.detach() if isinstance(value, Tensor) else float(value)
         self._pending.append((entry, kept, float(self.weight if batch_size is None else batch_size)))
@@ -155,13 +156,11 @@ class LogRecorder:
     def encode(self, slots: int, loss: Tensor | None, weight: float) -> Tensor:
         """Pack the values into a vector of :func:`payload_length` fp64 numbers."""
         self.settle()
-        payload = torch.zeros(payload_length(slots), dtype=torch.float64)
-        payload[0] = schema_number(self.schema())
-        payload[1], payload[2] = (0.0 if loss is None else float(loss)), weight
-        for index, accumulator in enumerate(self.values.values()):
-            payload[_HEAD + 2 * index] = accumulator.result()
-            payload[_HEAD + 2 * index + 1] = accumulator.weight
-        return payload
+        payload = [schema_number(self.schema()), 0.0 if loss is None else float(loss), weight]
+        for accumulator in self.values.values():
+            payload += [accumulator.result(), accumulator.weight]
+        payload += [0.0] * (payload_length(slots) - len(payload))
+        return torch.tensor(payload, dtype=torch.float64)
 
 
 def check_loggable(name: str, value: Any) -> None:
@@ -172,6 +171,10 @@ def check_loggable(name: str, value: Any) -> None:
     """
     if not isinstance(value, (Tensor, numbers.Number)) or (isinstance(value, Tensor) and value.numel() != 1):
         raise ConfigurationError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a Metric")
+
+
+# Made once, not in every micro-batch.
+_entry = lru_cache(maxsize=256)(Entry)
 
 
 @lru_cache(maxsize=256)

@@ -6,8 +6,7 @@ import functools
 import json
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -100,18 +99,17 @@ class StepMetrics:
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def recording(self, weight: float) -> Iterator[None]:
-        """Record what is logged meanwhile as that of a micro-batch of weight ``weight``."""
+    def start_recording(self, weight: float) -> None:
+        """Record what is logged from here on as that of a micro-batch of weight ``weight``."""
         assert self._trainer is not None
         while self._spent:  # not when they were computed: hooks at the end of an epoch may look at them
             self._spent.pop().reset()
         self._active = self._train if self._trainer.training else self._evaluation
         self._active.weight = weight
-        try:
-            yield
-        finally:
-            self._active = None
+
+    def stop_recording(self) -> None:
+        """The step of the micro-batch has ended."""
+        self._active = None
 
     def add_batch(self, loss: Tensor | None, weight: float) -> None:
         """Take in the mean loss of a training batch on the last stage; None if the batch had no samples."""
