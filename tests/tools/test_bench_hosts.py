@@ -100,13 +100,16 @@ def test_stages_on_two_hosts_wait_for_the_link(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.slow
 @needs_hosts
-def test_two_torchruns_train_over_the_link(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_two_torchruns_train_over_the_link(replicas: int, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     sizes = ["--micro-batches", "2", "--layers", "2", "--dim", "64", "--context", "16", "--rows", "2"]
-    main(["network", *sizes, *SHORT, "--json", str(file)])
+    main(["network", *sizes, *SHORT, "--replicas", str(replicas), "--lookahead", "0", "--json", str(file)])
     results = json.loads(file.read_text())
     assert set(results["systems"]) == {ASYNC, SYNC, ONE_F_ONE_B}
     assert results["losses"][SYNC] == pytest.approx(results["losses"][ONE_F_ONE_B], rel=1e-4)
+    assert set(results["hidden"]) == {ASYNC, SYNC}
+    assert results["hidden"][ASYNC] > results["hidden"][SYNC]
 
 
 @pytest.mark.slow

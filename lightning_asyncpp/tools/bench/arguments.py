@@ -71,7 +71,8 @@ def check_shape(parser: ArgumentParser, arguments: Namespace, micro_batches: Seq
         problems += problems_of_systems(arguments.systems)
     if "systems" not in arguments or any(name.startswith(ASYNC) for name in arguments.systems):
         for count in micro_batches:
-            _, more = PipelineSettings(count, arguments.lookahead).resolve(arguments.stages)
+            settings = PipelineSettings(count, arguments.lookahead, data_parallel_size=_replicas(arguments))
+            _, more = settings.resolve(arguments.stages * _replicas(arguments))
             problems += more
     if "hosts" in arguments:
         problems += _problems_of_link(arguments)
@@ -87,6 +88,11 @@ def _problems_of_link(arguments: Namespace) -> list[str]:
     if arguments.hosts > 2:
         return [f"--hosts {arguments.hosts}: there are 1 or 2"]
     problems = problems_of_hosts()
-    if arguments.stages % 2:
+    if arguments.stages * _replicas(arguments) % 2:
         problems.append(f"--hosts 2 needs an even number of stages, not {arguments.stages}")
     return problems
+
+
+def _replicas(arguments: Namespace) -> int:
+    replicas: int = arguments.get("replicas", 1)
+    return replicas

@@ -1,14 +1,16 @@
 """``asyncpp bench network``: what does a real training gain over a slow network?
 
-A small GPT trains on two hosts of half the stages each, with a link of 100 Mbit/s and 10 ms between them. The hosts
-are network namespaces of this machine; see :mod:`lightning_asyncpp.tools.bench.hosts.relay`. On each of them an
-ordinary ``torchrun --nnodes 2`` starts an ordinary script (:mod:`lightning_asyncpp.tools.bench.network_training`):
-our strategies through the Trainer, torch's Schedule1F1B in a plain loop on the same model, the same cut, batches and
+A small GPT trains on two hosts of half the stages each, with a link of 100 Mbit/s and 10 ms between them; with
+``--replicas 2`` on two hosts of one replica each, so that gradients are what crosses the link. The hosts are network
+namespaces of this machine; see :mod:`lightning_asyncpp.tools.bench.hosts.relay`. On each of them an ordinary
+``torchrun --nnodes 2`` starts an ordinary script (:mod:`lightning_asyncpp.tools.bench.network_training`): our
+strategies through the Trainer, torch's Schedule1F1B in a plain loop on the same model, the same cut, batches and
 AdamW. Every run is a launch of its own (``--timeout`` is for each, 600 s by default); systems run in turn, and every
 repeat begins with another one.
 
 What is measured: the time per mini-batch in the steady state, of the slowest process, and the gain over Schedule1F1B,
-paired within a repeat. The loss of the last mini-batch is shown as a check: ``sync`` and ``1f1b`` train the same.
+paired within a repeat; and how much of the way from a complete gradient to its update our strategies hide, as
+``asyncpp trace`` shows it. The loss of the last mini-batch is shown as a check: ``sync`` and ``1f1b`` train the same.
 
 What is not: start-up, data loading, evaluation, and how far one gets with an update; gradients of ``async`` are one
 update old. All processes and the relay share this machine's cores: with fewer cores than stages, computation overlaps
@@ -18,6 +20,8 @@ less than it would on two hosts.
 from __future__ import annotations
 
 import json
+import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -33,8 +37,11 @@ from lightning_asyncpp.tools.bench.hosts.link import Hosts, open_hosts
 from lightning_asyncpp.tools.bench.job import Job, RankRun
 from lightning_asyncpp.tools.bench.launch import Measured, free_port
 from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B, SYNC, TITLES
+from lightning_asyncpp.tools.bench.network_training import TRACE
 from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of, sigterm_raises
 from lightning_asyncpp.tools.bench.report import Spread, as_json, facts_line, summarise, table, write_json
+from lightning_asyncpp.tools.trace.reading import read_run
+from lightning_asyncpp.tools.trace.summary import summarise as summarise_trace
 
 _SCRIPT = "lightning_asyncpp.tools.bench.network_training"
 _SYSTEMS = (ASYNC, SYNC, ONE_F_ONE_B)
@@ -52,19 +59,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--systems {' '.join(unable)}: this benchmark has {', '.join(_SYSTEMS)}")
     check_shape(parser, arguments, [arguments.micro_batches])
     job = _job(arguments)
-    measured, losses = _measure(job, arguments)
+    measured, losses, hidden = _measure(job, arguments)
     lines = summarise(job, measured)
     message = arguments.rows * arguments.context * arguments.dim * 4
     print(
-        f"{job.stages} stages on 2 hosts, {job.micro_batches} micro-batches of {arguments.rows} x {arguments.context}"
-        f" tokens, messages of {message / 1e3:.0f} kB"
+        f"{job.stages} stages, replicas: {arguments.replicas}, hosts: {job.hosts}; {job.micro_batches} micro-batches of"
+        f" {arguments.rows} x {arguments.context} tokens, messages of {message / 1e3:.0f} kB"
     )
     print(facts_line(measured.facts))
     print(table(lines))
     for system, values in losses.items():
         print(f"loss of the last mini-batch, {system}: {Spread.of(values).format(4)}")
+    for system, values in hidden.items():
+        print(f"hidden of the way from a gradient to its update, {system}: {Spread.of(values).format(3)}")
     if arguments.json:
-        write_json(arguments.json, as_json(job, lines, measured, losses=losses, message_bytes=message))
+        write_json(arguments.json, as_json(job, lines, measured, losses=losses, hidden=hidden, message_bytes=message))
 
 
 def _parser() -> ArgumentParser:
@@ -73,6 +82,7 @@ def _parser() -> ArgumentParser:
     )
     parser.set_defaults({"hosts": 2, "link_latency_ms": 10.0, "link_mbit": 100.0})
     parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, half of them on each host")
+    parser.add_argument("--replicas", type=PositiveInt, default=1, help="number of data-parallel copies of the stages")
     parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
     parser.add_argument("--layers", type=PositiveInt, default=4, help="blocks of the GPT")
     parser.add_argument("--dim", type=PositiveInt, default=256, help="width of the GPT, a multiple of 64")
@@ -91,10 +101,11 @@ def _job(arguments: Namespace) -> Job:
     )  # fmt: skip
 
 
-def _measure(job: Job, arguments: Namespace) -> tuple[Measured, dict[str, list[float]]]:
-    """Run all systems in turn; returns what they measured, and the last losses."""
+def _measure(job: Job, arguments: Namespace) -> tuple[Measured, dict[str, list[float]], dict[str, list[float]]]:
+    """Run all systems in turn; returns what they measured, the last losses, and what of the updates was hidden."""
     runs: dict[str, list[list[RankRun]]] = {system: [] for system in job.systems}
     losses: dict[str, list[float]] = {system: [] for system in job.systems}
+    hidden: dict[str, list[float]] = {system: [] for system in job.systems if system != ONE_F_ONE_B}
     with tempfile.TemporaryDirectory(prefix="asyncpp-bench-") as name, sigterm_raises():
         folder = Path(name)
         with open_hosts(job.hosts, job.link_latency_ms, job.link_mbit, folder) as hosts:
@@ -102,11 +113,21 @@ def _measure(job: Job, arguments: Namespace) -> tuple[Measured, dict[str, list[f
                 for system in job.order(repeat):
                     ranks = _train(job, system, arguments, hosts, folder)
                     runs[system].append([RankRun(system, r["stage"], [], r["marks"], []) for r in ranks])
-                    losses[system] += [rank["loss"] for rank in ranks if rank["loss"] is not None]
+                    losses[system].append(statistics.fmean([r["loss"] for r in ranks if r["loss"] is not None]))
+                    if system in hidden:
+                        hidden[system].append(_hidden(folder))
                     print(
                         f"repeat {repeat + 1} of {job.repeats}: {TITLES[system]} is done", file=sys.stderr, flush=True
                     )
-        return Measured(runs, hosts.facts), losses
+        return Measured(runs, hosts.facts), losses, hidden
+
+
+def _hidden(folder: Path) -> float:
+    """Share of the way from a gradient to its update that no stage waited for, from the trace, which is removed."""
+    hidden = summarise_trace(read_run(folder / TRACE)).total.hidden
+    shutil.rmtree(folder / TRACE)
+    assert hidden is not None, "agreements are always recorded"
+    return hidden
 
 
 def _train(job: Job, system: str, arguments: Namespace, hosts: Hosts, folder: Path) -> list[dict[str, Any]]:
@@ -114,22 +135,24 @@ def _train(job: Job, system: str, arguments: Namespace, hosts: Hosts, folder: Pa
     (folder / "run.json").write_text(json.dumps({**_settings(job, arguments), "system": system}))
     with Children(folder) as children:
         for host in range(job.hosts):
-            children.start(f"host-{host}", _torchrun(job, hosts, host, folder), _environment(hosts))
+            ranks = job.stages * arguments.replicas // job.hosts
+            children.start(f"host-{host}", _torchrun(hosts, host, ranks, folder), _environment(hosts))
         failed = children.wait(time.monotonic() + (arguments.timeout or _RUN_SECONDS))
         if failed is not None:
             raise BenchmarkFailedError(f"torchrun of {failed} failed:\n{end_of(children.log(failed))}")
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(job.stages)]
+    return [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(job.stages * arguments.replicas)]
 
 
 def _settings(job: Job, arguments: Namespace) -> dict[str, Any]:
-    sizes = {name: arguments[name] for name in (*_SIZES, "lr")}
+    sizes = {name: arguments[name] for name in (*_SIZES, "lr", "replicas")}
     shape = {"stages": job.stages, "hosts": job.hosts, "micro_batches": job.micro_batches, "lookahead": job.lookahead}
     return {**sizes, **shape, "mini_batches": job.total_batches}
 
 
-def _torchrun(job: Job, hosts: Hosts, host: int, folder: Path) -> list[str]:
-    nodes = ["--nnodes", str(job.hosts), "--node-rank", str(host), "--nproc-per-node", str(job.stages // job.hosts)]
-    port = _PORT if job.hosts > 1 else free_port()
+def _torchrun(hosts: Hosts, host: int, ranks: int, folder: Path) -> list[str]:
+    count = len(hosts.prefixes)
+    nodes = ["--nnodes", str(count), "--node-rank", str(host), "--nproc-per-node", str(ranks)]
+    port = _PORT if count > 1 else free_port()
     meeting = ["--master-addr", hosts.addresses[0], "--master-port", str(port), "--local-addr", hosts.addresses[host]]
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     return [*hosts.prefixes[host], *torchrun, *nodes, *meeting, "-m", _SCRIPT, str(folder)]

@@ -1,7 +1,7 @@
 """A training as users write it, started by torchrun: ``... -m lightning_asyncpp.tools.bench.network_training FOLDER``.
 
 ``run.json`` in the folder says what to train; every rank writes ``rank-<rank>.json``: its stage, when each mini-batch
-ended, and the last loss where it is known.
+ended, and the last loss where it is known. Our strategies leave their trace in a folder beside it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.pipeline.units import pipeline_units, spread
-from lightning_asyncpp.pytorch import AsyncPipelineStrategy, SyncPipelineStrategy
+from lightning_asyncpp.pytorch import AsyncPipelineStrategy, PipelineTrace, SyncPipelineStrategy
 from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B
 from lightning_asyncpp.tools.bench.processes import end_with_parent
+
+TRACE = "trace"
 
 
 class Module(L.LightningModule):
@@ -70,9 +72,9 @@ def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def read_batches(run: dict[str, Any]) -> list[Tensor]:
-    """Consecutive bytes of Python's standard library as mini-batches (m * rows, context + 1), int64."""
-    shape = run["mini_batches"], run["micro_batches"] * run["rows"], run["context"] + 1
+def read_batches(run: dict[str, Any], replica: int) -> list[Tensor]:
+    """Consecutive bytes of Python's standard library as a replica's mini-batches (m * rows, context + 1), int64."""
+    shape = run["mini_batches"] * run["replicas"], run["micro_batches"] * run["rows"], run["context"] + 1
     count = shape[0] * shape[1] * shape[2]
     text = b""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -80,48 +82,65 @@ def read_batches(run: dict[str, Any]) -> list[Tensor]:
             break
         text += path.read_bytes()
     text *= -(-count // len(text))
-    return list(torch.frombuffer(bytearray(text[:count]), dtype=torch.uint8).long().view(shape))
+    return list(torch.frombuffer(bytearray(text[:count]), dtype=torch.uint8).long().view(shape))[
+        replica :: run["replicas"]
+    ]
 
 
-def train_with_trainer(run: dict[str, Any]) -> dict[str, Any]:
+def train_with_trainer(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One of our strategies."""
     clock = Clock()
-    arguments = {"micro_batches": run["micro_batches"], "lookahead": run["lookahead"]}
-    strategy = AsyncPipelineStrategy(**arguments) if run["system"] == ASYNC else SyncPipelineStrategy(**arguments)
+    kind = AsyncPipelineStrategy if run["system"] == ASYNC else SyncPipelineStrategy
+    strategy = kind(micro_batches=run["micro_batches"], lookahead=run["lookahead"], data_parallel_size=run["replicas"])
     trainer = L.Trainer(
-        accelerator="cpu", devices=run["stages"] // run["hosts"], num_nodes=run["hosts"], strategy=strategy,
-        max_epochs=1, callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
+        accelerator="cpu", devices=run["stages"] * run["replicas"] // run["hosts"], num_nodes=run["hosts"],
+        strategy=strategy, max_epochs=1, callbacks=[clock, PipelineTrace(str(folder / TRACE))], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
     )  # fmt: skip
-    trainer.fit(Module(run), DataLoader(read_batches(run), batch_size=None))  # type: ignore[arg-type]
-    stage = run["stages"] - 1 - trainer.global_rank
+    replica, place = divmod(int(os.environ["RANK"]), run["stages"])
+    trainer.fit(Module(run), DataLoader(read_batches(run, replica), batch_size=None))  # type: ignore[arg-type]
+    stage = run["stages"] - 1 - place
     loss = float(trainer.callback_metrics["train_loss"]) if trainer.global_rank == 0 else None
     return {"stage": stage, "marks": clock.marks, "loss": loss}
 
 
 def train_with_torch(run: dict[str, Any]) -> dict[str, Any]:
-    """torch's Schedule1F1B on the same cut of the same model."""
+    """torch's Schedule1F1B on the same cut of the same model; replicas reduce their gradients after the flush."""
     dist.init_process_group("gloo")
-    rank, num_stages = dist.get_rank(), run["stages"]
+    num_stages, num_replicas = run["stages"], run["replicas"]
+    replica, rank = divmod(dist.get_rank(), num_stages)
+    pipelines = [dist.new_group([r * num_stages + s for s in range(num_stages)]) for r in range(num_replicas)]
+    replicas = [dist.new_group([r * num_stages + s for r in range(num_replicas)]) for s in range(num_stages)]
     layers = own_layers(run, rank)
-    schedule = Schedule1F1B(
-        PipelineStage(layers, rank, num_stages, torch.device("cpu")), run["micro_batches"], loss_fn=next_byte_loss
-    )
+    stage = PipelineStage(layers, rank, num_stages, torch.device("cpu"), group=pipelines[replica])
+    schedule = Schedule1F1B(stage, run["micro_batches"], loss_fn=next_byte_loss)
     optimizer = torch.optim.AdamW(layers.parameters(), lr=run["lr"])
     marks: list[float] = []
     losses: list[Tensor] = []
-    for batch in read_batches(run):
+    for batch in read_batches(run, replica):
         optimizer.zero_grad()
         losses = []
         arguments = (batch[:, :-1],) if rank == 0 else ()
         last: dict[str, Any] = {"target": batch[:, 1:], "losses": losses} if rank == num_stages - 1 else {}
         schedule.step(*arguments, return_outputs=False, **last)
+        if num_replicas > 1:
+            average_gradients(layers, replicas[rank], num_replicas)
         optimizer.step()
         marks.append(time.perf_counter())
     dist.barrier()
     dist.destroy_process_group()
     loss = float(torch.stack(losses).mean()) if losses else None
     return {"stage": rank, "marks": marks, "loss": loss}
+
+
+def average_gradients(layers: nn.Module, group: dist.ProcessGroup, num_replicas: int) -> None:
+    """All gradients in one message, as DistributedDataParallel's buckets would be, and not overlapped."""
+    gradients = [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, mean in zip(gradients, (flat / num_replicas).split([g.numel() for g in gradients])):
+        gradient.copy_(mean.view_as(gradient))
 
 
 def own_layers(run: dict[str, Any], stage: int) -> nn.Sequential:
@@ -138,7 +157,7 @@ def main(argv: list[str]) -> None:
     folder = Path(argv[0])
     run = json.loads((folder / "run.json").read_text())
     torch.set_num_threads(1)
-    result = train_with_torch(run) if run["system"] == ONE_F_ONE_B else train_with_trainer(run)
+    result = train_with_torch(run) if run["system"] == ONE_F_ONE_B else train_with_trainer(run, folder)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
