@@ -135,11 +135,12 @@ class StageRunner:
         """Run the backward of a flight, adding to the gradients of ``weights``, and send the inputs' gradients."""
         if not flight.weight:
             return
+        # What a backward draws must not depend on what ran before it: a drain would change it. Seeded before the wait,
+        # which everything that comes after it prolongs.
+        self._seed("backward", self.stage.first_unit, self.mesh.replica, flight.k)
         gradients = self._output_gradients(flight)
         if flight.outputs:
             with self.span(Kind.BACKWARD, flight.k, flight.version):
-                # What a backward draws must not depend on what ran before it: a drain would change it.
-                self._seed("backward", self.stage.first_unit, self.mesh.replica, flight.k)
                 self.stage.under(weights, lambda: torch.autograd.backward(flight.outputs, gradients))
         self.send_input_gradients(flight)
 
