@@ -23,7 +23,7 @@ from tests.trainer.pool import Pools
 ROOT = Path(__file__).parents[1]
 ASYNCPP = [str(Path(sys.executable).with_name("asyncpp"))]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-STEPS = 5
+STEPS = 10  # as many as PipelineMonitor waits for
 
 
 class Trained(NamedTuple):
@@ -164,6 +164,8 @@ def test_progress_bar(trained: Trained) -> None:
     assert shown["val_loss"] == pytest.approx(trained.val_loss, rel=0.01)
     assert 4.5 < shown["train_loss"] < 6.5  # ln 256 = 5.55 before the first step
     assert shown["tokens_per_second"] > 0
+    assert 0 < shown["bubble"] < 1
+    assert shown["gradient_staleness"] == 1
 
 
 @pytest.mark.parametrize("subcommand", ["validate", "test"])
