@@ -287,6 +287,8 @@ def loss_of(result: Any) -> Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
+        if isinstance(result, Mapping):
+            what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
         raise ConfigurationError(
             f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}"
         )

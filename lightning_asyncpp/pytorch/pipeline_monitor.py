@@ -22,9 +22,10 @@ _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64
 class PipelineMonitor(TokensPerSecond):
     """Logs throughput and how well the pipeline is used, averaged over the last batches.
 
-    - ``tokens_per_second``: of the whole run, as ``TokensPerSecond``; for modules with ``micro_batch_weight``.
+    - ``tokens_per_second``: of all replicas, as ``TokensPerSecond``; for modules with ``micro_batch_weight``.
     - ``mfu``: share of the devices' peak that the model's own operations use (0 to 1).
-    - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward (0 to 1).
+    - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward (0 to 1): that of a
+      flush, but also updates, the loader and the trainer's own work.
     - ``update_hidden``: share of the time between a complete gradient and its update in which the last stage does not
       wait for the other ranks (0 to 1).
     - ``gradient_staleness``: updates by which gradients are too old: 1 from the second mini-batch on when asynchronous,

@@ -146,6 +146,11 @@ class ReturnsNone(Net):
         super().training_step(batch, batch_idx)
 
 
+class ReturnsNoLoss(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return {"value": super().training_step(batch, batch_idx)}
+
+
 class ReturnsVector(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return self.model(batch["x"])

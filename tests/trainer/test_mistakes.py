@@ -64,6 +64,7 @@ MODULES = [
     (m.NoModel, ["NoModel has no self.model"]),
     (m.NoInitialiser, ["meta tensors without an initialiser: 1.weight", "reset_parameters()"]),
     (m.ReturnsNone, ["training_step must return a loss of one element", "NoneType"]),
+    (m.ReturnsNoLoss, ["got a dict with the keys ['value']"]),
     (m.ReturnsVector, ["training_step must return a loss of one element", "shape"]),
     (m.Detached, ["has no gradient"]),
     (m.NoTensors, ["holds no tensor with a batch dimension", "split_batch"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -13,17 +13,18 @@ from lightning_asyncpp.tools.bench.hosts.requirements import problems_of_hosts
 from lightning_asyncpp.tools.bench.names import ASYNC, TITLES, problems_of_systems
 
 
-def make_parser(name: str, description: str, systems: Sequence[str]) -> ArgumentParser:
+def make_parser(name: str, description: str, systems: Sequence[str], known: Iterable[str] = TITLES) -> ArgumentParser:
     """A parser with the arguments of every benchmark that compares systems.
 
     Args:
         name: of the benchmark.
         description: in a line.
         systems: that run by default.
+        known: that it has.
     """
     parser = ArgumentParser(prog=f"asyncpp bench {name}", description=description)
     parser.add_argument(
-        "--systems", type=str, nargs="+", default=list(systems), help=f"what is compared, of {', '.join(TITLES)}"
+        "--systems", type=str, nargs="+", default=list(systems), help=f"what is compared, of {', '.join(known)}"
     )
     parser.add_argument(
         "--lookahead", type=NonNegativeInt | None, default=None, help="extra micro-batches in flight (default: auto)"
@@ -62,13 +63,15 @@ def link_of(arguments: Namespace) -> dict[str, Any]:
     return {name: arguments[name] for name in ("hosts", "link_latency_ms", "link_mbit")}
 
 
-def check_shape(parser: ArgumentParser, arguments: Namespace, micro_batches: Sequence[int]) -> None:
-    """End with a message if the pipeline would refuse this shape, or the link cannot be made."""
+def check_shape(
+    parser: ArgumentParser, arguments: Namespace, micro_batches: Sequence[int], known: Iterable[str] = TITLES
+) -> None:
+    """End with a message if the pipeline would refuse this shape, the link cannot be made, or systems are not known."""
     problems = []
     if arguments.stages < 2:
         problems.append(f"--stages {arguments.stages}: a pipeline to compare has at least 2 stages")
     if "systems" in arguments:
-        problems += problems_of_systems(arguments.systems)
+        problems += problems_of_systems(arguments.systems, known)
     if "systems" not in arguments or any(name.startswith(ASYNC) for name in arguments.systems):
         for count in micro_batches:
             settings = PipelineSettings(count, arguments.lookahead, data_parallel_size=_replicas(arguments))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+clip", "async+fresh", "async+fabric"
 SYNC = "sync"
@@ -30,12 +30,17 @@ SPLIT_BACKWARD = (INTERLEAVED_ZERO_BUBBLE, ZBV)
 """Schedules that run the gradients of inputs and of weights apart."""
 
 
-def problems_of_systems(names: Sequence[str]) -> list[str]:
-    """What is wrong with a choice of systems, all of it."""
+def problems_of_systems(names: Sequence[str], known: Iterable[str] = TITLES) -> list[str]:
+    """What is wrong with a choice of systems, all of it.
+
+    Args:
+        names: that were chosen.
+        known: that the benchmark has.
+    """
     problems = []
-    unknown = [name for name in names if name not in TITLES]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        problems.append(f"--systems {' '.join(unknown)}: unknown; there are {', '.join(TITLES)}")
+        problems.append(f"--systems {' '.join(unknown)}: unknown; there are {', '.join(known)}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         problems.append(f"--systems {' '.join(twice)}: named more than once")

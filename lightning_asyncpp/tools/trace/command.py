@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
@@ -12,7 +13,7 @@ from jsonargparse.typing import NonNegativeInt
 from lightning_asyncpp.tools.bench.report import write_json
 from lightning_asyncpp.tools.trace.html import write_html
 from lightning_asyncpp.tools.trace.perfetto import write_perfetto
-from lightning_asyncpp.tools.trace.picture import write_png
+from lightning_asyncpp.tools.trace.picture import NEEDS_MATPLOTLIB, write_png
 from lightning_asyncpp.tools.trace.reading import read_run
 from lightning_asyncpp.tools.trace.run import RecordedRun, TraceError
 from lightning_asyncpp.tools.trace.summary import Summary, summarise
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(argv)
     files = {name: Path(arguments[name]) for name in _WRITERS if arguments[name] is not None}
+    _check(parser, files)
     try:
         run = read_run(Path(arguments.run)).between(arguments.from_mini_batch, arguments.to_mini_batch)
         summary = summarise(run)
@@ -43,6 +45,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n".join([table(run, summary), *(f"{name}: {path}" for name, path in files.items())]))
     if summary.violated:
         raise SystemExit(1)
+
+
+def _check(parser: ArgumentParser, files: Mapping[str, Path]) -> None:
+    """End with all that keeps files from being written, before anything is read."""
+    problems = [
+        f"--{name} {path}: there is no folder {path.parent}" for name, path in files.items() if not path.parent.is_dir()
+    ]
+    problems += [f"--{name} {path} is a folder; name a file" for name, path in files.items() if path.is_dir()]
+    if "png" in files and find_spec("matplotlib") is None:
+        problems.append(NEEDS_MATPLOTLIB)
+    if problems:
+        parser.error("; ".join(problems))
 
 
 def _parser() -> ArgumentParser:

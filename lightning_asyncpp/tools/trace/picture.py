@@ -25,6 +25,8 @@ _CAUSES = {
 }  # fmt: skip
 _INK, _DIM, _LANE = "#1f2933", "#5c6875", "#eceff3"
 
+NEEDS_MATPLOTLIB = "--png needs matplotlib: pip install 'lightning-asyncpp[plots]'"
+
 
 def write_png(run: RecordedRun, summary: Summary, path: Path) -> None:
     """Draw a run.
@@ -35,7 +37,7 @@ def write_png(run: RecordedRun, summary: Summary, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise TraceError("--png needs matplotlib: pip install 'lightning-asyncpp[plots]'") from None
+        raise TraceError(NEEDS_MATPLOTLIB) from None
     lanes = len(run.ranks)
     figure = Figure(figsize=(14, 2.6 + 0.3 * lanes + 0.24 * lanes), layout="constrained", dpi=150)
     timeline, shares = figure.subplots(2, 1, height_ratios=[0.3 * lanes + 0.8, 0.24 * lanes + 0.8])

@@ -34,7 +34,12 @@ def read_run(path: Path) -> RecordedRun:
     if missing := sorted(expected - {rank.meta.rank for rank in ranks}):
         notes.append(f"the files of ranks {missing} are missing: copy them here to see the whole run")
     if cut := [rank.meta.rank for rank in ranks if not rank.complete]:
-        notes.append(f"the recordings of ranks {cut} were cut off: the run was killed, or still goes on")
+        notes.append(
+            f"the recordings of ranks {cut} were cut off: the run was killed, or still goes on; what follows the"
+            " end of the shortest is left out"
+        )
+    if folder != path:
+        notes.append(f"read from {folder}, the newest recording below {path}")
     if (error := max(rank.meta.clock_error for rank in ranks)) > 0:
         notes.append(f"clocks of different hosts agree to {error * 1e6:.0f} us")
     return together(ranks, notes, folder)
@@ -50,6 +55,8 @@ def find_recording(path: Path) -> Path:
         raise TraceError(f"{path} does not exist; name the folder that the run said its trace goes to")
     if path.is_dir() and any(path.glob(PATTERN)):
         return path
+    if path.is_file() and path.match(PATTERN):
+        raise TraceError(f"{path} is the recording of one rank; name its folder, {path.parent}")
     found = {file.parent for file in path.glob(f"**/{PATTERN}")} if path.is_dir() else set()
     if not found:
         raise TraceError(

@@ -111,6 +111,11 @@ class RecordedRun:
         begun = [s.mini_batch for s in starts if s.time is not None and self.start <= s.time < self.end]
         return range(min(begun), max(begun) + 1) if begun else range(0)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the recordings of all ranks are there."""
+        return len(self.ranks) == self.meta.num_stages * self.meta.num_replicas
+
     def replicas(self) -> list[list[RankTrace]]:
         """The stages of each replica."""
         numbers = sorted({rank.meta.replica for rank in self.ranks})
@@ -140,6 +145,8 @@ class RecordedRun:
 def together(ranks: Sequence[RankTrace], notes: Sequence[str], folder: Path) -> RecordedRun:
     """Put ranks on one clock that is 0 when the first of them begins its first batch.
 
+    Where recordings were cut off, what follows the end of the shortest is left out: of that time not all is known.
+
     Raises:
         TraceError: they are of different recordings, or recorded nothing.
     """
@@ -154,7 +161,10 @@ def together(ranks: Sequence[RankTrace], notes: Sequence[str], folder: Path) -> 
         raise TraceError(
             f"{folder}: nothing was recorded; did the run end before its first mini-batch of the recording?"
         )
-    zero, end = min(begun), max(worked)
+    cut = [max((span.end for span in rank.spans), default=0.0) for rank in ranks if not rank.complete]
+    zero, end = min(begun), min([max(worked), *cut])
+    if end <= zero:
+        raise TraceError(f"{folder}: a recording was cut off before the others began; remove its file to see them")
     placed = [_placed(rank, zero, end) for rank in ranks]
     return RecordedRun(sorted(placed, key=lambda r: (r.meta.replica, r.meta.stage)), 0.0, end - zero, notes)
 

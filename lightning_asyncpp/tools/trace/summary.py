@@ -90,7 +90,7 @@ def summarise(run: RecordedRun) -> Summary:
         ideal = ideal_of(stages, episodes)
         ideals.append(ideal)
         for place, stage in enumerate(stages):
-            underways.append(underway(stage, run.ranks))
+            underways.append(underway(stage, run.ranks) if run.is_whole else None)
             versions.append(check_versions(stage))
             best = ideal.utilisation[place] if ideal is not None else None
             rows.append(_row(run, stage, (stages, episodes), best, underways[-1], versions[-1]))

@@ -92,10 +92,12 @@ def statements(run: RecordedRun, summary: Summary) -> list[str]:
     lines.append(_staleness(run, summary))
     lines += [f"  - {problem}" for problem in summary.violations]
     if summary.total.hidden is None:
-        lines.append("Updates: waits for agreements were not recorded.")
+        why = "waits for agreements were not recorded" if run.is_whole else "recordings of ranks are missing"
+        lines.append(f"Updates: what of them is hidden is not known, {why}.")
     else:
         lines.append(
-            f"Updates: {summary.total.hidden:.1%} of the time of reductions and agreements is hidden behind work."
+            f"Updates: {summary.total.hidden:.1%} of the time of reductions and agreements passed without a stage that"
+            " waited for it."
         )
     return lines + [f"Note: {note}." for note in summary.notes]
 
@@ -109,7 +111,8 @@ def _staleness(run: RecordedRun, summary: Summary) -> str:
     rule = (
         "W_t" if delays == [0] else "W_max(t-1, 0)" if delays == [1] else "W_max(t-1, 0), W_t on the fresh last stage"
     )
-    return f"Staleness: as promised, mini-batch t ran on {rule} throughout."
+    where = "throughout" if run.is_whole else "on the ranks that were recorded"
+    return f"Staleness: as promised, mini-batch t ran on {rule} {where}."
 
 
 def _percent(share: float | None) -> str:

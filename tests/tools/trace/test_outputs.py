@@ -14,6 +14,7 @@ import pytest
 
 from lightning_asyncpp.cli import main as asyncpp
 from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.tools.trace import command
 from lightning_asyncpp.tools.trace.command import main
 from lightning_asyncpp.tools.trace.html import UNIT, page, page_data
 from lightning_asyncpp.tools.trace.perfetto import events
@@ -60,7 +61,7 @@ def test_the_command_shows_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["nowhere"], "nowhere does not exist"),
         (["{run}", "--from-mini-batch", "9"], "--from-mini-batch 9: the recording holds mini-batches 0 to 2"),
         (["{run}", "--from-mini-batch", "-1"], "from-mini-batch"),
-        (["{run}", "--html", "{run}/no/such/folder/x.html"], "No such file or directory"),
+        (["{run}", "--html", "{run}/no/such/folder/x.html"], "there is no folder"),
         ([], "run"),
     ],
 )
@@ -151,6 +152,20 @@ def test_the_page_asks_nobody_for_anything_and_cannot_be_broken_out_of(run: Reco
     assert "alert(1)</script>" not in text
     assert text.count("</script>") == 2
     assert "{{style}}" in text  # what is put in is not taken for a mark
+
+
+def test_files_that_cannot_be_written_are_named_before_anything_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RECORDING.write(tmp_path / "trace")
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    wrong = ["--json", str(tmp_path / "no" / "x.json"), "--perfetto", str(tmp_path), "--png", str(tmp_path / "x.png")]
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--html", str(tmp_path / "x.html"), *wrong])
+    printed = capsys.readouterr().err
+    for problem in ("there is no folder", "is a folder; name a file", "--png needs matplotlib"):
+        assert problem in printed
+    assert not (tmp_path / "x.html").exists()
 
 
 def test_without_matplotlib_a_picture_is_refused(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:

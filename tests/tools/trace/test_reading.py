@@ -13,6 +13,8 @@ from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
 from lightning_asyncpp.tools.trace.reading import find_recording, read_rank, read_run
 from lightning_asyncpp.tools.trace.run import TraceError
+from lightning_asyncpp.tools.trace.summary import summarise
+from lightning_asyncpp.tools.trace.table import statements
 from tests.tools.trace.synthetic import Recording, write_rank
 
 SMALL = Recording(stages=2, micro_batches=2, mini_batches=3)
@@ -62,13 +64,41 @@ def test_a_killed_run_is_read_to_its_last_line(tmp_path: Path) -> None:
     file.write_text("".join(lines[:-3]) + lines[-3][:7])
     run = read_run(tmp_path)
     assert len(run.ranks[1].spans) == len(SMALL.lanes()[1]) - 2
-    assert "the recordings of ranks [0] were cut off: the run was killed, or still goes on" in run.notes
+    assert any("the recordings of ranks [0] were cut off: the run was killed" in note for note in run.notes)
 
 
-def test_missing_ranks_are_named(tmp_path: Path) -> None:
+def test_what_follows_the_end_of_a_cut_recording_is_left_out(tmp_path: Path) -> None:
+    """The other ranks go on where one was cut off; its missing time is no bubble."""
+    whole = Recording(stages=2, micro_batches=4, mini_batches=8).write(tmp_path)
+    before = summarise(read_run(tmp_path))
+    file = whole / file_name(0)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[: len(lines) // 2]))
+    run = read_run(tmp_path)
+    assert run.end == pytest.approx(max(span.end for span in run.ranks[1].spans))
+    assert all(span.end <= run.end for rank in run.ranks for span in rank.spans)
+    assert run.seconds < 0.7 * before.seconds
+    after = summarise(run)
+    assert after.total.utilisation == pytest.approx(before.total.utilisation, abs=0.1)
+    assert after.total.shares["drain"] < 0.1
+
+
+def test_missing_ranks_are_named_and_no_verdict_is_given_for_them(tmp_path: Path) -> None:
     SMALL.write(tmp_path)
     (tmp_path / file_name(1)).unlink()
-    assert any("ranks [1] are missing" in note for note in read_run(tmp_path).notes)
+    run = read_run(tmp_path)
+    assert any("ranks [1] are missing" in note for note in run.notes)
+    summary = summarise(run)
+    assert summary.total.hidden is None
+    said = " ".join(statements(run, summary))
+    assert "on the ranks that were recorded" in said
+    assert "what of them is hidden is not known, recordings of ranks are missing" in said
+
+
+def test_a_file_is_not_taken_for_its_folder(tmp_path: Path) -> None:
+    SMALL.write(tmp_path)
+    with pytest.raises(TraceError, match="is the recording of one rank; name its folder"):
+        find_recording(tmp_path / file_name(0))
 
 
 def test_the_newest_recording_below_a_folder_is_found(tmp_path: Path) -> None:
@@ -77,6 +107,7 @@ def test_the_newest_recording_below_a_folder_is_found(tmp_path: Path) -> None:
     for file in newest.iterdir():
         file.touch()
     assert find_recording(tmp_path) == newest
+    assert any(f"read from {newest}, the newest" in note for note in read_run(tmp_path).notes)
 
 
 @pytest.mark.parametrize(
