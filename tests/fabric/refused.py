@@ -120,9 +120,16 @@ def collective_in_step() -> None:
     run.strategy.training_step(step, CASE.batch(0))
 
 
-def closure() -> None:
+def _after_a_batch() -> Run:
+    """All ranks are through with a batch: the first that raises must not end while another still sends to it."""
     run = Run(CASE)
     run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run.fabric.barrier()
+    return run
+
+
+def closure() -> None:
+    run = _after_a_batch()
     run.optimizer.step(lambda: 0.0)
 
 
@@ -133,8 +140,7 @@ def step_without_batch() -> None:
 
 
 def raw_step() -> None:
-    run = Run(CASE)
-    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run = _after_a_batch()
     run.optimizer.optimizer.step()
 
 
@@ -145,27 +151,23 @@ def clip_without_batch() -> None:
 
 
 def other_norm() -> None:
-    run = Run(CASE)
-    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run = _after_a_batch()
     run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0, norm_type=float("inf"))
 
 
 def both_clippings() -> None:
-    run = Run(CASE)
-    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run = _after_a_batch()
     run.fabric.clip_gradients(run.model, run.optimizer, clip_val=1.0)
     run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
 
 
 def flush_without_step() -> None:
-    run = Run(CASE)
-    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run = _after_a_batch()
     run.strategy.flush()
 
 
 def save_without_step(path: str) -> None:
-    run = Run(CASE)
-    run.strategy.training_step(CASE.step(run.model), CASE.batch(0))
+    run = _after_a_batch()
     run.fabric.save(path, run.state)
 
 
