@@ -18,6 +18,8 @@ from lightning_asyncpp.tools.bench.launch import Measured, measure
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_CLIPPED,
+    ASYNC_TRACED,
+    EXTRAS,
     FLOOR,
     INTERLEAVED,
     ONE_F_ONE_B,
@@ -27,7 +29,7 @@ from lightning_asyncpp.tools.bench.names import (
     ZBV,
 )
 from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError
-from lightning_asyncpp.tools.bench.report import clipping_cost, facts_line, summarise, table
+from lightning_asyncpp.tools.bench.report import Spread, costs_of_extras, costs_text, facts_line, summarise, table
 
 TINY = ["--stages", "2", "--mini-batches", "3", "--warm-up", "2", "--repeats", "1", "--timeout", "200"]
 SYSTEMS = set(TITLES)
@@ -50,11 +52,13 @@ def test_schedule_prints_a_table_and_writes_json_spans_and_a_drawing(
     files = {name: tmp_path / f"out.{name}" for name in ("json", "trace", "svg")}
     outputs = [part for name, file in files.items() for part in (f"--{name}", str(file))]
     sizes = ["--micro-batches", "2", "--forward-ms", "2", "--backward-ms", "4"]
-    main(["schedule", *TINY, *sizes, "--clip", "--fresh-last-stage", *outputs])
+    main(["schedule", *TINY, *sizes, "--also", *EXTRAS, *outputs])
     printed = capsys.readouterr().out
     assert all(title in printed for title in TITLES.values())
+    assert all(f"{extra} costs " in printed for extra in EXTRAS.values())
     results = json.loads(files["json"].read_text())
     check_systems(results, SYSTEMS)
+    assert set(results["costs"]) == set(EXTRAS)
     assert results["systems"]["floor"]["milliseconds"]["median"] >= 2 * 6
     spans = json.loads(files["trace"].read_text())["spans"]
     assert [len(spans["async"]), len(spans["sync"])] == [2, 2]
@@ -66,7 +70,7 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
     file = tmp_path / "out.json"
     sizes = ["--micro-batches", "2", "--target-ms", "2", "--rows", "16", "--width", "16"]
     systems = [ASYNC, ONE_F_ONE_B, INTERLEAVED, ZBV, FLOOR]
-    main(["compute", *TINY, *sizes, "--systems", *systems, "--json", str(file)])
+    main(["compute", *TINY, *sizes, "--systems", *systems, "--also", ASYNC_CLIPPED, "--json", str(file)])
     (results,) = json.loads(file.read_text())
     check_systems(results, {*systems, ASYNC_CLIPPED})
     assert results["systems"][ZBV]["utilisation"] is None
@@ -91,6 +95,8 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
         (["schedule", "--systems", "1f1b", "zbw", "async", "--stages", "1"], "zbw: unknown; there are async, "),
         (["schedule", "--systems", "zbw", "--stages", "1"], "at least 2 stages"),
         (["schedule", "--systems", "zbv", "zbv"], "zbv: named more than once"),
+        (["compute", "--also", "clip", "async", "--stages", "1"], "--also clip async: unknown; there are async+clip, "),
+        (["schedule", "--systems", "1f1b", "--also", "async+clip", "--stages", "4", "--micro-batches", "3"], ">= 4"),
         (["schedule", "--jitter", "-0.1"], "jitter"),
         (["schedule", "--weight-share", "1.5"], "weight"),
         (["schedule", "--link-latency-ms", "5"], "use --hosts 2"),
@@ -180,6 +186,18 @@ def test_medians_utilisation_and_gain_are_those_of_the_steady_state() -> None:
     assert line.gain.median == pytest.approx(1.8)
     assert line.of_floor is not None
     assert (line.of_floor.median, line.of_floor.min, line.of_floor.max) == pytest.approx((0.9, 0.8, 1.0))
-    assert clipping_cost(job, measured) == pytest.approx(0.01)
+    costs = costs_of_extras(job, measured)
+    assert {system: (c.median, c.min, c.max) for system, c in costs.items()} == {
+        ASYNC_CLIPPED: pytest.approx((0.01, 0.0, 0.1))
+    }
+    assert costs_of_extras(job, Measured({FLOOR: runs[FLOOR]}, {})) == {}
     assert "1200.0 [1000.0-5000.0]" in table([line])
     assert "0.90 [0.50-1.00]" in table([line], ideal_gain=2.0)
+
+
+def test_what_extras_cost_is_told_with_its_spread() -> None:
+    costs = {ASYNC_CLIPPED: Spread(0.001, -0.002, 0.01), ASYNC_TRACED: Spread(0.0042, 0.0, 0.005)}
+    assert costs_text(costs) == (
+        "clipping costs +0.1% [-0.2% to +1.0%] of the time\nPipelineTrace costs +0.4% [+0.0% to +0.5%] of the time\n"
+    )
+    assert costs_text({}) == ""

@@ -10,7 +10,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.bench.hosts.requirements import problems_of_hosts
-from lightning_asyncpp.tools.bench.names import ASYNC, TITLES, problems_of_systems
+from lightning_asyncpp.tools.bench.names import ASYNC, EXTRAS, TITLES, problems_of_systems
 
 
 def make_parser(name: str, description: str, systems: Sequence[str], known: Iterable[str] = TITLES) -> ArgumentParser:
@@ -43,6 +43,17 @@ def make_parser(name: str, description: str, systems: Sequence[str], known: Iter
     return parser
 
 
+def add_extras(parser: ArgumentParser) -> None:
+    """Add ``--also``."""
+    help_text = f"asynchronous pipelines with one thing more, whose price is told: of {', '.join(EXTRAS)}"
+    parser.add_argument("--also", type=str, nargs="+", default=[], help=help_text)
+
+
+def chosen_systems(arguments: Namespace) -> tuple[str, ...]:
+    """What is compared, in the order of :data:`TITLES`."""
+    return tuple(name for name in TITLES if name in (*arguments.systems, *arguments.also))
+
+
 def _add_link(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--hosts",
@@ -72,7 +83,9 @@ def check_shape(
         problems.append(f"--stages {arguments.stages}: a pipeline to compare has at least 2 stages")
     if "systems" in arguments:
         problems += problems_of_systems(arguments.systems, known)
-    if "systems" not in arguments or any(name.startswith(ASYNC) for name in arguments.systems):
+    also = arguments.get("also", [])
+    problems += problems_of_systems(also, EXTRAS, "--also")
+    if "systems" not in arguments or any(name.startswith(ASYNC) for name in (*arguments.systems, *also)):
         for count in micro_batches:
             settings = PipelineSettings(count, arguments.lookahead, data_parallel_size=_replicas(arguments))
             _, more = settings.resolve(arguments.stages * _replicas(arguments))

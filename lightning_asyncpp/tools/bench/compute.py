@@ -25,21 +25,27 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
-from lightning_asyncpp.tools.bench.arguments import check_shape, link_of, make_parser
+from lightning_asyncpp.tools.bench.arguments import add_extras, check_shape, chosen_systems, link_of, make_parser
 from lightning_asyncpp.tools.bench.job import Job
 from lightning_asyncpp.tools.bench.launch import measure
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
-    ASYNC_CLIPPED,
     ASYNC_FABRIC,
     FLOOR,
     GPIPE,
     ONE_F_ONE_B,
     SYNC,
-    TITLES,
     ZBV,
 )
-from lightning_asyncpp.tools.bench.report import as_json, clipping_cost, facts_line, summarise, table, write_json
+from lightning_asyncpp.tools.bench.report import (
+    as_json,
+    costs_of_extras,
+    costs_text,
+    facts_line,
+    summarise,
+    table,
+    write_json,
+)
 
 _DEFAULT = [ASYNC, ASYNC_FABRIC, SYNC, ONE_F_ONE_B, GPIPE, ZBV, FLOOR]
 
@@ -61,11 +67,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         print(facts_line(measured.facts))
         print(table(lines, measured.failures, ideal))
-        cost = clipping_cost(job, measured)
-        if cost is not None:
-            print(f"clipping costs {cost:+.1%}")
-        print()
-        results.append(as_json(job, lines, measured, ideal_gain=ideal, clipping_cost=cost))
+        costs = costs_of_extras(job, measured)
+        print(costs_text(costs))
+        results.append(as_json(job, lines, measured, costs, ideal_gain=ideal))
     if arguments.json:
         write_json(arguments.json, results)
 
@@ -79,15 +83,14 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--target-ms", type=PositiveFloat, default=14.0, help="forward + backward of a stage, in ms")
     parser.add_argument("--rows", type=PositiveInt, default=512, help="rows of a micro-batch")
     parser.add_argument("--width", type=PositiveInt, default=128, help="width of the layers")
-    parser.add_argument("--clip", type=bool, default=True, help="run the asynchronous pipeline with clipping as well")
+    add_extras(parser)
     parser.add_argument("--pin", type=bool, default=True, help="give every process a core of its own")
     return parser
 
 
 def _job(arguments: Namespace, micro_batches: int) -> Job:
-    systems = [name for name in TITLES if name in arguments.systems or (name == ASYNC_CLIPPED and arguments.clip)]
     return Job(
-        "compute", arguments.stages, micro_batches, tuple(systems),
+        "compute", arguments.stages, micro_batches, chosen_systems(arguments),
         arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead,
         target_ms=arguments.target_ms, rows=arguments.rows, width=arguments.width, pinned=arguments.pin,
         **link_of(arguments),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+clip", "async+fresh", "async+fabric"
+ASYNC_TRACED, ASYNC_MONITORED = "async+trace", "async+monitor"
 SYNC = "sync"
 ONE_F_ONE_B, GPIPE = "1f1b", "gpipe"
 INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZBV = "interleaved", "interleaved-zb", "zbv"
@@ -14,6 +15,8 @@ TITLES = {
     ASYNC: "async_pipeline, through the Trainer",
     ASYNC_CLIPPED: "async_pipeline, clipping on",
     ASYNC_FRESH: "async_pipeline, fresh last stage",
+    ASYNC_TRACED: "async_pipeline, PipelineTrace on",
+    ASYNC_MONITORED: "async_pipeline, PipelineMonitor on",
     ASYNC_FABRIC: "async_pipeline, in a Fabric loop",
     SYNC: "sync_pipeline, through the Trainer",
     ONE_F_ONE_B: "torch Schedule1F1B",
@@ -28,20 +31,30 @@ RIVALS = (ONE_F_ONE_B, GPIPE, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZBV)
 """torch's schedules."""
 SPLIT_BACKWARD = (INTERLEAVED_ZERO_BUBBLE, ZBV)
 """Schedules that run the gradients of inputs and of weights apart."""
+EXTRAS = {
+    ASYNC_CLIPPED: "clipping",
+    ASYNC_FRESH: "a fresh last stage",
+    ASYNC_TRACED: "PipelineTrace",
+    ASYNC_MONITORED: "PipelineMonitor",
+}
+"""What distinguishes a system from ``async``; they run where they are asked for."""
+USUAL = [name for name in TITLES if name not in EXTRAS]
+"""All other systems."""
 
 
-def problems_of_systems(names: Sequence[str], known: Iterable[str] = TITLES) -> list[str]:
+def problems_of_systems(names: Sequence[str], known: Iterable[str] = TITLES, argument: str = "--systems") -> list[str]:
     """What is wrong with a choice of systems, all of it.
 
     Args:
         names: that were chosen.
         known: that the benchmark has.
+        argument: that chose them.
     """
     problems = []
     unknown = [name for name in names if name not in known]
     if unknown:
-        problems.append(f"--systems {' '.join(unknown)}: unknown; there are {', '.join(known)}")
+        problems.append(f"{argument} {' '.join(unknown)}: unknown; there are {', '.join(known)}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        problems.append(f"--systems {' '.join(twice)}: named more than once")
+        problems.append(f"{argument} {' '.join(twice)}: named more than once")
     return problems

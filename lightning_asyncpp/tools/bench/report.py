@@ -16,7 +16,7 @@ import torch
 from lightning_asyncpp.pipeline.trace import utilisation
 from lightning_asyncpp.tools.bench.job import Job, RankRun
 from lightning_asyncpp.tools.bench.launch import Measured
-from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_CLIPPED, FLOOR, ONE_F_ONE_B, SPLIT_BACKWARD, TITLES
+from lightning_asyncpp.tools.bench.names import ASYNC, EXTRAS, FLOOR, ONE_F_ONE_B, SPLIT_BACKWARD, TITLES
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,21 @@ def _relative(base: Sequence[float] | None, own: Sequence[float]) -> Spread | No
     return None if base is None else Spread.of([b / o for b, o in zip(base, own)])
 
 
-def clipping_cost(job: Job, measured: Measured) -> float | None:
-    """How much longer a mini-batch takes with clipping, relative, pairwise by repeat; None if it was not measured."""
-    if not {ASYNC, ASYNC_CLIPPED} <= set(measured.runs):
-        return None
-    pairs = zip(_times(job, measured, ASYNC_CLIPPED), _times(job, measured, ASYNC))
-    return statistics.median(clipped / plain for clipped, plain in pairs) - 1
+def costs_of_extras(job: Job, measured: Measured) -> dict[str, Spread]:
+    """How much longer a mini-batch takes with an extra than without, relative, pairwise by repeat, per system."""
+    if ASYNC not in measured.runs:
+        return {}
+    plain = _times(job, measured, ASYNC)
+    extras = [system for system in measured.runs if system in EXTRAS]
+    return {s: Spread.of([w / p - 1 for w, p in zip(_times(job, measured, s), plain)]) for s in extras}
+
+
+def costs_text(costs: Mapping[str, Spread]) -> str:
+    """A line for each extra."""
+    return "".join(
+        f"{EXTRAS[system]} costs {cost.median:+.1%} [{cost.min:+.1%} to {cost.max:+.1%}] of the time\n"
+        for system, cost in costs.items()
+    )
 
 
 def _times(job: Job, measured: Measured, system: str) -> list[float]:
@@ -162,14 +171,17 @@ def facts_line(facts: Mapping[str, float]) -> str:
     return "; ".join(texts)
 
 
-def as_json(job: Job, lines: Sequence[Line], measured: Measured, **more: Any) -> dict[str, Any]:
-    """Everything that the table says, the settings and the machine."""
+def as_json(
+    job: Job, lines: Sequence[Line], measured: Measured, costs: Mapping[str, Spread], **more: Any
+) -> dict[str, Any]:
+    """Everything that the table and the lines below it say, the settings and the machine."""
     return {
         "job": asdict(job),
         "machine": machine(),
         "facts": measured.facts,
         "failures": measured.failures,
         "systems": {line.system: {k: v for k, v in asdict(line).items() if k != "system"} for line in lines},
+        "costs": {system: asdict(cost) for system, cost in costs.items()},
         **more,
     }
 

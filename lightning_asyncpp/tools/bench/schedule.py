@@ -37,13 +37,14 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.arguments import check_shape, link_of, make_parser
+from lightning_asyncpp.tools.bench.arguments import add_extras, check_shape, chosen_systems, link_of, make_parser
 from lightning_asyncpp.tools.bench.job import Job, spans_to_json
 from lightning_asyncpp.tools.bench.launch import Measured, measure
-from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, SYNC, TITLES
+from lightning_asyncpp.tools.bench.names import ASYNC, SYNC, USUAL
 from lightning_asyncpp.tools.bench.report import (
     as_json,
-    clipping_cost,
+    costs_of_extras,
+    costs_text,
     facts_line,
     machine,
     summarise,
@@ -54,7 +55,6 @@ from lightning_asyncpp.tools.bench.report import (
 from lightning_asyncpp.tools.timeline import Axis, Panel, draw_timelines
 
 _SHOWN_BATCHES = 3
-_DEFAULT = [name for name in TITLES if name not in (ASYNC_CLIPPED, ASYNC_FRESH)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,11 +71,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print(facts_line(measured.facts))
     print(table(lines, measured.failures))
-    cost = clipping_cost(job, measured)
-    if cost is not None:
-        print(f"clipping costs {cost:+.1%}")
+    costs = costs_of_extras(job, measured)
+    print(costs_text(costs), end="")
     if arguments.json:
-        write_json(arguments.json, as_json(job, lines, measured, clipping_cost=cost))
+        write_json(arguments.json, as_json(job, lines, measured, costs))
     if arguments.trace:
         write_json(arguments.trace, _traces(job, measured))
     if arguments.svg:
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> ArgumentParser:
-    parser = make_parser("schedule", "Utilisation of sleeping stages under every schedule.", _DEFAULT)
+    parser = make_parser("schedule", "Utilisation of sleeping stages under every schedule.", USUAL)
     parser.add_argument("--stages", type=PositiveInt, default=8, help="number of stages, one process each")
     parser.add_argument("--micro-batches", type=PositiveInt, default=8, help="micro-batches per mini-batch")
     parser.add_argument("--forward-ms", type=PositiveFloat, default=20.0, help="sleep of a forward, in ms")
@@ -97,18 +96,15 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--jitter", type=NonNegativeFloat, default=0.0, help="sigma of the sleeps' lognormal factors")
     parser.add_argument("--seed", type=NonNegativeInt, default=0, help="of the jitter")
-    parser.add_argument("--clip", action="store_true", help="run the asynchronous pipeline with clipping as well")
-    parser.add_argument("--fresh-last-stage", action="store_true", help="and with a fresh last stage")
+    add_extras(parser)
     parser.add_argument("--trace", type=str | None, default=None, help="write the engine's spans to this JSON file")
     parser.add_argument("--svg", type=str | None, default=None, help="draw the measured timelines to this file")
     return parser
 
 
 def _job(arguments: Namespace) -> Job:
-    wanted = {ASYNC_CLIPPED: arguments.clip, ASYNC_FRESH: arguments.fresh_last_stage}
-    systems = [name for name in TITLES if name in arguments.systems or wanted.get(name)]
     return Job(
-        "sleep", arguments.stages, arguments.micro_batches, tuple(systems),
+        "sleep", arguments.stages, arguments.micro_batches, chosen_systems(arguments),
         arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead,
         arguments.forward_ms, arguments.backward_ms, arguments.weight_share, arguments.jitter, arguments.seed,
         traced=bool(arguments.trace or arguments.svg), **link_of(arguments),

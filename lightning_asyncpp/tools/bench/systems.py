@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -17,9 +19,19 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
 from lightning_asyncpp.pipeline.trace import Trace
-from lightning_asyncpp.pytorch import AsyncPipelineStrategy, SyncPipelineStrategy
+from lightning_asyncpp.pytorch import AsyncPipelineStrategy, PipelineMonitor, PipelineTrace, SyncPipelineStrategy
 from lightning_asyncpp.tools.bench.job import Job, RankRun
-from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_CLIPPED, ASYNC_FABRIC, ASYNC_FRESH, FLOOR, RIVALS, SYNC
+from lightning_asyncpp.tools.bench.names import (
+    ASYNC,
+    ASYNC_CLIPPED,
+    ASYNC_FABRIC,
+    ASYNC_FRESH,
+    ASYNC_MONITORED,
+    ASYNC_TRACED,
+    FLOOR,
+    RIVALS,
+    SYNC,
+)
 from lightning_asyncpp.tools.bench.rivals import run_rival
 from lightning_asyncpp.tools.bench.work import LayerFactory, make_optimizer
 
@@ -68,18 +80,34 @@ def run_trainer(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
     """Run one of our strategies through an ordinary Trainer."""
     meter = Trace(-1)
     marks = _Marks(job.traced)
+    with _callbacks(system) as callbacks:
+        _fit(job, system, [marks, *callbacks], [make_layer(meter, stage) for stage in range(job.stages)])
+    return RankRun(system, marks.stage, meter.spans, marks.times, marks.trace.spans if marks.trace else [])
+
+
+@contextmanager
+def _callbacks(system: str) -> Iterator[list[L.Callback]]:
+    """What a user would add to the Trainer for this system."""
+    with tempfile.TemporaryDirectory(prefix="asyncpp-bench-trace-") as folder:
+        if system == ASYNC_TRACED:
+            yield [PipelineTrace(folder)]
+        elif system == ASYNC_MONITORED:
+            yield [PipelineMonitor()]
+        else:
+            yield []
+
+
+def _fit(job: Job, system: str, callbacks: list[L.Callback], layers: list[nn.Module]) -> None:
     trainer = L.Trainer(
         accelerator="cpu", devices=job.stages // job.hosts, num_nodes=job.hosts, plugins=[LightningEnvironment()],
-        callbacks=[marks], strategy=_strategy(job, system),
+        callbacks=callbacks, strategy=_strategy(job, system),
         gradient_clip_val=1e-3 if system == ASYNC_CLIPPED else None, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
-    module = BenchModule([make_layer(meter, stage) for stage in range(job.stages)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, DataLoader(job.batches(), batch_size=None))  # type: ignore[arg-type]
-    return RankRun(system, marks.stage, meter.spans, marks.times, marks.trace.spans if marks.trace else [])
+        trainer.fit(BenchModule(layers), DataLoader(job.batches(), batch_size=None))  # type: ignore[arg-type]
 
 
 def _strategy(job: Job, system: str) -> SyncPipelineStrategy | AsyncPipelineStrategy:
@@ -129,6 +157,8 @@ RUNNERS: dict[str, Callable[[Job, str, LayerFactory], RankRun]] = {
     ASYNC: run_trainer,
     ASYNC_CLIPPED: run_trainer,
     ASYNC_FRESH: run_trainer,
+    ASYNC_TRACED: run_trainer,
+    ASYNC_MONITORED: run_trainer,
     ASYNC_FABRIC: run_fabric,
     SYNC: run_trainer,
     **dict.fromkeys(RIVALS, run_rival),
