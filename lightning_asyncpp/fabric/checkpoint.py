@@ -101,8 +101,8 @@ class CheckpointMixin(Strategy):
             if strict and name not in remainder:
                 raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
             if name in remainder:
+                load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
                 load_optimizer(self.session, state[name], remainder.pop(name))
-                load_pipeline_state(self.session, progress)
                 self._clippings.clear()
         return remainder
 

@@ -60,6 +60,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         last_stage_norm: with ``"fresh_last_stage"`` and ``micro_batches``, what the last stage is clipped by: the norm
             of the mini-batch ``"before"``, as in the pipeline (``None`` means it too), of its ``"own"`` gradients, or
             the ``"exact"`` one, for comparison.
+        synchronous_start: number N of mini-batches at the beginning without delay; then W_N counts as W_0.
         split_batch, micro_batch_weight, loss_reduction: as for the pipeline strategies, for ``micro_batches``.
         find_unused_parameters: as in DDP.
         process_group_backend, timeout, start_method: as in DDP.
@@ -78,6 +79,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         micro_batches: int | None = None,
         nonfinite_gradients: Literal["stop", "skip"] = "stop",
         last_stage_norm: Literal["before", "own", "exact"] | None = None,
+        synchronous_start: int = 0,
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         micro_batch_weight: Callable[[Any], float] | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
@@ -102,7 +104,9 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
         )
-        self.settings = DelaySettings(delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm)
+        self.settings = DelaySettings(
+            delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start
+        )
         self.settings.check()
         self.emulator: DelayEmulator | None = None
         self._given_hooks = {
@@ -161,9 +165,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             raise ConfigurationError(refusals.NO_MODULE if self._module is None else refusals.SECOND_OPTIMIZER)
         hooks = UserHooks.of(self._module, self._given_hooks)
         micro_batches = self._micro_batch_gradient(self._module, self._module, hooks)
-        self.emulator = DelayEmulator(self.settings, self._module, optimizer, micro_batches)
-        if self._loaded_state is not None:  # by a load before this
-            self.emulator.load_state_dict(self._loaded_state)
+        # What was loaded before this counts: an optimizer that is told another delay forgets.
+        self.emulator = DelayEmulator(self.settings, self._module, optimizer, micro_batches, self._loaded_state)
         return optimizer
 
     def _before_forward(self, module: Module, _: Any) -> None:
@@ -322,16 +325,24 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         Raises:
             ConfigurationError: the checkpoint was written under another delay.
         """
-        remainder = super().load_checkpoint(path, state, strict, weights_only)
-        if isinstance(state, dict):
-            saved = remainder.pop(STATE, None)
-            has_optimizer = any(isinstance(value, Optimizer) for value in state.values())
-            self._resumed = self._resumed or has_optimizer
-            has_model = any(isinstance(value, Module) and self._is_trained(value) for value in state.values())
-            if self._resumed and (has_optimizer or has_model):  # they may come by two calls
-                self._loaded_state = saved
-                if self.emulator is not None:
-                    self.emulator.load_state_dict(saved)
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
+        others = {name: value for name, value in state.items() if name not in optimizers}
+        remainder = super().load_checkpoint(path, others, strict, weights_only)
+        state.update(others)
+        saved = remainder.pop(STATE, None)
+        self._resumed = self._resumed or bool(optimizers)
+        has_model = any(isinstance(value, Module) and self._is_trained(value) for value in others.values())
+        if self._resumed and (optimizers or has_model):  # they may come by two calls
+            self._loaded_state = saved
+            if self.emulator is not None:
+                self.emulator.load_state_dict(saved)  # tells the optimizer the delay, under which it loads
+        for name, optimizer in optimizers.items():
+            if strict and name not in remainder:
+                raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
+            if name in remainder:
+                optimizer.load_state_dict(remainder.pop(name))
         return remainder
 
     @override

@@ -18,6 +18,8 @@ class AsyncPipelineStrategy(PipelineStrategy):
         fresh_last_stage: let the last stage run without delay, which costs nothing and needs no second copy of its
             weights: its updates are applied before its next mini-batch. Its gradients are then clipped by the norm of
             the whole gradient one mini-batch earlier.
+        synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay: while
+            weights change fast an old gradient costs most. Corrections such as Error Feedback begin after them.
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
         split_batch: (batch, parts) -> that many micro-batches, ``None`` for an empty slot. Default: the model's method
             of that name, else every tensor is cut along its first dimension.

@@ -119,7 +119,7 @@ class DelayCorrection(Optimizer):
             memory.reset()
             if not memory.announced:
                 rank_zero_info(
-                    f"{type(self).__name__}: the gradients of this process are not delayed, so it corrects nothing:"
+                    f"{type(self).__name__}: the gradients of this process are not delayed now, so it corrects nothing:"
                     " the base steps alone."
                 )
                 memory.announced = True

@@ -55,7 +55,8 @@ class Engine:
     ) -> None:
         self.stage, self.mesh, self.settings = stage, mesh, settings
         self.delay = 0 if settings.steps_ahead(mesh.stage) else settings.delay
-        self.schedule = Schedule(mesh.stage, mesh.num_stages, settings.lookahead, self.delay)
+        start = settings.synchronous_start
+        self.schedule = Schedule(mesh.stage, mesh.num_stages, settings.lookahead, self.delay, start)
         self.weights = WeightVersions(stage.parameters, room=1 + self.delay)
         transport = None
         if mesh.num_stages > 1:
@@ -73,6 +74,11 @@ class Engine:
     def mini_batch(self) -> int:
         """Index t of the mini-batch that the next batch belongs to."""
         return self.updates.open.index
+
+    @property
+    def delay_of_next_update(self) -> int:
+        """How old, on this stage, gradients are from the update of the next mini-batch on: 0 in a synchronous start."""
+        return self.schedule.updates_behind(self.mini_batch)
 
     @property
     def idle(self) -> bool:
@@ -115,13 +121,14 @@ class Engine:
             payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
                 stages give counts.
         """
+        flushes = self.settings.updates_behind(self.mini_batch) == 0
         self.updates.close(self.next_forward, ticket, payload)
-        if self.settings.delay == 0:
+        if flushes:
             self._finish_backwards()
         self.updates.launch_complete(self.next_backward)
 
     def apply_due(self, apply: Callable[[Update], None]) -> list[Update]:
-        """Apply the updates whose time has come: after mini-batch t those up to t - delay.
+        """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
 
         Args:
             apply: steps the optimizer; the parameters hold the gradients meanwhile.

@@ -35,10 +35,13 @@ def train_reference(
     weight: Callable[[Any], float] = number_of_samples,
     skip_nonfinite: bool = False,
     fresh: Collection[nn.Parameter] = (),
+    synchronous_start: int = 0,
     seed: int = 0,
     first_micro_batch: int = 0,
 ) -> list[float]:
     """Train ``model`` in place by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - delay, 0)}.
+
+    With a synchronous start of N mini-batches: at W_t for t < N, then at W_{max(t - delay, N)}.
 
     Args:
         model: an ``nn.Sequential`` or a module with ``pipeline_layers()``.
@@ -54,6 +57,7 @@ def train_reference(
         skip_nonfinite: leave weights and optimizer alone where a gradient is not finite.
         fresh: parameters of a last stage without delay: their gradients are taken at W_t, and clipped by the norm of
             the whole gradient one mini-batch earlier (the first time, by the norm of their own); no error feedback.
+        synchronous_start: N; error feedback begins with update N, which is the first that is not corrected.
         seed: the run's seed; replica 0's random numbers are drawn.
         first_micro_batch: k of the first micro-batch.
 
@@ -68,7 +72,8 @@ def train_reference(
     is_fresh = [any(p is q for q in fresh) for p in parameters]
     norm: float | None = None  # of the whole gradient, one mini-batch ago
     for t, batches in enumerate(mini_batches):
-        stale = versions[max(t - delay, 0)]
+        is_async = t >= synchronous_start
+        stale = versions[max(t - delay, synchronous_start) if is_async else t]
         _load(parameters, [new if is_new else old for is_new, new, old in zip(is_fresh, versions[t], stale)])
         slots = [piece for batch in batches for piece in split_batch(batch, micro_batches)]
         gradient, total, loss = _gradient(model, parameters, step, slots, weight, seed, k)
@@ -79,11 +84,11 @@ def train_reference(
             own = [g if is_new else None for is_new, g in zip(is_fresh, gradient)]
             before = _norm(own, total) if norm is None else norm
             norm = _norm(gradient, total)
-            norms = [before if is_new else norm for is_new in is_fresh]
+            norms = [before if is_new and is_async else norm for is_new in is_fresh]
             _set_gradient(parameters, gradient, total, norms, max_norm)
             optimizer.step()
             optimizer.zero_grad()
-            if error_feedback is not None:
+            if error_feedback is not None and is_async:
                 previous_step = _feed_back(parameters, versions[t], previous_step, error_feedback, is_fresh)
         versions.append(_copy(parameters))
         if after_update is not None:

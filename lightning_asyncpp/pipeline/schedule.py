@@ -56,6 +56,20 @@ def largest_lookahead(num_stages: int, micro_batches: int, num_replicas: int) ->
     return min(room, num_stages - 1)
 
 
+def weight_version(mini_batch: int, delay: int, synchronous_start: int = 0) -> int:
+    """Number v of the weights W_v that mini-batch t runs on, forward and backward: W_{max(t - delay, N)}.
+
+    Before it, in a synchronous start of N mini-batches, W_t. Mini-batches N and N + 1 both run on W_N, as 0 and 1 do on
+    W_0 without such a start.
+
+    Args:
+        mini_batch: t.
+        delay: updates between the weights of a gradient and the weights that it is applied to.
+        synchronous_start: N.
+    """
+    return mini_batch if mini_batch < synchronous_start else max(mini_batch - delay, synchronous_start)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The order of forwards and backwards on one stage.
@@ -65,12 +79,14 @@ class Schedule:
         num_stages: number of stages P.
         lookahead: extra micro-batches in flight; hides latency, costs activation memory, never changes the delay.
         delay: updates between the weights of a gradient and the weights that it is applied to: 1 (PipeDream-2BW) or 0.
+        synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay.
     """
 
     stage: int
     num_stages: int
     lookahead: int = 0
     delay: int = 1
+    synchronous_start: int = 0
 
     @property
     def depth(self) -> int:
@@ -97,8 +113,12 @@ class Schedule:
         return (Action(Kind.BACKWARD, k) for k in range(oldest, end))
 
     def weight_version(self, mini_batch: int) -> int:
-        """Weights that mini-batch t runs on, forward and backward: W_{max(t - delay, 0)}."""
-        return max(mini_batch - self.delay, 0)
+        """Weights that mini-batch t runs on, forward and backward: see :func:`weight_version`."""
+        return weight_version(mini_batch, self.delay, self.synchronous_start)
+
+    def updates_behind(self, mini_batch: int) -> int:
+        """How many mini-batches' updates are outstanding when mini-batch t was run: none after a flush."""
+        return self.delay if mini_batch >= self.synchronous_start else 0
 
     def run(self, mini_batches: int, micro_batches: int) -> list[Action]:
         """The whole run, as planners, simulators and drawings want it: the engine executes the same order.
@@ -106,15 +126,16 @@ class Schedule:
         Update t - delay follows the forwards of mini-batch t; what is still in flight is drained at the end.
         """
         actions: list[Action] = []
-        oldest = 0
+        oldest = updates = 0
         for t in range(mini_batches):
             actions += self.batch(t * micro_batches, micro_batches, oldest)
             oldest = max(oldest, (t + 1) * micro_batches - self.depth)
-            if self.delay == 0:
+            if self.updates_behind(t) == 0:
                 actions += self.drain(oldest, (t + 1) * micro_batches)
                 oldest = (t + 1) * micro_batches
-            if t >= self.delay:
-                actions.append(Action(Kind.UPDATE, t - self.delay))
+            due = t + 1 - self.updates_behind(t)
+            actions += [Action(Kind.UPDATE, u) for u in range(updates, due)]
+            updates = max(updates, due)
         actions += self.drain(oldest, mini_batches * micro_batches)
-        actions += [Action(Kind.UPDATE, t) for t in range(max(mini_batches - self.delay, 0), mini_batches)]
+        actions += [Action(Kind.UPDATE, u) for u in range(updates, mini_batches)]
         return actions

@@ -7,7 +7,8 @@ begin with:
 
 * ``order``: every micro-batch goes forward once and backward once, after it; forwards, backwards and updates in order.
 * ``delay``: the weights W_{max(t - delay, 0)} of mini-batch t have been made when its forwards come. (Update t makes
-  W_{t+1}, so its gradient is then ``delay`` updates old.)
+  W_{t+1}, so its gradient is then ``delay`` updates old.) After a synchronous start of N mini-batches on W_t it is
+  W_{max(t - delay, N)}.
 * ``versions``: they stay until its last backward; at any moment at most ``delay`` + 1 versions are needed.
 * ``gradient``: an update comes when the stage has the whole gradient.
 * ``in flight``: at most ``depth`` + 1 micro-batches are between their forward and their backward.
@@ -46,11 +47,19 @@ class StageList:
         depth: micro-batches by which its forwards may run ahead of its backwards.
         delay: updates between the weights of a gradient and those that it is applied to. A last stage with less than
             the others steps ahead: it waits for their agreement about an older mini-batch.
+        synchronous_start: number of mini-batches at the beginning without delay; nobody steps ahead in it.
     """
 
     actions: Sequence[Action]
     depth: int
     delay: int
+    synchronous_start: int = 0
+
+    def version(self, mini_batch: int) -> int:
+        """Weights that a mini-batch is promised, written down apart from the schedule's own rule."""
+        if mini_batch < self.synchronous_start:
+            return mini_batch
+        return max(mini_batch - self.delay, self.synchronous_start)
 
 
 def check(
@@ -72,14 +81,16 @@ def check(
     Returns:
         Violations in words; none if the schedules are right.
     """
-    violations = [
-        f"delay: stage {s.stage} runs mini-batch {t} on W_{s.weight_version(t)}, not on W_{max(t - s.delay, 0)}"
-        for s in schedules
-        for t in range(mini_batches)
-        if s.weight_version(t) != max(t - s.delay, 0)
-    ]
     after = tuple(sorted(set(drains)))
-    readings = [_reading_of(s.depth, s.delay, micro_batches, mini_batches, after) for s in schedules]
+    readings = [
+        _reading_of(s.depth, s.delay, s.synchronous_start, micro_batches, mini_batches, after) for s in schedules
+    ]
+    violations = [
+        f"delay: stage {s.stage} runs mini-batch {t} on W_{s.weight_version(t)}, not on W_{reading.stage.version(t)}"
+        for s, reading in zip(schedules, readings)
+        for t in range(mini_batches)
+        if s.weight_version(t) != reading.stage.version(t)
+    ]
     return violations + _violations(readings, num_replicas)
 
 
@@ -102,10 +113,11 @@ def actions_of(
         yield from batch
         oldest += len(batch) - (done - begin)
         complete, over = divmod(done, micro_batches)
-        if over == 0 and schedule.delay == 0:
+        behind = schedule.updates_behind(complete - 1)
+        if over == 0 and behind == 0:
             yield from schedule.drain(oldest, done)
             oldest = done
-        due = complete - schedule.delay if over == 0 else 0
+        due = complete - behind if over == 0 else 0
         yield from (Action(Kind.UPDATE, t) for t in range(updates, due))
         updates = max(updates, due)
         if done in drains or done == end:
@@ -195,18 +207,20 @@ class _Reading:
         return len(self.forward_steps) + len(self.update_steps)
 
     def _version(self, k: int) -> int:
-        return max(k // self.micro_batches - self.stage.delay, 0)
+        return self.stage.version(k // self.micro_batches)
 
     def _note(self, rule: str, what: str) -> None:
         self.violations.setdefault(rule, what)
 
 
 @lru_cache(maxsize=1024)
-def _reading_of(depth: int, delay: int, micro_batches: int, mini_batches: int, drains: tuple[int, ...]) -> _Reading:
-    """A schedule's list depends on its depth and its delay alone, so one stands for all that share them."""
-    schedule = Schedule(0, depth + 1, delay=delay)
+def _reading_of(
+    depth: int, delay: int, synchronous_start: int, micro_batches: int, mini_batches: int, drains: tuple[int, ...]
+) -> _Reading:
+    """A schedule's list depends on its depth and its delays alone, so one stands for all that share them."""
+    schedule = Schedule(0, depth + 1, delay=delay, synchronous_start=synchronous_start)
     actions = list(actions_of(schedule, micro_batches, drains, mini_batches))
-    return _Reading.of(StageList(actions, depth, delay), micro_batches)
+    return _Reading.of(StageList(actions, depth, delay, synchronous_start), micro_batches)
 
 
 def _violations(readings: Sequence[_Reading], num_replicas: int) -> list[str]:
@@ -240,12 +254,12 @@ def _in_step(readings: Sequence[_Reading]) -> bool:
     step; within a step first what began it, the first stage first, then the backwards by micro-batch, the last stage
     first.
     """
-    behind = [max(reading.stage.delay for reading in readings) - reading.stage.delay for reading in readings]
     complete = [max(steps) for steps in zip(*(reading.complete_steps for reading in readings))]
     return all(_neighbours_in_step(before, after) for before, after in pairwise(readings)) and all(
-        done < update
-        for reading, lag in zip(readings, behind)
-        for done, update in zip(complete, reading.update_steps[lag:])
+        complete[agreed] < step
+        for stage, reading in enumerate(readings)
+        for t, step in enumerate(reading.update_steps)
+        if 0 <= (agreed := _agreed(readings, stage, t)) < len(complete)
     )
 
 
@@ -277,7 +291,13 @@ def _needed(readings: Sequence[_Reading], stage: int, action: Action) -> list[tu
         return [(stage - 1, action)] if stage > 0 else []
     if action.kind is Kind.BACKWARD:
         return [(stage + 1, action)] if stage + 1 < len(readings) else []
-    behind = max(reading.stage.delay for reading in readings) - readings[stage].stage.delay
-    agreed = action.index - behind
+    agreed = _agreed(readings, stage, action.index)
     last = Action(Kind.BACKWARD, (agreed + 1) * readings[stage].micro_batches - 1)
     return [(other, last) for other in range(len(readings))] if agreed >= 0 else []
+
+
+def _agreed(readings: Sequence[_Reading], stage: int, update: int) -> int:
+    """The mini-batch that all stages must have agreed about before an update; negative if there is none."""
+    own = readings[stage].stage
+    ahead = max(reading.stage.delay for reading in readings) - own.delay
+    return update - (ahead if update >= own.synchronous_start else 0)

@@ -105,10 +105,11 @@ class PipelineSession:
         engine = self.running()
         mesh, settings, transport = engine.mesh, engine.settings, engine.runner.transport
         ahead = f", lookahead {settings.lookahead}" if settings.delay else ""
+        after = f" after {settings.synchronous_start} synchronous mini-batches" if settings.synchronous_start else ""
         route = "" if transport is None else f"; tensors travel {transport.route}"
         return (
             f"{mesh.num_stages} stages x {mesh.num_replicas} replica(s), {settings.micro_batches} micro-batches{ahead},"
-            f" delay {settings.delay}{route}"
+            f" delay {settings.delay}{after}{route}"
         )
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -124,9 +125,13 @@ class PipelineSession:
             )
         self.optimizer = optimizer
         self._office = TicketOffice(optimizer)
-        if callable(set_delay := getattr(optimizer, "set_delay", None)):
-            set_delay(self.running().delay)
+        self.tell_delay()
         self.running().updates.on_left_out = lambda: leave_out(optimizer)
+
+    def tell_delay(self) -> None:
+        """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
+        if callable(set_delay := getattr(self.optimizer, "set_delay", None)):
+            set_delay(self.running().delay_of_next_update)
 
     @contextmanager
     def user_step(self) -> Iterator[None]:
@@ -159,7 +164,10 @@ class PipelineSession:
     def close(self, payload: Tensor | None = None) -> None:
         """End the mini-batch and file its ticket."""
         assert self._office is not None, "attach() an optimizer before training"
-        self.running().close(self._office.file(), payload)
+        engine = self.running()
+        if engine.mini_batch == engine.settings.synchronous_start > 0:
+            self.tell_delay()  # all earlier updates have been applied: they ended with a flush
+        engine.close(self._office.file(), payload)
 
     def apply_due(self, step: ApplyStep) -> list[Update]:
         """Apply the updates whose time has come; ``step`` clips and steps the optimizer."""

@@ -19,6 +19,7 @@ class PipelineSettings:
         data_parallel_size: number of replicas of the pipeline, D.
         delay: 1 for PipeDream-2BW, 0 for a flush per mini-batch.
         fresh_last_stage: let the last stage run without delay: its newest weights are ready before its next mini-batch.
+        synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay.
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer unchanged.
         metric_slots: how many values ``self.log`` may hand over per batch.
         max_message_bytes: largest activation message that a stage accepts, in bytes.
@@ -32,6 +33,7 @@ class PipelineSettings:
     metric_slots: int = 64
     max_message_bytes: int = 2**34
     fresh_last_stage: bool = False
+    synchronous_start: int = 0
 
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
         """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
@@ -60,7 +62,9 @@ class PipelineSettings:
 
     def with_delay(self, delay: int) -> PipelineSettings:
         """The same pipeline with another delay: how a synchronous twin is made."""
-        return replace(self, delay=delay, fresh_last_stage=self.fresh_last_stage and delay > 0)
+        if delay:
+            return replace(self, delay=delay)
+        return replace(self, delay=0, fresh_last_stage=False, synchronous_start=0)
 
     def _problems_alone(self) -> list[str]:
         problems = []
@@ -76,6 +80,13 @@ class PipelineSettings:
             problems.append(f"delay={self.delay} must be 0 or 1")
         if self.fresh_last_stage and self.delay == 0:
             problems.append("fresh_last_stage=True has no meaning without a delay: all stages are fresh; leave it out")
+        if self.synchronous_start < 0:
+            problems.append(f"synchronous_start={self.synchronous_start} must be 0 or more, in mini-batches")
+        if self.synchronous_start > 0 and self.delay == 0:
+            problems.append(
+                f"synchronous_start={self.synchronous_start} has no meaning without a delay: all mini-batches are"
+                " synchronous; leave it out"
+            )
         if self.fresh_last_stage and self.nonfinite_gradients == "skip":
             problems.append(
                 "fresh_last_stage=True steps the last stage before it is known whether the gradients of the others are"
@@ -136,6 +147,15 @@ class ResolvedSettings:
         """Updates between the weights of a gradient and the weights that it is applied to."""
         return self.settings.delay
 
+    @property
+    def synchronous_start(self) -> int:
+        """Number of mini-batches at the beginning that have no delay, N."""
+        return self.settings.synchronous_start
+
+    def updates_behind(self, mini_batch: int) -> int:
+        """How many mini-batches' updates are outstanding when mini-batch t was run: see :class:`Schedule`."""
+        return self.delay if mini_batch >= self.synchronous_start else 0
+
     def steps_ahead(self, stage: int) -> bool:
-        """Whether ``stage`` applies its updates before its next mini-batch, ahead of the others."""
+        """Whether ``stage`` applies its updates before its next mini-batch, ahead of the others that have a delay."""
         return self.settings.fresh_last_stage and stage == self.num_stages - 1

@@ -52,6 +52,7 @@ def pipeline_state(session: PipelineSession) -> dict[str, Any]:
         "data_parallel_size": engine.mesh.num_replicas,
         "delay": engine.settings.delay,
         "fresh_last_stage": engine.settings.settings.fresh_last_stage,
+        "synchronous_start": engine.settings.synchronous_start,
         "micro_batches": engine.settings.micro_batches,
         "seed": engine.runner.seed,
         "engine": engine.state_dict(),
@@ -69,16 +70,18 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     if state is None:
         engine.weights.restore(0, None)
         return
+    state = {"fresh_last_stage": False, "synchronous_start": 0, **state}
     problems = [
-        f"the checkpoint was written with {name}={state.get(name, False)}, this run has {value}: resuming with another"
-        f" value is not supported yet; use {name}={state.get(name, False)}"
+        f"the checkpoint was written with {name}={state.get(name)}, this run has {value}: resuming with another"
+        f" value is not supported yet; use {name}={state.get(name)}"
         for name, value in (
             ("data_parallel_size", engine.mesh.num_replicas),
             ("delay", engine.settings.delay),
             ("fresh_last_stage", engine.settings.settings.fresh_last_stage),
+            ("synchronous_start", engine.settings.synchronous_start),
             ("micro_batches", engine.settings.micro_batches),
         )
-        if state.get(name, False) != value
+        if state.get(name) != value
     ]
     if problems:
         raise ConfigurationError.from_problems(problems)
@@ -86,6 +89,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     has_older = older and engine.weights.room > 1
     own = {name: older[name] for name in engine.weights.parameters} if has_older else None
     engine.load_state_dict(state["engine"], own)
+    session.tell_delay()  # before the optimizer's state is loaded: it keeps what it needs under its delay
     engine.runner.seed = session.seed = int(state["seed"])
 
 

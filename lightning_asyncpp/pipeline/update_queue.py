@@ -105,15 +105,16 @@ class UpdateQueue:
                 mini_batch.pending.poll()
 
     def apply_due(self, apply: Callable[[Update], None]) -> list[Update]:
-        """Apply the updates whose time has come: after mini-batch t those up to t - delay.
+        """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
 
         Raises:
             NonFiniteGradientError: under the policy ``"stop"``, on every rank.
         """
         updates = []
-        while self.closed and self.closed[0].index < self.open.index - self.settings.delay:
+        behind = self.settings.updates_behind(self.open.index - 1)
+        while self.closed and self.closed[0].index < self.open.index - behind:
             updates.append(self._apply(self.closed.popleft(), apply))
-        if self._steps_ahead and self.closed:
+        if self.closed and self._is_ahead(self.closed[-1]):
             self._step_ahead(self.closed[-1], apply)
         return updates
 
@@ -140,6 +141,10 @@ class UpdateQueue:
         assert self.mesh.groups.data_parallel is not None
         return Reduction(self._buckets, self.mesh.groups.data_parallel)
 
+    def _is_ahead(self, mini_batch: MiniBatch) -> bool:
+        """Whether this stage applies the update of a mini-batch ahead of the others."""
+        return self._steps_ahead and mini_batch.index >= self.settings.synchronous_start
+
     def _step_ahead(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> None:
         """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
 
@@ -157,12 +162,13 @@ class UpdateQueue:
 
     def _apply(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> Update:
         assert mini_batch.pending is not None
-        if self._steps_ahead:
+        is_ahead = self._is_ahead(mini_batch)
+        if is_ahead:
             self._step_ahead(mini_batch, apply)
         assert mini_batch.ticket is not None
         message = self._agree(mini_batch, mini_batch.pending)
         skipped = not message.finite or message.weight == 0
-        if self._steps_ahead:
+        if is_ahead:
             return Update(mini_batch.index, mini_batch.ticket, message, skipped, None)
         update = Update(mini_batch.index, mini_batch.ticket, message, skipped, self.weights.advance())
         if skipped:

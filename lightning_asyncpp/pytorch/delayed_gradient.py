@@ -57,6 +57,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         last_stage_norm: with ``"fresh_last_stage"`` and ``micro_batches``, what the last stage is clipped by: the norm
             of the mini-batch ``"before"``, as in the pipeline (``None`` means it too), of its ``"own"`` gradients, or
             the ``"exact"`` one, for comparison.
+        synchronous_start: number N of mini-batches at the beginning without delay; then W_N counts as W_0.
         find_unused_parameters: as in DDP; with whole batches on several devices.
         process_group_backend, timeout, start_method: as in DDP.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
@@ -75,6 +76,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         micro_batches: int | None = None,
         nonfinite_gradients: Literal["stop", "skip"] = "stop",
         last_stage_norm: Literal["before", "own", "exact"] | None = None,
+        synchronous_start: int = 0,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -96,7 +98,9 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
         )
-        self.settings = DelaySettings(delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm)
+        self.settings = DelaySettings(
+            delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start
+        )
         self.settings.check()
         self.emulator: DelayEmulator | None = None
         self._emulated: LightningModule | None = None

@@ -28,8 +28,8 @@ class PipelineMonitor(TokensPerSecond):
       flush, but also updates, the loader and the trainer's own work.
     - ``update_hidden``: share of the time between a complete gradient and its update in which the last stage does not
       wait for the other ranks (0 to 1).
-    - ``gradient_staleness``: updates by which gradients are too old: 1 from the second mini-batch on when asynchronous,
-      else 0.
+    - ``gradient_staleness``: updates by which gradients are too old: 1 from the second mini-batch on when asynchronous
+      (after a synchronous start), else 0.
 
     Every rank looks at its own stage; nothing is exchanged. Rank 0, the last stage of the first replica, logs what it
     sees. Every rank raises if a micro-batch ran on other weights than the schedule promises.
@@ -84,7 +84,8 @@ class PipelineMonitor(TokensPerSecond):
         self._counts_tokens = callable(getattr(pl_module, "micro_batch_weight", None))
         self._peak = self.peak_flops or _known_peak(trainer, pl_module)
         self._follower = follow(engine)
-        self._stage = StageWindow(engine.mesh.stage, engine.delay, self._window)
+        start = engine.settings.synchronous_start
+        self._stage = StageWindow(engine.mesh.stage, engine.delay, self._window, start)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

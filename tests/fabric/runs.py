@@ -36,6 +36,7 @@ class Run:
             micro_batches=case.micro_batches,
             lookahead=case.lookahead,
             fresh_last_stage=case.fresh,
+            synchronous_start=case.start,
             data_parallel_size=case.data_parallel_size,
             nonfinite_gradients="skip" if case.nan_at is not None else "stop",
             micro_batch_weight=case.weight,

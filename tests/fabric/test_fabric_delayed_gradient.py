@@ -96,13 +96,15 @@ class Loop:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-def by_the_rule(delay_of: Callable[[int], int]) -> tuple[list[Tensor], list[float]]:
-    """W_{t+1} = W_t - U(g_t), g_t taken at each parameter's W_{t-d}; and the loss of every W_{t+1}."""
+def by_the_rule(delay_of: Callable[[int], int], start: int = 0) -> tuple[list[Tensor], list[float]]:
+    """W_{t+1} = W_t - U(g_t), g_t taken at each parameter's W_{t-d}; and the loss of every W_{t+1}.
+
+    The first ``start`` gradients are taken at W_t, and no later one at weights before W_start.
+    """
     net = make_net()
     parameters = list(net.parameters())
     delays = [delay_of(i) for i in range(len(parameters))]
     optimizer = make_optimizer(net)
-    optimizer.set_delay(dict(zip(parameters, delays)))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     history, evaluated = [[p.detach().clone() for p in parameters]], []
 
@@ -112,7 +114,8 @@ def by_the_rule(delay_of: Callable[[int], int]) -> tuple[list[Tensor], list[floa
                 p.copy_(version)
 
     for t in range(STEPS):
-        load([history[max(t - d, 0)][i] for i, d in enumerate(delays)])
+        optimizer.set_delay(0 if t < start else dict(zip(parameters, delays)))
+        load([history[t if t < start else max(t - d, start)][i] for i, d in enumerate(delays)])
         for part in (2 * t, 2 * t + 1):
             x, y = batch(part)
             F.mse_loss(net.forward(x), y).backward()
@@ -143,11 +146,11 @@ def test_without_delay_it_is_bitwise_fabrics_own_loop(precision: str) -> None:
     assert emulated.evaluated == plain.evaluated
 
 
-@pytest.mark.parametrize("delay", [1, 3])
-def test_an_ordinary_loop_follows_the_rule(delay: int) -> None:
-    loop = Loop(DelayedGradientStrategy(delay=delay))
+@pytest.mark.parametrize(("delay", "start"), [(1, 0), (3, 0), (1, 3), (2, 2)])
+def test_an_ordinary_loop_follows_the_rule(delay: int, start: int) -> None:
+    loop = Loop(DelayedGradientStrategy(delay=delay, synchronous_start=start))
     loop.train()
-    weights, evaluated = by_the_rule(lambda _: delay)
+    weights, evaluated = by_the_rule(lambda _: delay, start)
     assert_equal(loop.weights, weights)
     assert loop.evaluated == evaluated  # on the newest weights
 
@@ -158,13 +161,13 @@ def test_pipedreams_delay_follows_the_rule() -> None:
     assert_equal(loop.weights, by_the_rule(lambda index: 2 - index // 2)[0])
 
 
-@pytest.mark.parametrize("delay", [1, 2])
-def test_a_loaded_run_goes_on_as_the_uninterrupted_one(delay: int, tmp_path: Path) -> None:
-    whole = Loop(DelayedGradientStrategy(delay=delay))
+@pytest.mark.parametrize(("delay", "start"), [(1, 0), (2, 0), (2, 1), (1, 3), (1, 4)])
+def test_a_loaded_run_goes_on_as_the_uninterrupted_one(delay: int, start: int, tmp_path: Path) -> None:
+    whole = Loop(DelayedGradientStrategy(delay=delay, synchronous_start=start))
     whole.train(stop=3)
     whole.fabric.save(tmp_path / "run.ckpt", whole.state)
     whole.train(start=3)
-    resumed = Loop(DelayedGradientStrategy(delay=delay))
+    resumed = Loop(DelayedGradientStrategy(delay=delay, synchronous_start=start))
     nn.init.zeros_(resumed.model.inner.weight)
     assert resumed.fabric.load(tmp_path / "run.ckpt", resumed.state) == {}
     resumed.train(start=3)
@@ -200,13 +203,16 @@ def test_loading_another_module_in_mid_run_changes_nothing(tmp_path: Path) -> No
     assert_equal(loop.weights, undisturbed.weights)
 
 
+@pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
-def test_model_and_optimizer_may_be_loaded_one_after_the_other(order: tuple[str, str], tmp_path: Path) -> None:
-    whole = Loop(DelayedGradientStrategy(delay=2))
+def test_model_and_optimizer_may_be_loaded_one_after_the_other(
+    order: tuple[str, str], start: int, tmp_path: Path
+) -> None:
+    whole = Loop(DelayedGradientStrategy(delay=2, synchronous_start=start))
     whole.train(stop=3)
     whole.fabric.save(tmp_path / "run.ckpt", whole.state)
     whole.train(start=3)
-    resumed = Loop(DelayedGradientStrategy(delay=2))
+    resumed = Loop(DelayedGradientStrategy(delay=2, synchronous_start=start))
     nn.init.zeros_(resumed.model.inner.weight)
     for name in (*order, "scheduler"):
         resumed.fabric.load(tmp_path / "run.ckpt", {name: resumed.state[name]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,15 @@ def test_a_fresh_last_stage_has_the_weights_of_the_oracle(pools: Pools, num_stag
     assert_same_norms(results)
 
 
-@pytest.mark.parametrize("num_stages", STAGES)
-def test_a_loaded_run_goes_on_as_the_uninterrupted_one(pools: Pools, num_stages: int, tmp_path: Path) -> None:
-    path = str(tmp_path / "run.ckpt")
-    expected = run_oracle(RESUMED)[0]
-    assert_same_weights(pools.run(num_stages, runs.save_and_go_on, RESUMED, path, 3), expected)
-    assert_same_weights(pools.run(num_stages, runs.load_and_go_on, RESUMED, path), expected)
+@pytest.mark.parametrize(("num_stages", "start"), [(1, 0), (2, 0), (3, 0), (2, 2), (2, 3), (2, 4)])
+def test_a_loaded_run_goes_on_as_the_uninterrupted_one(
+    pools: Pools, num_stages: int, start: int, tmp_path: Path
+) -> None:
+    """Without a synchronous start, and after, at and before its end."""
+    path, case = str(tmp_path / "run.ckpt"), replace(RESUMED, start=start)
+    expected = run_oracle(case)[0]
+    assert_same_weights(pools.run(num_stages, runs.save_and_go_on, case, path, 3), expected)
+    assert_same_weights(pools.run(num_stages, runs.load_and_go_on, case, path), expected)
     assert torch.load(path, weights_only=True).keys() == {"model", "optimizer", "scheduler", "step", "pipeline"}
 
 

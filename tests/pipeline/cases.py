@@ -110,6 +110,7 @@ class Case:
     spare: bool = False
     same_data: bool = False  # all replicas read replica 0's batches
     fresh: bool = False  # a last stage without delay
+    start: int = 0  # mini-batches at the beginning without delay
     seed: int = 5
     device: str = "cpu"
 

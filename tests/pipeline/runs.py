@@ -30,7 +30,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     settings = PipelineSettings(
         micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
         delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
-        fresh_last_stage=case.fresh,
+        fresh_last_stage=case.fresh, synchronous_start=case.start,
     ).resolved(mesh.world_size)  # fmt: skip
     device = torch.device(case.device)
     model = make_model(case.dropout, case.spare).to(device)
@@ -40,8 +40,6 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     hooks = UserHooks(micro_batch_weight=case.weight)
     engine = Engine(stage, mesh, settings, case.seed, device, hooks)
     optimizer = case.make_optimizer(list(model.named_parameters()))
-    if case.error_feedback is not None:
-        optimizer.set_delay(engine.delay)  # type: ignore[attr-defined]
     scheduler = case.make_scheduler(optimizer)
     office = TicketOffice(optimizer)
     norms: list[float] = []
@@ -71,6 +69,8 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
         if mesh.is_last:
             sums = [(output.mean_loss() or 0.0) * sum(output.weights) for output in outputs]
             losses.append(float(sum(sums)) / max(sum(sum(o.weights) for o in outputs), 1e-9))
+        if case.error_feedback is not None:
+            optimizer.set_delay(engine.delay_of_next_update)  # type: ignore[attr-defined]
         engine.close(office.file())
         take(engine.apply_due(apply))
         if scheduler is not None:
@@ -103,6 +103,7 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
         after_update=scheduler.step if scheduler is not None else None,
         weight=case.weight, skip_nonfinite=case.nan_at is not None, seed=case.seed,
         fresh=[named[name] for name, stage in stages.items() if stage == num_stages - 1],
+        synchronous_start=case.start,
     )  # fmt: skip
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}, losses
 

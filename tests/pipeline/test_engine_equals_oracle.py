@@ -115,6 +115,29 @@ def test_fresh_last_stage(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 
+def with_synchronous_start(num_stages: int) -> list[tuple[int, Case]]:
+    """Starts of one to three mini-batches, drains on both sides of the switch, fresh last stages among them."""
+    cases = []
+    for i, (_, case) in enumerate(asynchronous(num_stages)):
+        fresh = i % 3 == 0 and num_stages > 1 and case.nan_at is None
+        cases.append((num_stages, replace(case, start=1 + i % 3, fresh=fresh, drains=(i % 4,) if i % 2 else ())))
+    return cases
+
+
+@parametrized(over((1, 2, 3), with_synchronous_start))
+def test_synchronous_start(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+def test_a_synchronous_start_as_long_as_the_run_is_a_synchronous_run(pools: Pools) -> None:
+    case = Case(3, max_norm=0.3, error_feedback=1.0, dropout=0.3, scheduler=True, start=5)
+    results = pools.run(case, 3)
+    assert_same_weights(results, run_oracle(replace(case, start=0, delay=0))[0])
+    shorter = run_oracle(replace(case, start=3))[0]
+    with pytest.raises(AssertionError, match="not bitwise equal"):
+        assert_same_weights(results, shorter)
+
+
 @pytest.mark.parametrize("empty", [(0,), (2,)])
 def test_a_fresh_last_stage_is_clipped_after_a_batch_without_samples(pools: Pools, empty: tuple[int, ...]) -> None:
     sizes = tuple(0 if i in empty else 6 for i in range(5))
@@ -127,6 +150,12 @@ def test_a_fresh_last_stage_is_clipped_after_a_batch_without_samples(pools: Pool
 @pytest.mark.slow
 @parametrized(with_fresh_last_stage(4))
 def test_fresh_last_stage_of_four(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+@pytest.mark.slow
+@parametrized(with_synchronous_start(4))
+def test_synchronous_start_of_four(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 

@@ -185,3 +185,11 @@ def test_a_flush_costs_the_known_bubble(num_stages: int, micro_batches: int) -> 
     end = max(b for stage in simulation.busy for _, b in stage)
     bubble = (num_stages - 1) / (micro_batches + num_stages - 1)
     assert simulation.idle(0, 0.0, end) == pytest.approx(bubble)
+
+
+def test_a_synchronous_start_flushes_and_then_both_first_mini_batches_run_on_its_weights() -> None:
+    schedule = Schedule(0, 2, synchronous_start=2)
+    actions = "F0 F1 B0 B1 U0 F2 F3 B2 B3 U1 F4 F5 B4 F6 B5 F7 B6 U2 B7 U3"
+    assert " ".join(map(str, schedule.run(4, 2))) == actions
+    assert [schedule.weight_version(t) for t in range(6)] == [0, 1, 2, 2, 3, 4]
+    assert [schedule.updates_behind(t) for t in range(4)] == [0, 0, 1, 1]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, largest_lookahead
-from lightning_asyncpp.pipeline.schedule_check import StageList, actions_of, check, check_lists
+from lightning_asyncpp.pipeline.schedule_check import MINI_BATCHES, StageList, actions_of, check, check_lists
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 
 MOST_STAGES, MOST_MICRO_BATCHES = 32, 64
@@ -72,6 +73,35 @@ def test_a_fresh_last_stage_keeps_the_rules() -> None:
             assert check(schedules, count) == [], (num_stages, count, lookahead)
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_synchronous_start_keeps_the_rules(fresh: bool) -> None:
+    # Up to two mini-batches after the last one with a flush the state may still change: look at as many more.
+    for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1, 3), range(2, MOST_STAGES + 1, 2)):
+        for lookahead in {0, largest_lookahead(num_stages, count, 1)} if count >= num_stages else set():
+            for start in (1, 2, 3):
+                schedules = [replace(s, synchronous_start=start) for s in pipeline(num_stages, lookahead)]
+                if fresh:
+                    schedules[-1] = replace(schedules[-1], delay=0)
+                found = check(schedules, count, mini_batches=MINI_BATCHES + start)
+                assert found == [], (num_stages, count, lookahead, start)
+
+
+@pytest.mark.parametrize("drained", [1, 4, 5, 8, 9, 11])
+def test_drains_about_the_end_of_a_synchronous_start_keep_the_rules(drained: int) -> None:
+    schedules = [replace(s, synchronous_start=2) for s in pipeline(4, 1)]
+    assert check(schedules, 5, 1, {drained}, MINI_BATCHES + 2) == []
+
+
+def test_a_synchronous_start_that_ends_too_late_or_keeps_the_delay_is_caught() -> None:
+    class Early(Schedule):
+        def weight_version(self, mini_batch: int) -> int:
+            return max(mini_batch - self.delay, 0)
+
+    assert check([Early(0, 1, synchronous_start=2)], 2)[0] == ("delay: stage 0 runs mini-batch 1 on W_0, not on W_1")
+    without_flush = [replace(stage, synchronous_start=2) for stage in lists_of(3, 3)]
+    assert {"delay", "deadlock"} & rules(check_lists(without_flush, 3)) == {"delay"}
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: int) -> None:
     """Beyond the largest lookahead, with one exception, which is refused although no rule forbids it."""
@@ -110,21 +140,26 @@ class OfDepth:
 
     depth: int
     delay: int
+    synchronous_start: int = 0
     stage: int = 0  # for messages
 
     batch = Schedule.batch
     drain = Schedule.drain
     weight_version = Schedule.weight_version
+    updates_behind = Schedule.updates_behind
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_list_depends_on_depth_and_delay_alone_and_is_that_of_the_schedule(delay: int) -> None:
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_list_depends_on_depth_and_delays_alone_and_is_that_of_the_schedule(delay: int, start: int) -> None:
     for num_stages, micro_batches in itertools.product(range(1, 9), range(1, 12)):
-        for schedule in pipeline(num_stages, num_stages // 2, delay):
+        for plain in pipeline(num_stages, num_stages // 2, delay):
+            schedule = replace(plain, synchronous_start=start)
             if schedule.depth <= micro_batches or delay == 0:
-                expected = schedule.run(3, micro_batches)
-                assert list(actions_of(schedule, micro_batches, (), 3)) == expected
-                assert list(actions_of(OfDepth(schedule.depth, delay), micro_batches, (), 3)) == expected  # type: ignore[arg-type]
+                expected = schedule.run(4, micro_batches)
+                bare: Any = OfDepth(schedule.depth, delay, start)
+                for made in (actions_of(schedule, micro_batches), actions_of(bare, micro_batches)):
+                    assert list(made) == expected
 
 
 @pytest.mark.parametrize("drained", [0, 5])

@@ -52,6 +52,12 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         "fresh_last_stage=True has no meaning without a delay: all stages are fresh; leave it out",
     ),
     (
+        {"synchronous_start": 3, "delay": 0},
+        2,
+        "synchronous_start=3 has no meaning without a delay: all mini-batches are synchronous; leave it out",
+    ),
+    ({"synchronous_start": -1}, 2, "synchronous_start=-1 must be 0 or more, in mini-batches"),
+    (
         {"fresh_last_stage": True},
         1,
         "fresh_last_stage=True with one stage would be synchronous training; use more stages, or strategy"
@@ -140,3 +146,10 @@ def test_a_fresh_last_stage_steps_ahead_in_training_alone() -> None:
     assert [settings.resolved(3).steps_ahead(stage) for stage in range(3)] == [False, False, True]
     assert not PipelineSettings().resolved(3).steps_ahead(2)
     assert not settings.with_delay(0).resolved(3).steps_ahead(2)
+
+
+def test_a_synchronous_start_leaves_no_update_outstanding() -> None:
+    settings = PipelineSettings(synchronous_start=2)
+    assert [settings.resolved(3).updates_behind(t) for t in range(4)] == [0, 0, 1, 1]
+    assert [PipelineSettings().resolved(3).updates_behind(t) for t in range(2)] == [1, 1]
+    assert settings.with_delay(0).resolved(3).synchronous_start == 0

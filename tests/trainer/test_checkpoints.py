@@ -92,6 +92,20 @@ def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, fresh: bool
         assert resumed[0]["steps"] == list(range(step + 1, 16))
 
 
+def test_resumed_about_the_end_of_a_synchronous_start(pools: Pools, tmp_path: Path) -> None:
+    """Error Feedback begins with the first delayed mini-batch, whether the run was resumed before, at or after it."""
+    options = {"synchronous_start": 3, "fresh_last_stage": True}
+    callbacks = (saving(tmp_path, every_n_train_steps=1),)
+    run = replace(RUN, options=options, module=ResumableNet, callbacks=callbacks, trainer=TRAINER)
+    whole = pools.run(2, fit, run)
+    for step in (2, 3, 4, 5):
+        resumed = pools.run(2, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt")))
+        assert_equal_weights(joined_weights(resumed, 2), joined_weights(whole, 2))
+    other = replace(run, options={"synchronous_start": 4, "fresh_last_stage": True}, callbacks=())
+    for outcome in pools.outcomes(2, fit, replace(other, ckpt_path=str(tmp_path / "step=4.ckpt"))):
+        assert "written with synchronous_start=3, this run has 4" in outcome.message
+
+
 def test_resumed_before_validation(pools: Pools, tmp_path: Path) -> None:
     """Saved by validation in mid-epoch, on its metric."""
     callbacks = (saving(tmp_path, monitor="val_loss"),)

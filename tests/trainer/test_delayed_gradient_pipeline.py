@@ -74,6 +74,26 @@ def test_a_fresh_last_stage_trains_in_the_pipeline_as_here(pools: Pools, stages:
     assert emulated["callback_metrics"]["val_loss"] == pytest.approx(pipeline[0]["callback_metrics"]["val_loss"])
 
 
+@pytest.mark.parametrize(
+    ("stages", "correction", "fresh"), [(2, "feedback", True), (3, "feedback", False), (2, "prediction-ahead", False)]
+)
+def test_a_synchronous_start_trains_in_the_pipeline_as_here(
+    pools: Pools, stages: int, correction: str, fresh: bool
+) -> None:
+    run = Run(
+        Net, "async", {"micro_batches": 3, "synchronous_start": 3, "fresh_last_stage": fresh}, optimizer="muon",
+        correction=correction, scheduler="decay-step", dropout=0.2, shuffle=True, samples=37, val_samples=(9,),
+        trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "val_check_interval": 2, "logger": "list"},
+    )  # fmt: skip
+    pipeline = pools.run(stages, fit, run)
+    ways: dict[str, Any] = {"delay": "fresh_last_stage", "stages": stages} if fresh else {"delay": 1}
+    emulated = train(delayed(run, **ways, micro_batches=3, synchronous_start=3))
+    assert_equal_weights(emulated["weights"], joined_weights(pipeline, stages))
+    other = train(delayed(run, **ways, micro_batches=3, synchronous_start=2))
+    assert not np.array_equal(other["weights"]["model.0.weight"], emulated["weights"]["model.0.weight"])
+    assert emulated["callback_metrics"]["val_loss"] == pytest.approx(pipeline[0]["callback_metrics"]["val_loss"])
+
+
 def test_looking_ahead_acts_without_a_delay_as_in_the_synchronous_pipeline(pools: Pools) -> None:
     run = Run(Net, "sync", {"micro_batches": 3}, optimizer="muon", correction="prediction-ahead")
     pipeline = pools.run(2, fit, run)

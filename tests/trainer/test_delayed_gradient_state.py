@@ -30,6 +30,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "micro-batches": {"delay": 1, "micro_batches": 3},
     "fresh-in-micro-batches": {"delay": "fresh_last_stage", "stages": 2, "micro_batches": 3},
     "two-in-micro-batches": {"delay": 2, "micro_batches": 3},
+    "synchronous-start": {"delay": 2, "synchronous_start": 2},
+    "synchronous-start-in-micro-batches": {"delay": 1, "micro_batches": 3, "synchronous_start": 2},
 }
 
 
@@ -59,6 +61,16 @@ def test_a_checkpoint_of_another_delay_is_refused(tmp_path: Path) -> None:
     path = checkpoint(Run(Net, "delayed", {"delay": 2}), tmp_path)
     with pytest.raises(ConfigurationError, match="written with delay=2, this run has 1"):
         train(Run(Net, "delayed", ckpt_path=path, trainer={"max_epochs": 2}))
+
+
+def test_a_checkpoint_of_another_synchronous_start_is_refused_and_an_older_one_had_none(tmp_path: Path) -> None:
+    path = checkpoint(Run(Net, "delayed"), tmp_path)
+    with pytest.raises(ConfigurationError, match="written with synchronous_start=0, this run has 5"):
+        train(Run(Net, "delayed", {"synchronous_start": 5}, ckpt_path=path, trainer={"max_epochs": 2}))
+    content = torch.load(path, weights_only=True)
+    del content["delayed_gradient"]["synchronous_start"]
+    torch.save(content, path)
+    train(Run(Net, "delayed", ckpt_path=path, trainer={"max_epochs": 2}))
 
 
 def test_a_checkpoint_of_another_distribution_over_stages_is_refused(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_asyncpp import ConfigurationError, PipelineTrace
+from lightning_asyncpp import ConfigurationError, PipelineMonitor, PipelineTrace
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Beside, Wait
 from lightning_asyncpp.tools.trace.reading import read_run
 from lightning_asyncpp.tools.trace.run import RecordedRun
 from lightning_asyncpp.tools.trace.summary import summarise
+from lightning_asyncpp.tools.trace.table import table
 from tests.trainer.pool import Pools
 from tests.trainer.recorded import EndsSuddenly, fit_asleep, fit_twice, shifted_clock
 from tests.trainer.runs import Net, Run, fit
@@ -62,6 +63,20 @@ def test_every_action_is_recorded_with_its_weights(pools: Pools, tmp_path: Path)
         assert [versions[k] for k in range(0, 24, 4)] == [0, 0, 1, 2, 3, 4]
         assert indices(run, Wait.DATA, stage) == [1, 2, 3, 4, 5]
     assert all(span.num_bytes > 0 for span in run.ranks[0].spans if span.kind is Beside.SEND)
+
+
+def test_a_synchronous_start_is_known(pools: Pools, tmp_path: Path) -> None:
+    monitor = (PipelineMonitor, {"every_n_batches": 1})
+    run = recorded(replace(SMALL, options={"micro_batches": 4, "synchronous_start": 3}), tmp_path)
+    pools.run(2, fit, replace(run, callbacks=(*run.callbacks, monitor)))
+    read = read_run(tmp_path / "trace")
+    versions = {s.index: s.version for s in read.ranks[1].spans if s.kind is Kind.FORWARD}
+    assert [versions[k] for k in range(0, 24, 4)] == [0, 1, 2, 3, 3, 4]
+    summary = summarise(read)
+    assert (summary.violated, summary.total.staleness) == (0, "0, 1")
+    assert "mini-batch t ran on W_max(t-1, 3), the first 3 without delay throughout." in table(read, summary)
+    altered = [replace(rank, meta=replace(rank.meta, synchronous_start=2)) for rank in read.ranks]
+    assert summarise(replace(read, ranks=altered)).violated > 0
 
 
 def test_a_part_of_the_run_is_recorded(pools: Pools, tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def check_same_delay(saved: Mapping[str, Any], present: Mapping[str, Any]) -> No
     Raises:
         ConfigurationError: naming every setting that differs.
     """
+    saved = {"synchronous_start": 0, **saved}
     before, now = saved.get("delays", {}), present.get("delays", {})
     moved = [name for name in now if before.get(name, now[name]) != now[name]]
     problems = [

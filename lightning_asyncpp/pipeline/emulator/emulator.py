@@ -24,6 +24,8 @@ from lightning_asyncpp.pipeline.weights import leave_out, lent
 class DelayEmulator:
     """Trains by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - d, 0)}, in one process.
 
+    With a synchronous start of N mini-batches: at W_t for t < N, then at W_{max(t - d, N)}.
+
     ``with emulator.weights.stale():`` run forward and backward; then :meth:`update`.
 
     Args:
@@ -31,6 +33,7 @@ class DelayEmulator:
         module: whose parameters are trained.
         optimizer: over them; it is told the delay if it wants to know.
         micro_batches: sums the gradients as a pipeline does; None leaves them as the backward left them.
+        state: of a checkpoint to go on from; the optimizer's may have been loaded before.
 
     Attributes:
         weights: the weight versions.
@@ -43,6 +46,7 @@ class DelayEmulator:
         module: nn.Module,
         optimizer: Optimizer,
         micro_batches: MicroBatchGradient | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         _check_parameters(module)
         self.settings, self.optimizer, self.micro_batches = settings, optimizer, micro_batches
@@ -53,7 +57,10 @@ class DelayEmulator:
         delays = settings.of_parameters(list(self.names.values()), self._pipeline_stages())
         self.weights = DelayedWeights(dict(zip(self.names, delays)))
         self._track()
-        self._tell_delay()
+        if state is None:
+            self._tell_delay()
+        else:
+            self.load_state_dict(state)
 
     def update(self, step: Callable[[], Any], check_finite: bool = True) -> bool:
         """Apply the update of a complete gradient, which the parameters' ``grad`` holds.
@@ -77,8 +84,10 @@ class DelayEmulator:
         if not finite and self.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(self._non_finite())
         self._updating = True
+        if self.mini_batch == self.settings.synchronous_start > 0:
+            self._tell_delay()
         try:
-            before = self.weights.advance()
+            before = {} if self._is_starting else self.weights.advance()
             if finite and (micro_batches is None or micro_batches.weight):
                 with lent(self.optimizer, before):
                     step()
@@ -104,7 +113,8 @@ class DelayEmulator:
         self.micro_batches.complete()
         norm = self.micro_batches.norm()
         delayed = clip_coefficient(norm, max_norm)
-        ahead = clip_coefficient(self._last_stage_norm(norm), max_norm) if self._steps_ahead else delayed
+        steps_ahead = self.settings.delay == "fresh_last_stage" and not self._is_starting
+        ahead = clip_coefficient(self._last_stage_norm(norm), max_norm) if steps_ahead else delayed
         for parameter in self.names:
             factor = ahead if self.weights.delays[parameter] == 0 else delayed
             if parameter.grad is not None and factor < 1.0:
@@ -144,14 +154,16 @@ class DelayEmulator:
         check_same_delay(state, self._same_on_resume())
         self.weights.load_state_dict(state["older_weights"], self.names)
         self.mini_batch = int(state["mini_batch"])
+        self._tell_delay()
         if self.micro_batches is not None:
             self.micro_batches.next_micro_batch = int(state["micro_batch"])
             self.micro_batches.seed = int(state["seed"])
             self._last_norm = state["norm"]
 
     @property
-    def _steps_ahead(self) -> bool:
-        return self.settings.delay == "fresh_last_stage"
+    def _is_starting(self) -> bool:
+        """Whether the next update is one of a synchronous start: there are no older weights yet."""
+        return self.mini_batch < self.settings.synchronous_start
 
     def _last_stage_norm(self, exact: float) -> float:
         """What a fresh last stage is clipped by: by default the norm of the mini-batch before."""
@@ -167,6 +179,7 @@ class DelayEmulator:
         settings = self.settings
         return {
             "delay": settings.delay, "stages": settings.stages, "micro_batches": settings.micro_batches,
+            "synchronous_start": settings.synchronous_start,
             "delays": {name: self.weights.delays[p] for p, name in self.names.items()},
         }  # fmt: skip
 
@@ -204,7 +217,7 @@ class DelayEmulator:
     def _tell_delay(self) -> None:
         if not callable(set_delay := getattr(self.optimizer, "set_delay", None)):
             return
-        delay = self.settings.delay
+        delay = 0 if self._is_starting else self.settings.delay
         set_delay(delay if isinstance(delay, int) else dict(self.weights.delays))
 
     def _is_finite(self, micro_batches: MicroBatchGradient | None) -> bool:

@@ -34,6 +34,7 @@ class DelaySettings:
             first one, of its own gradients), as in the pipeline; ``"own"``, the norm of its own gradients; ``"exact"``,
             the norm of the whole gradient, which no pipeline could know in time. ``None``: ``"before"`` with
             ``micro_batches``, else exact, as Lightning clips.
+        synchronous_start: number N of mini-batches at the beginning without delay; W_N counts as W_0 after them.
     """
 
     delay: Delay = 1
@@ -42,6 +43,7 @@ class DelaySettings:
     micro_batches: int | None = None
     nonfinite_gradients: str = "stop"
     last_stage_norm: str | None = None
+    synchronous_start: int = 0
 
     def problems(self) -> list[str]:
         """What is wrong with the settings, each with its mend."""
@@ -91,9 +93,9 @@ class DelaySettings:
 
     def _type_problems(self) -> list[str]:
         problems = []
-        for name in ("delay", "stages", "micro_batches"):
+        for name in ("delay", "stages", "micro_batches", "synchronous_start"):
             value = getattr(self, name)
-            may_be_other = isinstance(value, str) if name == "delay" else value is None
+            may_be_other = isinstance(value, str) if name == "delay" else value is None and name != "synchronous_start"
             if not _is_whole(value) and not may_be_other:
                 more = f" or one of {', '.join(KINDS)}" if name == "delay" else ""
                 problems.append(f"{name}={value!r} must be a whole number{more}")
@@ -109,6 +111,13 @@ class DelaySettings:
             problems.append(f"delay={self.delay!r} must be a number of updates or one of {', '.join(KINDS)}")
         if isinstance(self.delay, int) and self.delay < 0:
             problems.append(f"delay={self.delay} must be 0 or more: a gradient cannot come before its weights")
+        if self.synchronous_start < 0:
+            problems.append(f"synchronous_start={self.synchronous_start} must be 0 or more, in mini-batches")
+        if self.synchronous_start > 0 and self.delay == 0:
+            problems.append(
+                f"synchronous_start={self.synchronous_start} has no meaning without a delay: all mini-batches are"
+                " synchronous; leave it out"
+            )
         if by_stage and (self.stages is None or self.stages < 1):
             problems.append(f"delay={self.delay!r} needs stages, the number of pipeline stages; got {self.stages}")
         if not by_stage and (self.stages is not None or self.stage_of is not None):

@@ -41,6 +41,7 @@ class Meta:
         clock_error: by how much that may be wrong, in seconds.
         started: when the recording began, in seconds since 1970.
         package, torch: versions.
+        synchronous_start: number of mini-batches at the beginning of the run without delay.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Meta:
     started: float
     package: str
     torch: str
+    synchronous_start: int = 0
 
 
 def file_name(rank: int) -> str:

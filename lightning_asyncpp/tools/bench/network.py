@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for system, values in hidden.items():
         print(f"hidden of the way from a gradient to its update, {system}: {Spread.of(values).format(3)}")
     if arguments.json:
-        write_json(arguments.json, as_json(job, lines, measured, losses=losses, hidden=hidden, message_bytes=message))
+        write_json(
+            arguments.json, as_json(job, lines, measured, {}, losses=losses, hidden=hidden, message_bytes=message)
+        )
 
 
 def _parser() -> ArgumentParser:

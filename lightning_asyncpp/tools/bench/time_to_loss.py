@@ -68,6 +68,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
     parser.add_argument("--lookahead", type=NonNegativeInt | None, default=None, help="of async_pipeline")
     parser.add_argument("--fresh-last-stage", action="store_true", help="of async_pipeline")
+    parser.add_argument("--synchronous-start", type=NonNegativeInt, default=0, help="of async_pipeline, mini-batches")
     parser.add_argument("--steps", type=PositiveInt, default=300, help="updates of each training")
     parser.add_argument("--validate-every", type=PositiveInt, default=25, help="updates between two validations")
     parser.add_argument("--val-batches", type=PositiveInt, default=24, help="batches of each validation")
@@ -121,7 +122,7 @@ def recipe_of(recipe: Mapping[str, Any], system: str, seed: int, arguments: Name
     own = copy.deepcopy(dict(recipe))
     strategy: dict[str, Any] = {"micro_batches": arguments.micro_batches}
     if system == ASYNC:
-        strategy |= {"lookahead": arguments.lookahead, "fresh_last_stage": arguments.fresh_last_stage}
+        strategy |= {name: arguments[name] for name in ("lookahead", "fresh_last_stage", "synchronous_start")}
     own["seed_everything"] = seed
     own["trainer"] = {
         **own.get("trainer", {}),

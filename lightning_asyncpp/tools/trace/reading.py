@@ -108,7 +108,7 @@ def _meta(content: Any) -> Meta:
     values: dict[str, Any] = {}
     for field in fields(Meta):
         types: dict[Any, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
-        value = content.get(field.name)
+        value = content.get(field.name, field.default)  # no value where there is no default
         if not isinstance(value, types[field.type]) or isinstance(value, bool) or value in (math.inf, -math.inf):
             raise ValueError(f"{field.name} must be {field.type}, not {value!r}")
         values[field.name] = value

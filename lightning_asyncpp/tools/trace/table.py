@@ -108,9 +108,10 @@ def _staleness(run: RecordedRun, summary: Summary) -> str:
     if summary.total.versions is None:
         return "Staleness: weight versions were not recorded."
     delays = sorted({rank.meta.delay for rank in run.ranks})
-    rule = (
-        "W_t" if delays == [0] else "W_max(t-1, 0)" if delays == [1] else "W_max(t-1, 0), W_t on the fresh last stage"
-    )
+    start = run.meta.synchronous_start
+    rule = "W_t" if delays == [0] else f"W_max(t-1, {start})"
+    rule += ", W_t on the fresh last stage" if delays == [0, 1] else ""
+    rule += f", the first {start} without delay" if start else ""
     where = "throughout" if run.is_whole else "on the ranks that were recorded"
     return f"Staleness: as promised, mini-batch t ran on {rule} {where}."
 
