@@ -39,6 +39,7 @@ class CheckpointMixin(Strategy):
     session: PipelineSession
     _names: frozenset[str]  # of the whole model's state_dict
     _clippings: ClippingBook
+    _resumed_at: int | None = None  # the micro-batch that followed when an optimizer was loaded
 
     @abstractmethod
     def _driving(self) -> AbstractContextManager[None]:
@@ -97,6 +98,8 @@ class CheckpointMixin(Strategy):
         remainder = super().load_checkpoint(path, others, strict, weights_only)
         state.update(others)
         progress = remainder.pop(PIPELINE, None)
+        if self._has_resumed and any(value is self._trained_model for value in others.values()):
+            load_pipeline_state(self.session, progress)  # its optimizer came first, and it makes all versions equal
         for name in state.keys() - others.keys():
             if strict and name not in remainder:
                 raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
@@ -104,12 +107,22 @@ class CheckpointMixin(Strategy):
                 load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
                 load_optimizer(self.session, state[name], remainder.pop(name))
                 self._clippings.clear()
+                self._resumed_at = self.session.running().next_forward
         return remainder
+
+    @property
+    def _has_resumed(self) -> bool:
+        """Whether an optimizer was loaded and nothing was trained since: the model may come by another call."""
+        return self._resumed_at is not None and self.session.running().next_forward == self._resumed_at
+
+    @property
+    def _trained_model(self) -> nn.Module | None:
+        return None if self.session.stage is None else self.session.stage.model
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole model's ``state_dict`` into this stage, or any module beside the pipeline."""
-        if self.session.stage is not None and module is self.session.stage.model:
+        if module is self._trained_model:
             load_model(self.session, self._names, state_dict, strict)
         else:
             check_loadable(module)

@@ -206,6 +206,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             NonFiniteGradientError: under ``nonfinite_gradients="stop"``.
         """
         emulator = self._running("optimizer.step()")
+        self._resumed = False  # what is loaded from here on is no other part of the checkpoint that the run came from
         closure = kwargs.pop("closure", None)
         if closure is not None and self.settings.is_plain:
             closure = self._checked(closure, self.precision)

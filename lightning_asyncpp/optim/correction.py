@@ -29,6 +29,7 @@ class Memory:
         steps: updates so far.
         learning_rates: of the groups at the last update.
         lent: weights before the step that somebody else keeps.
+        horizons: how far ahead the weights are that a prediction wrote, in steps.
         announced: whether it was said that there is nothing to correct.
     """
 
@@ -37,12 +38,14 @@ class Memory:
     steps: int = 0
     learning_rates: list[float] = field(default_factory=list)
     lent: Weights | None = None
+    horizons: dict[Tensor, float] = field(default_factory=dict)
     announced: bool = False
 
     def reset(self) -> None:
         """Forget the past."""
         self.steps = 0
         self.learning_rates = []
+        self.horizons = {}
         for tensors in self.buffers.values():
             tensors.clear()
 
@@ -117,12 +120,6 @@ class DelayCorrection(Optimizer):
         memory = self._memory
         if not any(delays) and not self._acts_on_fresh:
             memory.reset()
-            if not memory.announced:
-                rank_zero_info(
-                    f"{type(self).__name__}: the gradients of this process are not delayed now, so it corrects nothing:"
-                    " the base steps alone."
-                )
-                memory.announced = True
         memory.delay = delay if isinstance(delay, int) else dict(delay)
         if isinstance(self.base, DelayCorrection):
             self.base.set_delay(delay)
@@ -213,6 +210,7 @@ class DelayCorrection(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._acts:
+            self._announce()
             self.base.step()
             return loss
         moving = [p for p in self._parameters() if p.grad is not None and (self.delay_of(p) or self._acts_on_fresh)]
@@ -241,6 +239,8 @@ class DelayCorrection(Optimizer):
         """Return the base's state dict and under ``state_name`` the buffers by parameter index."""
         index = {p: i for i, p in enumerate(self._parameters())}
         own: dict[str, Any] = {"steps": self._memory.steps, "learning_rates": list(self._memory.learning_rates)}
+        if self._memory.horizons:
+            own["horizons"] = {index[p]: horizon for p, horizon in self._memory.horizons.items()}
         for name, tensors in self._memory.buffers.items():
             own[name] = {index[p]: tensor for p, tensor in tensors.items()}
         return {**self.base.state_dict(), self.state_name: own}
@@ -261,6 +261,8 @@ class DelayCorrection(Optimizer):
         if self._acts:
             self._memory.steps = int(saved["steps"])
             self._memory.learning_rates = list(saved["learning_rates"])
+            parameters = self._parameters()
+            self._memory.horizons = {parameters[index]: h for index, h in saved.get("horizons", {}).items()}
             for name, tensors in buffers.items():
                 self._memory.buffers[name].update(tensors)
 
@@ -272,6 +274,15 @@ class DelayCorrection(Optimizer):
         self._adopt(state["base"])
 
     # -- helpers --------------------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Say once that nothing is corrected: now, because whoever told the delay may have told another one since."""
+        if not self._memory.announced:
+            rank_zero_info(
+                f"{type(self).__name__}: the gradients of this process are not delayed now, so it corrects nothing: the"
+                " base steps alone."
+            )
+            self._memory.announced = True
 
     def _adopt(self, optimizer: Optimizer) -> None:
         self.__dict__.pop("_unused", None)

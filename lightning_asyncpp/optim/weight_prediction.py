@@ -24,6 +24,8 @@ class WeightPrediction(DelayCorrection):
         v_t     = b * v_{t-1} + (1 - b) * u_t             v_0 = u_0; b = 0: v_t = u_t
         W_{t+1} = Y_{t+1} - (h + a) * v_t                 gradients are taken here; h = 0 where they are fresh
 
+    h may change in mid-run, at the end of a synchronous start: Y goes on.
+
     With ``source="momentum"``, u_t in the second line is the step along the momentum alone
     (:func:`~lightning_asyncpp.optim.momentum_steps.momentum_steps`): for Muon without Nesterov's share of the last
     gradient, at the price of a second Newton-Schulz iteration; for AdamW without the weight decay.
@@ -93,9 +95,10 @@ class WeightPrediction(DelayCorrection):
             step = momentum.get(p, step)
             predicted = self._buffer("predicted_step", p)
             horizon = self._horizon(p)
-            p.add_(predicted, alpha=horizon)
+            p.add_(predicted, alpha=self._memory.horizons.get(p, horizon))
             predicted.lerp_(step, 1.0 if first else 1.0 - self.smoothing)
             p.sub_(predicted, alpha=horizon)
+            self._memory.horizons[p] = horizon
 
     @property
     def _acts_on_fresh(self) -> bool:

@@ -114,17 +114,18 @@ class StageRunner:
         It seeds torch's generators and leaves them so: preserving them once per batch, not per micro-batch, is cheaper.
         """
         trace = self.trace if task.purpose == "train" else None
+        if not (self.mesh.is_first or self.mesh.is_last):
+            # The weights are put in place before the wait and taken away after sending: neighbours wait for neither.
+            with self.hooks.forward_context():
+                return self.stage.under(task.weights, lambda: self._pass_through(task, trace))
         arrival = self._receive(task.k, trace)
         if (task.slot is None and self.mesh.is_first) or (arrival and arrival.header.kind == Header.EMPTY):
             return self._pass_empty(task)
         with _span(trace, Kind.FORWARD, task.k, task.version):
             if self.mesh.is_last:
                 return self._leave(task, arrival)
-            departure = self._enter(task) if arrival is None else self._pass_through(task, arrival)
-        assert self.transport is not None
-        with _span(trace, Beside.SEND, task.k, num_bytes=departure.header.num_bytes):
-            self.transport.send_activation(departure.header, departure.tensors)
-        return departure.flight
+            departure = self._enter(task)
+        return self._send(departure, trace)
 
     def post(self, flight: Flight) -> None:
         """Expect the gradients of a flight that left this stage."""
@@ -138,10 +139,13 @@ class StageRunner:
         # What a backward draws must not depend on what ran before it: a drain would change it. Seeded before the wait,
         # which everything that comes after it prolongs.
         self._seed("backward", self.stage.first_unit, self.mesh.replica, flight.k)
+        self.stage.under(weights, lambda: self._backward_in_place(flight))
+
+    def _backward_in_place(self, flight: Flight) -> None:
         gradients = self._output_gradients(flight)
         if flight.outputs:
             with self.span(Kind.BACKWARD, flight.k, flight.version):
-                self.stage.under(weights, lambda: torch.autograd.backward(flight.outputs, gradients))
+                torch.autograd.backward(flight.outputs, gradients)
         self.send_input_gradients(flight)
 
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
@@ -193,16 +197,28 @@ class StageRunner:
         with self._step_context():
             args, kwargs = self.call.capture(lambda: task.step(task.slot, weight))
         header = Header(task.k, weight=weight, fingerprint=task.mark)
-        return self._pass_on(task, args, kwargs, header, ())
+        return self._departure(task, self._compute(task, args, kwargs), header, ())
 
-    def _pass_through(self, task: Task, arrival: Arrival) -> _Departure:
-        inputs, arguments = self._open(arrival)
-        return self._pass_on(task, (arguments,), {}, arrival.header, inputs)
+    def _pass_through(self, task: Task, trace: Trace | None) -> Flight:
+        """The forward of a stage in the middle, with its weights in place."""
+        arrival = self._receive(task.k, trace)
+        assert arrival is not None
+        if arrival.header.kind == Header.EMPTY:
+            return self._pass_empty(task)
+        with _span(trace, Kind.FORWARD, task.k, task.version):
+            inputs, arguments = self._open(arrival)
+            output = self.stage.forward((arguments,), {}, self.seed, self.mesh.replica, task.k)
+            departure = self._departure(task, output, arrival.header, inputs)
+        return self._send(departure, trace)
 
-    def _pass_on(
-        self, task: Task, args: tuple, kwargs: dict[str, Any], header: Header, inputs: tuple[InputGradient, ...]
-    ) -> _Departure:
-        output = self._compute(task, args, kwargs)
+    def _send(self, departure: _Departure, trace: Trace | None) -> Flight:
+        assert self.transport is not None
+        flight, header, tensors = departure
+        with _span(trace, Beside.SEND, flight.k, num_bytes=header.num_bytes):
+            self.transport.send_activation(header, tensors)
+        return flight
+
+    def _departure(self, task: Task, output: Any, header: Header, inputs: tuple[InputGradient, ...]) -> _Departure:
         tensors = _tensors_of_output(output)
         kind = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE
         outgoing = Header(task.k, kind, header.weight, header.fingerprint, describe(tensors))

@@ -18,11 +18,12 @@ begin with:
   Without it nothing would be wrong, only slow.
 * ``deadlock``: the lists can be run to their end.
 
-Four mini-batches tell about any number of them. What a rule looks at is what is in flight on a stage, and by how many
-updates it is behind; both are the same after mini-batch 1 as after 2 and after 3, so that 4, 5, ... are 3 again with
-other numbers, and the end of the run is a drain from that state. A drain leaves nothing in flight, and at the end of
-the next mini-batch the state is the usual one again: so drains up to the end of mini-batch 1 tell about those of any
-other. With accumulation, count the micro-batches of all batches that share an update.
+Four mini-batches, after a synchronous start if there is one, tell about any number of them. What a rule looks at is
+what is in flight on a stage, and by how many updates it is behind; both are the same after mini-batch 1 as after 2 and
+after 3, so that 4, 5, ... are 3 again with other numbers, and the end of the run is a drain from that state. A drain
+leaves nothing in flight, and at the end of the next mini-batch the state is the usual one again: so drains up to the
+end of mini-batch 1 tell about those of any other. With accumulation, count the micro-batches of all batches that share
+an update.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def check(
     micro_batches: int,
     num_replicas: int = 1,
     drains: Collection[int] = (),
-    mini_batches: int = MINI_BATCHES,
+    mini_batches: int | None = None,
 ) -> list[str]:
     """Check the lists that schedules make.
 
@@ -76,19 +77,18 @@ def check(
         micro_batches: per update.
         num_replicas: of the pipeline; several need room for their reduction.
         drains: numbers of micro-batches, counted over the run, after which the pipeline is drained.
-        mini_batches: how many to look at; see above why the default is enough.
+        mini_batches: how many to look at; default: four, after a synchronous start; see above why they are enough.
 
     Returns:
         Violations in words; none if the schedules are right.
     """
     after = tuple(sorted(set(drains)))
-    readings = [
-        _reading_of(s.depth, s.delay, s.synchronous_start, micro_batches, mini_batches, after) for s in schedules
-    ]
+    count = MINI_BATCHES + max(s.synchronous_start for s in schedules) if mini_batches is None else mini_batches
+    readings = [_reading_of(s.depth, s.delay, s.synchronous_start, micro_batches, count, after) for s in schedules]
     violations = [
         f"delay: stage {s.stage} runs mini-batch {t} on W_{s.weight_version(t)}, not on W_{reading.stage.version(t)}"
         for s, reading in zip(schedules, readings)
-        for t in range(mini_batches)
+        for t in range(count)
         if s.weight_version(t) != reading.stage.version(t)
     ]
     return violations + _violations(readings, num_replicas)

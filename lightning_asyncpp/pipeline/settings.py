@@ -38,7 +38,7 @@ class PipelineSettings:
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
         """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
         problems = self._problems_alone()
-        if self.data_parallel_size >= 1 and world_size % self.data_parallel_size:
+        if not self._type_problems() and self.data_parallel_size >= 1 and world_size % self.data_parallel_size:
             problems.append(
                 f"devices={world_size} is not divisible by data_parallel_size={self.data_parallel_size}:"
                 " every replica needs the same number of stages; change one of them"
@@ -66,8 +66,19 @@ class PipelineSettings:
             return replace(self, delay=delay)
         return replace(self, delay=0, fresh_last_stage=False, synchronous_start=0)
 
+    def _type_problems(self) -> list[str]:
+        optional = ("micro_batches", "lookahead")
+        whole = (*optional, "data_parallel_size", "delay", "metric_slots", "max_message_bytes", "synchronous_start")
+        values = {name: getattr(self, name) for name in whole}
+        return [
+            f"{name}={value!r} must be a whole number"
+            for name, value in values.items()
+            if (not isinstance(value, int) or isinstance(value, bool)) and not (value is None and name in optional)
+        ]
+
     def _problems_alone(self) -> list[str]:
-        problems = []
+        if problems := self._type_problems():
+            return problems
         if self.micro_batches is not None and self.micro_batches < 1:
             problems.append(f"micro_batches={self.micro_batches} must be at least 1")
         if self.lookahead is not None and self.lookahead < 0:

@@ -220,12 +220,13 @@ class Transport:
             return
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         link.read_into(_view(host))
-        tensor.copy_(host)
+        tensor.copy_(host, non_blocking=True)  # in the stream's order; torch keeps the pinned memory until then
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; those on a GPU come to the host first."""
-    return _view(tensor.detach().contiguous() if tensor.is_cpu else tensor.detach().contiguous().cpu())
+    tensor = tensor.detach().contiguous()
+    return _view(tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor))
 
 
 def _view(tensor: Tensor) -> memoryview:

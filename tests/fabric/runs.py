@@ -116,14 +116,30 @@ def save_and_go_on(case: Case, path: str, at: int) -> dict[str, Any]:
     return run.result()
 
 
-def load_and_go_on(case: Case, path: str) -> dict[str, Any]:
+def load_and_go_on(case: Case, path: str, one_after_the_other: tuple[str, ...] = ()) -> dict[str, Any]:
     """Go on from a checkpoint, in a run that began with other weights and another seed."""
     run = Run(case, spoilt=True)
     state = run.state
+    for name in one_after_the_other:
+        run.fabric.load(path, {name: state.pop(name)})
     remainder = run.fabric.load(path, state)
-    assert not remainder, remainder
+    assert remainder.keys() == set(one_after_the_other), remainder
     run.train(start=state["step"])
     return run.result()
+
+
+def load_the_model_later(case: Case, path: str) -> tuple[int, int, int]:
+    """Resume, train one mini-batch, and take over the model's weights: which mini-batch comes next each time."""
+    run = Run(case)
+    run.fabric.load(path, run.state)
+    engine = run.strategy.session.running()
+    resumed = engine.mini_batch
+    run.train(start=resumed, stop=resumed + 1)
+    trained = engine.mini_batch
+    run.fabric.load(path, {"model": run.model})
+    older, newest = engine.weights.leaves(trained - 1), engine.weights.leaves(trained)
+    assert all(torch.equal(older[name], newest[name]) for name in newest)
+    return resumed, trained, engine.mini_batch
 
 
 def evaluate_after_each(case: Case) -> Any:

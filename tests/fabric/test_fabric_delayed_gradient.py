@@ -220,6 +220,21 @@ def test_model_and_optimizer_may_be_loaded_one_after_the_other(
     assert_equal(resumed.weights, whole.weights)
 
 
+def test_a_model_that_is_loaded_later_leaves_the_run_where_it_is(tmp_path: Path) -> None:
+    """Only before the first update it may be the rest of the same checkpoint."""
+    first = Loop(DelayedGradientStrategy(synchronous_start=2))
+    first.train(stop=1)
+    first.fabric.save(tmp_path / "early.ckpt", first.state)
+    first.train(start=1, stop=4)
+    first.fabric.save(tmp_path / "late.ckpt", first.state)
+    resumed = Loop(DelayedGradientStrategy(synchronous_start=2))
+    resumed.fabric.load(tmp_path / "late.ckpt", resumed.state)
+    resumed.train(start=4, stop=5)
+    resumed.fabric.load(tmp_path / "early.ckpt", {"model": resumed.model})
+    emulator = resumed.fabric.strategy.emulator
+    assert (emulator.mini_batch, emulator.optimizer.delay) == (5, 1)
+
+
 def test_a_compiled_model_follows_the_rule() -> None:
     """Traced, the exchange of weights before a forward would not happen."""
     plain = Loop(DelayedGradientStrategy(delay=2))

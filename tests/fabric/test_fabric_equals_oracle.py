@@ -73,6 +73,24 @@ def test_a_loaded_run_goes_on_as_the_uninterrupted_one(
     assert torch.load(path, weights_only=True).keys() == {"model", "optimizer", "scheduler", "step", "pipeline"}
 
 
+@pytest.mark.parametrize("start", [0, 2, 4])
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+def test_model_and_optimizer_may_be_loaded_one_after_the_other(
+    pools: Pools, order: tuple[str, str], start: int, tmp_path: Path
+) -> None:
+    path, case = str(tmp_path / "run.ckpt"), replace(RESUMED, start=start)
+    expected = run_oracle(case)[0]
+    pools.run(2, runs.save_and_go_on, case, path, 3)
+    assert_same_weights(pools.run(2, runs.load_and_go_on, case, path, order), expected)
+
+
+def test_a_model_that_is_loaded_later_leaves_the_run_where_it_is(pools: Pools, tmp_path: Path) -> None:
+    """Only right after the optimizer it may be the rest of the same checkpoint."""
+    path = str(tmp_path / "run.ckpt")
+    pools.run(2, runs.save_and_go_on, RESUMED, path, 2)
+    assert pools.run(2, runs.load_the_model_later, RESUMED, path) == [(2, 3, 3)] * 2
+
+
 @pytest.mark.parametrize("num_stages", STAGES)
 def test_evaluation_sees_the_newest_weights(pools: Pools, num_stages: int) -> None:
     pairs = pools.run(num_stages, runs.evaluate_after_each, Case(4, dropout=0.3))[0]

@@ -288,6 +288,41 @@ def test_delay_compensation_takes_another_delay_in_mid_run(more):
         torch.testing.assert_close(p.detach(), history[-1])
 
 
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+@pytest.mark.parametrize("resume_at", [None, 3, 4])
+def test_a_prediction_goes_on_along_the_trajectory_of_the_base_when_a_delay_begins(ahead, resume_at):
+    """W = Y - (h + a) v with the h of the day; resumed at the change of the delay, and after it."""
+    p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = WeightPrediction([p], partial(torch.optim.SGD, lr=0.1), ahead=ahead)
+    base = torch.zeros(2, dtype=torch.float64)
+    for t in range(6):
+        if t == resume_at:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = WeightPrediction([p], partial(torch.optim.SGD, lr=0.1), ahead=ahead)
+            optimizer.set_delay(int(t > 3))
+            optimizer.load_state_dict(state)
+        delay = int(t >= 3)
+        optimizer.set_delay(delay)
+        p.grad = torch.full((2,), t + 1.0, dtype=torch.float64)
+        optimizer.step()
+        base -= 0.1 * (t + 1)
+        torch.testing.assert_close(p.detach(), base - (delay + ahead) * 0.1 * (t + 1))
+
+
+def test_that_nothing_is_corrected_is_said_when_a_step_is_taken_so(monkeypatch):
+    messages = []
+    monkeypatch.setattr("lightning_asyncpp.optim.correction.rank_zero_info", messages.append)
+    params = make_params()
+    optimizer = WeightPrediction(params.items(), BASES["adamw"])
+    optimizer.set_delay(0)  # before a checkpoint tells how far the run is
+    optimizer.set_delay(1)
+    train(optimizer, params, range(2))
+    assert messages == []
+    optimizer.set_delay(0)
+    train(optimizer, params, range(2))
+    assert len(messages) == 1
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2].get("source") != "momentum"])
 def test_sparse_gradients_are_corrected_as_dense_ones(case):
     correction, _, options = CASES[case]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, largest_lookahead
-from lightning_asyncpp.pipeline.schedule_check import MINI_BATCHES, StageList, actions_of, check, check_lists
+from lightning_asyncpp.pipeline.schedule_check import StageList, actions_of, check, check_lists
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 
 MOST_STAGES, MOST_MICRO_BATCHES = 32, 64
@@ -75,21 +75,30 @@ def test_a_fresh_last_stage_keeps_the_rules() -> None:
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_synchronous_start_keeps_the_rules(fresh: bool) -> None:
-    # Up to two mini-batches after the last one with a flush the state may still change: look at as many more.
     for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1, 3), range(2, MOST_STAGES + 1, 2)):
         for lookahead in {0, largest_lookahead(num_stages, count, 1)} if count >= num_stages else set():
             for start in (1, 2, 3):
                 schedules = [replace(s, synchronous_start=start) for s in pipeline(num_stages, lookahead)]
                 if fresh:
                     schedules[-1] = replace(schedules[-1], delay=0)
-                found = check(schedules, count, mini_batches=MINI_BATCHES + start)
-                assert found == [], (num_stages, count, lookahead, start)
+                assert check(schedules, count) == [], (num_stages, count, lookahead, start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("start", "num_replicas", "fresh"), [(1, 2, False), (1, 1, True), (2, 1, False), (3, 1, True)])
+def test_a_synchronous_start_of_any_shape_keeps_the_rules(start: int, num_replicas: int, fresh: bool) -> None:
+    for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1), range(2, MOST_STAGES + 1)):
+        for lookahead in admitted(num_stages, count, num_replicas):
+            schedules = [replace(s, synchronous_start=start) for s in pipeline(num_stages, lookahead)]
+            if fresh:
+                schedules[-1] = replace(schedules[-1], delay=0)
+            assert check(schedules, count, num_replicas) == [], (num_stages, count, lookahead)
 
 
 @pytest.mark.parametrize("drained", [1, 4, 5, 8, 9, 11])
 def test_drains_about_the_end_of_a_synchronous_start_keep_the_rules(drained: int) -> None:
     schedules = [replace(s, synchronous_start=2) for s in pipeline(4, 1)]
-    assert check(schedules, 5, 1, {drained}, MINI_BATCHES + 2) == []
+    assert check(schedules, 5, 1, {drained}) == []
 
 
 def test_a_synchronous_start_that_ends_too_late_or_keeps_the_delay_is_caught() -> None:
@@ -98,6 +107,8 @@ def test_a_synchronous_start_that_ends_too_late_or_keeps_the_delay_is_caught() -
             return max(mini_batch - self.delay, 0)
 
     assert check([Early(0, 1, synchronous_start=2)], 2)[0] == ("delay: stage 0 runs mini-batch 1 on W_0, not on W_1")
+    too_far_ahead = [replace(s, synchronous_start=4) for s in pipeline(4, 2)]
+    assert {"versions", "gradient"} <= rules(check(too_far_ahead, 4)), "what comes after a long start is looked at"
     without_flush = [replace(stage, synchronous_start=2) for stage in lists_of(3, 3)]
     assert {"delay", "deadlock"} & rules(check_lists(without_flush, 3)) == {"delay"}
 

@@ -56,6 +56,12 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         2,
         "synchronous_start=3 has no meaning without a delay: all mini-batches are synchronous; leave it out",
     ),
+    (
+        {"synchronous_start": 2.5, "micro_batches": "4", "data_parallel_size": None, "lookahead": True},
+        2,
+        "4 problems:\n  1. micro_batches='4' must be a whole number\n  2. lookahead=True must be a whole number\n  3."
+        " data_parallel_size=None must be a whole number\n  4. synchronous_start=2.5 must be a whole number",
+    ),
     ({"synchronous_start": -1}, 2, "synchronous_start=-1 must be 0 or more, in mini-batches"),
     (
         {"fresh_last_stage": True},

@@ -26,13 +26,13 @@ from lightning_asyncpp.tools.bench.names import (
     RIVALS,
     SPLIT_BACKWARD,
     TITLES,
+    USUAL,
     ZBV,
 )
 from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError
 from lightning_asyncpp.tools.bench.report import Spread, costs_of_extras, costs_text, facts_line, summarise, table
 
 TINY = ["--stages", "2", "--mini-batches", "3", "--warm-up", "2", "--repeats", "1", "--timeout", "200"]
-SYSTEMS = set(TITLES)
 
 
 def check_systems(results: dict[str, Any], systems: set[str]) -> None:
@@ -52,18 +52,28 @@ def test_schedule_prints_a_table_and_writes_json_spans_and_a_drawing(
     files = {name: tmp_path / f"out.{name}" for name in ("json", "trace", "svg")}
     outputs = [part for name, file in files.items() for part in (f"--{name}", str(file))]
     sizes = ["--micro-batches", "2", "--forward-ms", "2", "--backward-ms", "4"]
-    main(["schedule", *TINY, *sizes, "--also", *EXTRAS, *outputs])
+    main(["schedule", *TINY, *sizes, *outputs])
     printed = capsys.readouterr().out
-    assert all(title in printed for title in TITLES.values())
-    assert all(f"{extra} costs " in printed for extra in EXTRAS.values())
+    assert all(TITLES[name] in printed for name in USUAL)
     results = json.loads(files["json"].read_text())
-    check_systems(results, SYSTEMS)
-    assert set(results["costs"]) == set(EXTRAS)
+    check_systems(results, set(USUAL))
+    assert results["costs"] == {}
     assert results["systems"]["floor"]["milliseconds"]["median"] >= 2 * 6
     spans = json.loads(files["trace"].read_text())["spans"]
     assert [len(spans["async"]), len(spans["sync"])] == [2, 2]
     assert {kind for lane in spans["async"] for kind, *_ in lane} == {"F", "B", "U"}
     ElementTree.parse(files["svg"])
+
+
+def test_the_price_of_every_extra_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    sizes = ["--micro-batches", "2", "--forward-ms", "2", "--backward-ms", "4", "--json", str(file)]
+    main(["schedule", *TINY, *sizes, "--systems", ASYNC, ONE_F_ONE_B, FLOOR, "--also", *EXTRAS])
+    printed = capsys.readouterr().out
+    assert all(f"{extra} costs " in printed for extra in EXTRAS.values())
+    results = json.loads(file.read_text())
+    check_systems(results, {ASYNC, ONE_F_ONE_B, FLOOR, *EXTRAS})
+    assert set(results["costs"]) == set(EXTRAS)
 
 
 def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +107,8 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
         (["schedule", "--systems", "zbv", "zbv"], "zbv: named more than once"),
         (["compute", "--also", "clip", "async", "--stages", "1"], "--also clip async: unknown; there are async+clip, "),
         (["schedule", "--systems", "1f1b", "--also", "async+clip", "--stages", "4", "--micro-batches", "3"], ">= 4"),
+        (["schedule", "--systems", "1f1b", "--also", "async+clip"], "--systems lacks: add it"),
+        (["schedule", "--also", "async+trace", "--svg", "x.svg"], "every system records"),
         (["schedule", "--jitter", "-0.1"], "jitter"),
         (["schedule", "--weight-share", "1.5"], "weight"),
         (["schedule", "--link-latency-ms", "5"], "use --hosts 2"),
@@ -193,6 +205,9 @@ def test_medians_utilisation_and_gain_are_those_of_the_steady_state() -> None:
     assert costs_of_extras(job, Measured({FLOOR: runs[FLOOR]}, {})) == {}
     assert "1200.0 [1000.0-5000.0]" in table([line])
     assert "0.90 [0.50-1.00]" in table([line], ideal_gain=2.0)
+    without = summarise(job, Measured({ASYNC: runs[ASYNC], ONE_F_ONE_B: runs[ONE_F_ONE_B]}, {}))
+    assert "of the floor" in table([line])
+    assert "of the floor" not in table(without)
 
 
 def test_what_extras_cost_is_told_with_its_spread() -> None:

@@ -10,7 +10,14 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.bench.hosts.requirements import problems_of_hosts
-from lightning_asyncpp.tools.bench.names import ASYNC, EXTRAS, TITLES, problems_of_systems
+from lightning_asyncpp.tools.bench.names import (
+    ASYNC,
+    ASYNC_MONITORED,
+    ASYNC_TRACED,
+    EXTRAS,
+    TITLES,
+    problems_of_systems,
+)
 
 
 def make_parser(name: str, description: str, systems: Sequence[str], known: Iterable[str] = TITLES) -> ArgumentParser:
@@ -85,6 +92,7 @@ def check_shape(
         problems += problems_of_systems(arguments.systems, known)
     also = arguments.get("also", [])
     problems += problems_of_systems(also, EXTRAS, "--also")
+    problems += _problems_of_extras(arguments)
     if "systems" not in arguments or any(name.startswith(ASYNC) for name in (*arguments.systems, *also)):
         for count in micro_batches:
             settings = PipelineSettings(count, arguments.lookahead, data_parallel_size=_replicas(arguments))
@@ -94,6 +102,21 @@ def check_shape(
         problems += _problems_of_link(arguments)
     if problems:
         parser.error("; ".join(problems))
+
+
+def _problems_of_extras(arguments: Namespace) -> list[str]:
+    if not arguments.get("also"):
+        return []
+    problems = []
+    if ASYNC not in arguments.systems:
+        problems.append(f"--also compares with {ASYNC!r}, which --systems lacks: add it")
+    recorded = {ASYNC_TRACED, ASYNC_MONITORED} & set(arguments.also)
+    if recorded and (arguments.get("trace") or arguments.get("svg")):
+        problems.append(
+            f"--also {' '.join(sorted(recorded))}: with --trace or --svg every system records, so that its price would"
+            " not show; run them apart"
+        )
+    return problems
 
 
 def _problems_of_link(arguments: Namespace) -> list[str]:

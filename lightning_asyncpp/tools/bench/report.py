@@ -137,7 +137,14 @@ def table(lines: Sequence[Line], failures: Mapping[str, str] | None = None, idea
         shares = [_share(line, ideal_gain) for line in lines]
         rows = [[*row, last] for row, last in zip(rows, ["gain / ideal", *(_format(share, 2) for share in shares)])]
     failed = [f"{TITLES[system]}  cannot: {reason}" for system, reason in (failures or {}).items()]
-    return "\n".join([aligned(rows), *failed])
+    return "\n".join([aligned(_without_empty_columns(rows)), *failed])
+
+
+def _without_empty_columns(rows: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+    """Rows without the columns that have a title alone: what was not measured."""
+    titles, *others = rows
+    kept = [column for column in range(len(titles)) if not others or any(row[column] for row in others)]
+    return [[row[column] for column in kept] for row in rows]
 
 
 def _share(line: Line, ideal_gain: float) -> Spread | None:

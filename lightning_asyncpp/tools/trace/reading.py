@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def _meta(content: Any) -> Meta:
     values: dict[str, Any] = {}
     for field in fields(Meta):
         types: dict[Any, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
-        value = content.get(field.name, field.default)  # no value where there is no default
+        value = content.get(field.name, None if field.default is MISSING else field.default)
         if not isinstance(value, types[field.type]) or isinstance(value, bool) or value in (math.inf, -math.inf):
             raise ValueError(f"{field.name} must be {field.type}, not {value!r}")
         values[field.name] = value

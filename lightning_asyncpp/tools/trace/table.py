@@ -43,7 +43,8 @@ def headline(run: RecordedRun, summary: Summary) -> str:
     meta = run.meta
     replicas = f" x {meta.num_replicas} replicas" if meta.num_replicas > 1 else ""
     delayed = any(rank.meta.delay for rank in run.ranks)
-    schedule = f"lookahead {meta.lookahead}, no flush" if delayed else "a flush per mini-batch"
+    start = f" after the first {meta.synchronous_start}" if meta.synchronous_start else ""
+    schedule = f"lookahead {meta.lookahead}, no flush{start}" if delayed else "a flush per mini-batch"
     return (
         f"{meta.num_stages} stages{replicas}, {run.ranks[0].micro_batches} micro-batches per mini-batch, {schedule};"
         f" mini-batches {first} to {last}: {summary.seconds:.3f} s"
