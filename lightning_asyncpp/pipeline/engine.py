@@ -220,14 +220,10 @@ class Engine:
         agree_on_error(self.mesh, error)
         return slots
 
-    def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
-        flight = self._forward_unposted(k, slot, step)
-        self.runner.post(flight)
-        return flight
-
-    def _forward_unposted(self, k: int, slot: Slot, step: Step) -> Flight:
+    def _forward(self, k: int, slot: Slot, step: Step, expects_gradients: bool = True) -> Flight:
         version = self.schedule.weight_version(self.mini_batch)
-        flight = self.runner.forward(Task(k, version, self.weights.leaves(version), slot.content, slot.mark, step))
+        task = Task(k, version, self.weights.leaves(version), slot.content, slot.mark, step)
+        flight = self.runner.forward(task, expects_gradients)
         self._flights[k] = flight
         self.next_forward = k + 1
         self.updates.open.weight += flight.weight
@@ -246,7 +242,7 @@ class Engine:
         """Run the very first micro-batch forward and backward, and let every rank raise what any of them found."""
         flight, error = None, None
         try:
-            flight = self._forward_unposted(k, slot, step)
+            flight = self._forward(k, slot, step, expects_gradients=False)
             self.weights.check_unwritten(self.schedule.weight_version(self.mini_batch))
         except Exception as caught:
             error = caught

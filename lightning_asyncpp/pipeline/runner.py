@@ -108,16 +108,22 @@ class StageRunner:
     def __post_init__(self) -> None:
         self.call = ModelCall(self.stage.model, self.hooks.model_name)
 
-    def forward(self, task: Task) -> Flight:
+    def forward(self, task: Task, expects_gradients: bool = False) -> Flight:
         """Run the forward of a micro-batch and send the result on.
 
-        It seeds torch's generators and leaves them so: preserving them once per batch, not per micro-batch, is cheaper.
+        What can be done before a wait is done there, and as little as possible after a send: whoever is woken by it
+        often waits for this core. It seeds torch's generators and leaves them so: preserving them once per batch, not
+        per micro-batch, is cheaper.
+
+        Args:
+            task: what to run.
+            expects_gradients: call :meth:`post` on the way; else the caller does.
         """
         trace = self.trace if task.purpose == "train" else None
         if not (self.mesh.is_first or self.mesh.is_last):
-            # The weights are put in place before the wait and taken away after sending: neighbours wait for neither.
             with self.hooks.forward_context():
-                return self.stage.under(task.weights, lambda: self._pass_through(task, trace))
+                departure = self.stage.under(task.weights, lambda: self._pass_through(task, trace))
+            return self._pass_empty(task) if departure is None else self._send(departure, trace, expects_gradients)
         arrival = self._receive(task.k, trace)
         if (task.slot is None and self.mesh.is_first) or (arrival and arrival.header.kind == Header.EMPTY):
             return self._pass_empty(task)
@@ -125,7 +131,7 @@ class StageRunner:
             if self.mesh.is_last:
                 return self._leave(task, arrival)
             departure = self._enter(task)
-        return self._send(departure, trace)
+        return self._send(departure, trace, expects_gradients)
 
     def post(self, flight: Flight) -> None:
         """Expect the gradients of a flight that left this stage."""
@@ -140,13 +146,14 @@ class StageRunner:
         # which everything that comes after it prolongs.
         self._seed("backward", self.stage.first_unit, self.mesh.replica, flight.k)
         self.stage.under(weights, lambda: self._backward_in_place(flight))
+        self.send_input_gradients(flight)
 
     def _backward_in_place(self, flight: Flight) -> None:
+        """The backward, with its weights in place."""
         gradients = self._output_gradients(flight)
         if flight.outputs:
             with self.span(Kind.BACKWARD, flight.k, flight.version):
                 torch.autograd.backward(flight.outputs, gradients)
-        self.send_input_gradients(flight)
 
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
         """Where the backward starts: on the last stage from w_k or 1, as if the loss had been multiplied with it."""
@@ -199,21 +206,22 @@ class StageRunner:
         header = Header(task.k, weight=weight, fingerprint=task.mark)
         return self._departure(task, self._compute(task, args, kwargs), header, ())
 
-    def _pass_through(self, task: Task, trace: Trace | None) -> Flight:
-        """The forward of a stage in the middle, with its weights in place."""
+    def _pass_through(self, task: Task, trace: Trace | None) -> _Departure | None:
+        """The forward of a stage in the middle, with its weights in place; None for an empty slot."""
         arrival = self._receive(task.k, trace)
         assert arrival is not None
         if arrival.header.kind == Header.EMPTY:
-            return self._pass_empty(task)
+            return None
         with _span(trace, Kind.FORWARD, task.k, task.version):
             inputs, arguments = self._open(arrival)
             output = self.stage.forward((arguments,), {}, self.seed, self.mesh.replica, task.k)
-            departure = self._departure(task, output, arrival.header, inputs)
-        return self._send(departure, trace)
+            return self._departure(task, output, arrival.header, inputs)
 
-    def _send(self, departure: _Departure, trace: Trace | None) -> Flight:
+    def _send(self, departure: _Departure, trace: Trace | None, expects_gradients: bool) -> Flight:
         assert self.transport is not None
         flight, header, tensors = departure
+        if expects_gradients:
+            self.post(flight)
         with _span(trace, Beside.SEND, flight.k, num_bytes=header.num_bytes):
             self.transport.send_activation(header, tensors)
         return flight
