@@ -111,6 +111,11 @@ def kind_of(delay: str) -> str:
     return re.split(r"[\s,;]", delay, maxsplit=1)[0]
 
 
+def without_start(delay: str) -> str:
+    """A delay's text without a synchronous start: ``"1"`` of ``"1 synchronous_start=60"``."""
+    return re.sub(r"[\s,;]*\bsynchronous_start=\d+", "", delay)
+
+
 def further(setting: Setting) -> Setting:
     """What a delay sets besides itself: ``("micro_batches=4", None)`` of ``("1 micro_batches=4", None)``."""
     delay, stages = setting

@@ -213,6 +213,18 @@ def test_other_delays_stand_below_the_delay_of_one_update_with_their_gap_to_sync
     ]
 
 
+def test_a_synchronous_start_takes_back_of_the_gap_without_it():
+    runs = [run(1.5, delay="0"), run(1.6), run(1.55, delay="1 synchronous_start=60")]
+    runs += [run(1.525, delay="1 synchronous_start=60", correction="EF"), run(1.7, delay="2 synchronous_start=5")]
+    table = delay_table(Ablation.of(runs))
+    assert [line for line in table.splitlines() if "synchronous_start=" in line] == [
+        "| Muon | 1 synchronous_start=60 |  | none | 1.550 (0.01 ‡) | +0.050 | 50 % |",
+        "| Muon | 1 synchronous_start=60 |  | EF | 1.525 (0.01 ‡) | +0.025 | 75 % |",
+        "| Muon | 2 synchronous_start=5 |  | none | 1.700 (0.01 ‡) | +0.200 |  |",
+    ]
+    assert "Of a synchronous start: what it takes back" in table
+
+
 def test_other_delays_without_their_sync_row_have_no_gap():
     runs = [run(1.7, delay="fresh_last_stage", stages=4)]
     assert "| Muon | fresh_last_stage | 4 | none | 1.700 (0.01 ‡) |  |  |" in delay_table(Ablation.of(runs))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, Run, Setting, kind_of
+from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, Run, Setting, kind_of, without_start
 from lightning_asyncpp.tools.ablation.recipe.rows import best_lr
 
 _MOST_OF_A_GAP = 10  # a correction that does more, up or down, does something else than to close the gap
@@ -186,9 +186,14 @@ class Ablation:
     def uncorrected_row(self, row: Row) -> Row:
         """The delayed row whose gap this one takes something back of; itself if it is not corrected.
 
-        For a fresh last stage, corrected or not, that is the delay of one update.
+        For a fresh last stage, corrected or not, that is the delay of one update; for a synchronous start, corrected or
+        not, the same delay without it, where there is one.
         """
-        setting = self._twin(row.setting, "1") if row.kind == "fresh_last_stage" else row.setting
+        setting = without_start(row.delay), row.stages
+        if row.kind == "fresh_last_stage":
+            setting = self._twin(setting, "1")
+        elif setting not in self._settings:
+            setting = row.setting
         return Row(row.group, *setting, UNCORRECTED)
 
     def gap(self, row: Row) -> Spread | None:

@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Row, named
+from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Row, named, without_start
 from lightning_asyncpp.tools.ablation.report.missing import missing_list
 from lightning_asyncpp.tools.ablation.report.summary import Ablation, Result, Spread, Verdict, difference, judge
 from lightning_asyncpp.tools.ablation.report.table_cells import EDGE, ONE_LR, UNFINISHED, Cells, per_cent
@@ -106,7 +106,9 @@ def delay_table(ablation: Ablation) -> str:
     cells = Cells(ablation)
     lines = [[*_row_names(ablation, row), cells.loss(row), cells.gap(row), cells.share(row)] for row in rows]
     several = len({ablation.sync_row(row).setting for row in rows}) > 1
-    return _with_notes(_markdown(header, lines), *([_SEVERAL_SYNC_NOTE] if several else []), counts(ablation))
+    notes = [_SEVERAL_SYNC_NOTE] if several else []
+    notes += [_START_NOTE] if any(without_start(row.delay) != row.delay for row in rows) else []
+    return _with_notes(_markdown(header, lines), *notes, counts(ablation))
 
 
 def search_table(ablation: Ablation) -> str:
@@ -150,6 +152,7 @@ _DELAY_DEFINITION = (
     " sample standard deviation over seeds. Recovered: what a correction takes back of the gap at the same delay, and"
     " what a fresh last stage, corrected or not, takes back of the gap of one update."
 )
+_START_NOTE = "Of a synchronous start: what it takes back, corrected or not, of the gap of the same delay without it."
 _SEVERAL_SYNC_NOTE = "The sync run is the one of the same further settings, where there is one."
 DEFINITIONS = {
     "main": _MAIN_DEFINITION,
