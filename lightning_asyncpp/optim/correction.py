@@ -279,8 +279,8 @@ class DelayCorrection(Optimizer):
         """Say once that nothing is corrected: now, because whoever told the delay may have told another one since."""
         if not self._memory.announced:
             rank_zero_info(
-                f"{type(self).__name__}: the gradients of this process are not delayed now, so it corrects nothing: the"
-                " base steps alone."
+                f"{type(self).__name__}: the gradients of this process are not delayed so far, and it corrects nothing"
+                " as long as they are not: the base steps alone."
             )
             self._memory.announced = True
 

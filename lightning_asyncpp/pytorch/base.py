@@ -125,6 +125,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         self.step_metrics.connect(trainer, module)
         self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if training:
+            self._warn_without_delay(trainer.max_steps)
             self.setup_optimizers(trainer)
             agree_on_problems(self._mesh, optimizer_problems(self.optimizers, module))
             self._attach_optimizer(trainer)
@@ -149,6 +150,13 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         self.session.attach(optimizer)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def _warn_without_delay(self, max_steps: int) -> None:
+        start = self.session.settings.synchronous_start
+        if 0 <= max_steps <= start:
+            rank_zero_warn(
+                f"synchronous_start={start} is no less than max_steps={max_steps}: all of this training is synchronous"
+            )
 
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision_plugin.forward_context()

@@ -88,6 +88,7 @@ def test_both_recipes_differ_in_the_strategy_and_the_learning_rate_alone() -> No
         (["--micro-batches", "1"], "use micro_batches >= 2"),
         (["--seeds", "1", "1"], "each counts once"),
         (["--steps", "30"], "at least two validations"),
+        (["--steps", "60", "--synchronous-start", "60"], "of 60 updates none would have a delay"),
         (["--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     ],
 )

@@ -74,7 +74,8 @@ def test_a_synchronous_start_is_known(pools: Pools, tmp_path: Path) -> None:
     assert [versions[k] for k in range(0, 24, 4)] == [0, 1, 2, 3, 3, 4]
     summary = summarise(read)
     assert (summary.violated, summary.total.staleness) == (0, "0, 1")
-    assert "mini-batch t ran on W_max(t-1, 3), the first 3 without delay throughout." in table(read, summary)
+    assert "mini-batch t ran on W_max(t-1, 3), the synchronous ones before 3 on W_t." in table(read, summary)
+    assert "no flush after the first 3; mini-batches 0 to 5" in table(read, summary)
     altered = [replace(rank, meta=replace(rank.meta, synchronous_start=2)) for rank in read.ranks]
     assert summarise(replace(read, ranks=altered)).violated > 0
 

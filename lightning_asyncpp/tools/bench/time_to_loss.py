@@ -90,6 +90,11 @@ def _checked(parser: ArgumentParser, arguments: Namespace) -> dict[str, Any]:
         problems.append("--seeds: each counts once")
     if arguments.steps // arguments.validate_every < 2:
         problems.append("--steps: at least two validations are needed; lower --validate-every")
+    if arguments.synchronous_start >= arguments.steps:
+        problems.append(
+            f"--synchronous-start {arguments.synchronous_start}: of {arguments.steps} updates none would have a delay;"
+            " lower it"
+        )
     recipe: dict[str, Any] = {}
     try:
         recipe = read_yaml(Path(arguments.config))

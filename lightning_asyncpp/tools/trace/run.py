@@ -106,9 +106,8 @@ class RecordedRun:
 
     @property
     def mini_batches(self) -> range:
-        """The mini-batches that begin in it."""
-        starts = [s for rank in self.ranks for s in rank.starts]
-        begun = [s.mini_batch for s in starts if s.time is not None and self.start <= s.time < self.end]
+        """The mini-batches that begin in it, on its first stage."""
+        begun = [s.mini_batch for s in self.ranks[0].starts if s.time is not None and self.start <= s.time < self.end]
         return range(min(begun), max(begun) + 1) if begun else range(0)
 
     @property

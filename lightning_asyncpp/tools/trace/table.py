@@ -43,7 +43,7 @@ def headline(run: RecordedRun, summary: Summary) -> str:
     meta = run.meta
     replicas = f" x {meta.num_replicas} replicas" if meta.num_replicas > 1 else ""
     delayed = any(rank.meta.delay for rank in run.ranks)
-    start = f" after the first {meta.synchronous_start}" if meta.synchronous_start else ""
+    start = f" after the first {meta.synchronous_start}" if first < meta.synchronous_start else ""
     schedule = f"lookahead {meta.lookahead}, no flush{start}" if delayed else "a flush per mini-batch"
     return (
         f"{meta.num_stages} stages{replicas}, {run.ranks[0].micro_batches} micro-batches per mini-batch, {schedule};"
@@ -109,12 +109,12 @@ def _staleness(run: RecordedRun, summary: Summary) -> str:
     if summary.total.versions is None:
         return "Staleness: weight versions were not recorded."
     delays = sorted({rank.meta.delay for rank in run.ranks})
-    start = run.meta.synchronous_start
-    rule = "W_t" if delays == [0] else f"W_max(t-1, {start})"
-    rule += ", W_t on the fresh last stage" if delays == [0, 1] else ""
-    rule += f", the first {start} without delay" if start else ""
-    where = "throughout" if run.is_whole else "on the ranks that were recorded"
-    return f"Staleness: as promised, mini-batch t ran on {rule} {where}."
+    (first, last), start = summary.mini_batches, run.meta.synchronous_start
+    rule = "W_t" if delays == [0] or last < start else f"W_max(t-1, {start})"
+    rule += ", W_t on the fresh last stage" if delays == [0, 1] and last >= start else ""
+    rule += f", the synchronous ones before {start} on W_t" if first < start <= last else ""
+    where = "" if run.is_whole else " on the ranks that were recorded"
+    return f"Staleness: as promised, mini-batch t ran on {rule}{where}."
 
 
 def _percent(share: float | None) -> str:

@@ -37,7 +37,7 @@ def test_the_command_prints_a_table_and_writes_all_files(tmp_path: Path, capsys:
     asyncpp(["trace", str(tmp_path), *(x for name, file in files.items() for x in (f"--{name}", str(file)))])
     printed = capsys.readouterr().out
     assert "3 stages x 2 replicas, 4 micro-batches per mini-batch, lookahead 1, no flush" in printed
-    assert "as promised, mini-batch t ran on W_max(t-1, 0) throughout" in printed
+    assert "as promised, mini-batch t ran on W_max(t-1, 0)." in printed
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     figures = json.loads(files["json"].read_text())
     assert len(figures["rows"]) == 6
