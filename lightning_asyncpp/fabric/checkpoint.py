@@ -104,6 +104,7 @@ class CheckpointMixin(Strategy):
             if strict and name not in remainder:
                 raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
             if name in remainder:
+                check_set_up(self.session, state[name])
                 load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
                 load_optimizer(self.session, state[name], remainder.pop(name))
                 self._clippings.clear()
@@ -185,10 +186,19 @@ def load_optimizer(session: PipelineSession, optimizer: Optimizer, state: Mappin
     Raises:
         ConfigurationError: the optimizer was not set up, or the state belongs to another number of stages.
     """
-    if optimizer is not session.optimizer:
-        raise ConfigurationError(refusals.NO_OPTIMIZER_TO_LOAD)
+    check_set_up(session, optimizer)
     engine = session.running()
     optimizer.load_state_dict(to_device(own_optimizer_state(engine.mesh, state), engine.runner.device))
+
+
+def check_set_up(session: PipelineSession, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that the pipeline does not know.
+
+    Raises:
+        ConfigurationError: it was not set up.
+    """
+    if optimizer is not session.optimizer:
+        raise ConfigurationError(refusals.NO_OPTIMIZER_TO_LOAD)
 
 
 def check_loadable(module: nn.Module) -> None:
