@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -100,15 +100,12 @@ class CheckpointMixin(Strategy):
         progress = remainder.pop(PIPELINE, None)
         if self._has_resumed and any(value is self._trained_model for value in others.values()):
             load_pipeline_state(self.session, progress)  # its optimizer came first, and it makes all versions equal
-        for name in state.keys() - others.keys():
-            if strict and name not in remainder:
-                raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
-            if name in remainder:
-                check_set_up(self.session, state[name])
-                load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
-                load_optimizer(self.session, state[name], remainder.pop(name))
-                self._clippings.clear()
-                self._resumed_at = self.session.running().next_forward
+        for name in entries_to_load(state.keys() - others.keys(), remainder, strict):
+            check_set_up(self.session, state[name])
+            load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
+            load_optimizer(self.session, state[name], remainder.pop(name))
+            self._clippings.clear()
+            self._resumed_at = self.session.running().next_forward
         return remainder
 
     @property
@@ -128,6 +125,21 @@ class CheckpointMixin(Strategy):
         else:
             check_loadable(module)
             super().load_module_state_dict(module, state_dict, strict)
+
+
+def entries_to_load(names: Iterable[str], checkpoint: Mapping[str, Any], strict: bool) -> list[str]:
+    """Those of ``names`` that a checkpoint has.
+
+    Raises:
+        KeyError: it lacks one, and ``strict`` asks for all.
+    """
+    found = []
+    for name in names:
+        if name in checkpoint:
+            found.append(name)
+        elif strict:
+            raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
+    return found
 
 
 def gather_model(session: PipelineSession) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.fabric import delayed_refusals as refusals
+from lightning_asyncpp.fabric.checkpoint import entries_to_load
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
@@ -339,11 +340,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             self._loaded_state = saved
             if self.emulator is not None:
                 self.emulator.load_state_dict(saved)  # tells the optimizer the delay, under which it loads
-        for name, optimizer in optimizers.items():
-            if strict and name not in remainder:
-                raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
-            if name in remainder:
-                optimizer.load_state_dict(remainder.pop(name))
+        for name in entries_to_load(optimizers, remainder, strict):
+            optimizers[name].load_state_dict(remainder.pop(name))
         return remainder
 
     @override

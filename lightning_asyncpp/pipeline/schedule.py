@@ -70,6 +70,14 @@ def weight_version(mini_batch: int, delay: int, synchronous_start: int = 0) -> i
     return mini_batch if mini_batch < synchronous_start else max(mini_batch - delay, synchronous_start)
 
 
+def updates_behind(mini_batch: int, delay: int, synchronous_start: int = 0) -> int:
+    """How many mini-batches' updates are outstanding when mini-batch t was run: none after a flush.
+
+    Arguments as for :func:`weight_version`.
+    """
+    return delay if mini_batch >= synchronous_start else 0
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The order of forwards and backwards on one stage.
@@ -117,8 +125,8 @@ class Schedule:
         return weight_version(mini_batch, self.delay, self.synchronous_start)
 
     def updates_behind(self, mini_batch: int) -> int:
-        """How many mini-batches' updates are outstanding when mini-batch t was run: none after a flush."""
-        return self.delay if mini_batch >= self.synchronous_start else 0
+        """How many mini-batches' updates are outstanding: see :func:`updates_behind`."""
+        return updates_behind(mini_batch, self.delay, self.synchronous_start)
 
     def run(self, mini_batches: int, micro_batches: int) -> list[Action]:
         """The whole run, as planners, simulators and drawings want it: the engine executes the same order.

@@ -6,7 +6,29 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.schedule import depth, largest_lookahead
+from lightning_asyncpp.pipeline.schedule import depth, largest_lookahead, updates_behind
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, and not a bool, which Python takes for one."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def problems_of_start(synchronous_start: int, delay: int | str) -> list[str]:
+    """What is wrong with a synchronous start.
+
+    Args:
+        synchronous_start: its length, a whole number.
+        delay: of the gradients after it, or the name of one that differs from stage to stage.
+    """
+    if synchronous_start < 0:
+        return [f"synchronous_start={synchronous_start} must be 0 or more, in mini-batches"]
+    if synchronous_start > 0 and delay == 0:
+        return [
+            f"synchronous_start={synchronous_start} has no meaning without a delay: all mini-batches are synchronous;"
+            " leave it out"
+        ]
+    return []
 
 
 @dataclass(frozen=True)
@@ -37,8 +59,10 @@ class PipelineSettings:
 
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
         """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
+        if problems := self._type_problems():
+            return None, problems
         problems = self._problems_alone()
-        if not self._type_problems() and self.data_parallel_size >= 1 and world_size % self.data_parallel_size:
+        if self.data_parallel_size >= 1 and world_size % self.data_parallel_size:
             problems.append(
                 f"devices={world_size} is not divisible by data_parallel_size={self.data_parallel_size}:"
                 " every replica needs the same number of stages; change one of them"
@@ -73,12 +97,11 @@ class PipelineSettings:
         return [
             f"{name}={value!r} must be a whole number"
             for name, value in values.items()
-            if (not isinstance(value, int) or isinstance(value, bool)) and not (value is None and name in optional)
+            if not is_whole(value) and not (value is None and name in optional)
         ]
 
     def _problems_alone(self) -> list[str]:
-        if problems := self._type_problems():
-            return problems
+        problems = []
         if self.micro_batches is not None and self.micro_batches < 1:
             problems.append(f"micro_batches={self.micro_batches} must be at least 1")
         if self.lookahead is not None and self.lookahead < 0:
@@ -91,13 +114,7 @@ class PipelineSettings:
             problems.append(f"delay={self.delay} must be 0 or 1")
         if self.fresh_last_stage and self.delay == 0:
             problems.append("fresh_last_stage=True has no meaning without a delay: all stages are fresh; leave it out")
-        if self.synchronous_start < 0:
-            problems.append(f"synchronous_start={self.synchronous_start} must be 0 or more, in mini-batches")
-        if self.synchronous_start > 0 and self.delay == 0:
-            problems.append(
-                f"synchronous_start={self.synchronous_start} has no meaning without a delay: all mini-batches are"
-                " synchronous; leave it out"
-            )
+        problems += problems_of_start(self.synchronous_start, self.delay)
         if self.fresh_last_stage and self.nonfinite_gradients == "skip":
             problems.append(
                 "fresh_last_stage=True steps the last stage before it is known whether the gradients of the others are"
@@ -164,8 +181,8 @@ class ResolvedSettings:
         return self.settings.synchronous_start
 
     def updates_behind(self, mini_batch: int) -> int:
-        """How many mini-batches' updates are outstanding when mini-batch t was run: see :class:`Schedule`."""
-        return self.delay if mini_batch >= self.synchronous_start else 0
+        """How many mini-batches' updates are outstanding in the whole pipeline: see :func:`updates_behind`."""
+        return updates_behind(mini_batch, self.delay, self.synchronous_start)
 
     def steps_ahead(self, stage: int) -> bool:
         """Whether ``stage`` applies its updates before its next mini-batch, ahead of the others that have a delay."""

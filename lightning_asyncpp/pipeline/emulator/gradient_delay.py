@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.settings import is_whole, problems_of_start
 
 Delay = int | Literal["pipedream", "fresh_last_stage"]
 StageOf = Callable[[str], int]
@@ -96,7 +97,7 @@ class DelaySettings:
         for name in ("delay", "stages", "micro_batches", "synchronous_start"):
             value = getattr(self, name)
             may_be_other = isinstance(value, str) if name == "delay" else value is None and name != "synchronous_start"
-            if not _is_whole(value) and not may_be_other:
+            if not is_whole(value) and not may_be_other:
                 more = f" or one of {', '.join(KINDS)}" if name == "delay" else ""
                 problems.append(f"{name}={value!r} must be a whole number{more}")
         function: Any = self.stage_of
@@ -111,13 +112,7 @@ class DelaySettings:
             problems.append(f"delay={self.delay!r} must be a number of updates or one of {', '.join(KINDS)}")
         if isinstance(self.delay, int) and self.delay < 0:
             problems.append(f"delay={self.delay} must be 0 or more: a gradient cannot come before its weights")
-        if self.synchronous_start < 0:
-            problems.append(f"synchronous_start={self.synchronous_start} must be 0 or more, in mini-batches")
-        if self.synchronous_start > 0 and self.delay == 0:
-            problems.append(
-                f"synchronous_start={self.synchronous_start} has no meaning without a delay: all mini-batches are"
-                " synchronous; leave it out"
-            )
+        problems += problems_of_start(self.synchronous_start, self.delay)
         if by_stage and (self.stages is None or self.stages < 1):
             problems.append(f"delay={self.delay!r} needs stages, the number of pipeline stages; got {self.stages}")
         if not by_stage and (self.stages is not None or self.stage_of is not None):
@@ -157,10 +152,6 @@ class DelaySettings:
                 f"stage_of({name!r}) returned {stage!r}: stages are numbered from 0 to {self.stages - 1}"
             )
         return stages
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _equal_runs(count: int, parts: int) -> list[int]:

@@ -21,6 +21,7 @@ from lightning_asyncpp.pipeline.recording.clock import clock_offset, host_name
 from lightning_asyncpp.pipeline.recording.file import PATTERN, Meta, SpanFile, file_name
 from lightning_asyncpp.pipeline.recording.follow import follow
 from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.settings import is_whole
 from lightning_asyncpp.pipeline.trace import Beside, Follower, Span, Wait
 
 WRITE_EVERY = 0.25
@@ -43,9 +44,9 @@ class Window:
     def problems(self) -> list[str]:
         """What is wrong with it, each with its mend, under the names that users give the values."""
         problems = []
-        if not _is_whole(self.first, 0):
+        if not (is_whole(self.first) and self.first >= 0):
             problems.append(f"first_mini_batch={self.first!r} must be a whole number, 0 or more: they count from 0")
-        if self.count is not None and not _is_whole(self.count, 1):
+        if self.count is not None and not (is_whole(self.count) and self.count >= 1):
             problems.append(f"mini_batches={self.count!r} must be at least 1; leave it out to record to the end")
         return problems
 
@@ -195,10 +196,6 @@ class Recorder:
         agree_on_error(mesh, error)
         assert file is not None
         return file
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _close(reference: weakref.ref[Recorder]) -> None:
