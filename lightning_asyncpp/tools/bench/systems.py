@@ -88,13 +88,11 @@ def run_trainer(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
 @contextmanager
 def _callbacks(system: str) -> Iterator[list[L.Callback]]:
     """What a user would add to the Trainer for this system."""
-    with tempfile.TemporaryDirectory(prefix="asyncpp-bench-trace-") as folder:
-        if system == ASYNC_TRACED:
+    if system == ASYNC_TRACED:
+        with tempfile.TemporaryDirectory(prefix="asyncpp-bench-trace-") as folder:
             yield [PipelineTrace(folder)]
-        elif system == ASYNC_MONITORED:
-            yield [PipelineMonitor()]
-        else:
-            yield []
+    else:
+        yield [PipelineMonitor()] if system == ASYNC_MONITORED else []
 
 
 def _fit(job: Job, system: str, callbacks: list[L.Callback], layers: list[nn.Module]) -> None:
