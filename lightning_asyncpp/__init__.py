@@ -7,6 +7,7 @@ for ``Trainer`` and for ``Fabric``; Fabric's classes are in :mod:`lightning_asyn
 from lightning_asyncpp.fabric.delayed_gradient import register as register_delayed_gradient_for_fabric
 from lightning_asyncpp.fabric.strategy import register as register_for_fabric
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.units import apply_layers
 from lightning_asyncpp.pytorch import (
     AsyncPipelineStrategy,
     DelayedGradientStrategy,
@@ -14,11 +15,13 @@ from lightning_asyncpp.pytorch import (
     PipelineModule,
     PipelineMonitor,
     PipelineTrace,
+    SampleText,
     SyncPipelineStrategy,
     TokensPerSecond,
 )
 from lightning_asyncpp.pytorch.delayed_gradient import register as register_delayed_gradient
 from lightning_asyncpp.pytorch.strategy import register
+from lightning_asyncpp.tools.check import check_model
 
 register()
 register_delayed_gradient()
@@ -33,6 +36,9 @@ __all__ = [
     "PipelineModule",
     "PipelineMonitor",
     "PipelineTrace",
+    "SampleText",
     "SyncPipelineStrategy",
     "TokensPerSecond",
+    "apply_layers",
+    "check_model",
 ]

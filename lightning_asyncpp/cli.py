@@ -21,6 +21,13 @@ import lightning_asyncpp.optim  # noqa: F401  (registers the strategies; finds o
 TOOLS = {
     "ablate": "lightning_asyncpp.tools.ablation.command",
     "bench": "lightning_asyncpp.tools.bench.command",
+    "check": "lightning_asyncpp.tools.check.command",
+    "evaluate": "lightning_asyncpp.tools.saved.evaluate",
+    "export": "lightning_asyncpp.tools.saved.export",
+    "generate": "lightning_asyncpp.tools.saved.generate",
+    "import": "lightning_asyncpp.tools.saved.importing",
+    "plan": "lightning_asyncpp.tools.plan.command",
+    "prepare": "lightning_asyncpp.tools.prepare.command",
     "trace": "lightning_asyncpp.tools.trace.command",
 }
 
@@ -29,9 +36,13 @@ _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
 
 _DESCRIPTION = (
     "Asynchronous pipeline parallelism for PyTorch Lightning. Besides the subcommands below: asyncpp bench"
-    " schedule|compute|optimizer|network|time-to-loss|draw measures pipelines; asyncpp ablate trains a grid"
-    " of optimizers, learning rates, delays and corrections, and compares them; asyncpp trace shows where the time of a"
-    " run went that `asyncpp fit --trace` recorded."
+    " schedule|compute|optimizer|network|time-to-loss|draw measures pipelines; asyncpp plan says what a recipe needs on"
+    " a kind of device, and how fast it would be; asyncpp check verifies that a pipeline"
+    " trains a recipe's model as a single process does; asyncpp ablate trains a grid of optimizers, learning rates,"
+    " delays and corrections, and compares them; asyncpp trace shows where the time of a run went that"
+    " `asyncpp fit --trace` recorded; asyncpp prepare tokenises documents into shards to train on; asyncpp generate and"
+    " asyncpp evaluate let a checkpoint write, and measure it; asyncpp export and asyncpp import exchange models with"
+    " Hugging Face transformers."
 )
 
 
@@ -60,19 +71,91 @@ def main(arguments: Sequence[str] | None = None) -> None:
         importlib.import_module(TOOLS[sys.argv[1]]).main(sys.argv[2:])
         return
     sys.argv[1:] = _with_trace(_with_optimizer(sys.argv[1:]))
+    make_cli(save_config_kwargs={"overwrite": True})
+
+
+def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:
+    """Read the arguments of a subcommand as the command does, recipes and overrides; nothing is built.
+
+    Args:
+        arguments: what would follow ``asyncpp``: ``["fit", "--config", "recipe.yaml", "--trainer.max_steps", "7"]``.
+
+    Returns:
+        The whole configuration of the subcommand, in plain values.
+
+    Raises:
+        SystemExit: something is wrong with them; what, stands on the standard error output.
+    """
+    before = list(sys.argv)
+    sys.argv = ["asyncpp", *_with_trace(_with_optimizer(arguments))]
+    _find_own_modules()
+    try:
+        make_cli(_Reader)
+    except _Read as read:
+        return read.configuration
+    finally:
+        sys.argv = before
+    raise RuntimeError("LightningCLI read its arguments without calling parse_arguments")
+
+
+class _Read(Exception):  # noqa: N818  (no error: everything was read)
+    def __init__(self, configuration: dict[str, Any]) -> None:
+        super().__init__()
+        self.configuration = configuration
+
+
+class _Reader(AsyncppCLI):
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        raise _Read(self.config[self.config["subcommand"]].as_dict())
+
+
+def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
+    """Read a recipe and what overrides it, and do what it asks for.
+
+    Args:
+        cli: what reads and does it.
+        **how: further arguments of ``LightningCLI``: with ``run=False`` it makes module, data and Trainer alone.
+    """
     _quiet()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    AsyncppCLI(
+    return cli(
         LightningModule,
         LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
         # Each stage builds its own optimizer, after the cut and with the parameters' names.
         auto_configure_optimizers=False,
-        save_config_kwargs={"overwrite": True},
         parser_kwargs={"description": _DESCRIPTION},
         parser_class=LightningArgumentParser,
+        **how,
     )
+
+
+class _ParsingCLI(AsyncppCLI):
+    """Parses, and leaves it at that."""
+
+    def instantiate_classes(self) -> None:
+        """Make nothing."""
+
+
+def parsed_recipe(arguments: Sequence[str]) -> jsonargparse.Namespace:
+    """What ``asyncpp fit`` would run, with all defaults filled in; nothing of it is made.
+
+    Args:
+        arguments: what follows ``asyncpp fit``.
+
+    Raises:
+        SystemExit: the parser has a complaint, which it prints.
+    """
+    _find_own_modules()
+    argv = sys.argv
+    sys.argv = ["asyncpp fit", *_with_optimizer(arguments), "--seed_everything=false"]  # or it would seed this process
+    try:
+        config: jsonargparse.Namespace = make_cli(_ParsingCLI, run=False).config
+        return config
+    finally:
+        sys.argv = argv
 
 
 def _find_own_modules() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -254,6 +255,16 @@ def test_fit_records_a_trace(two_ranks: Pools, trained: Trained, capsys: pytest.
     printed = capsys.readouterr().out
     assert "2 stages, 4 micro-batches per mini-batch, lookahead 1, no flush; mini-batches 0 to 2:" in printed
     assert "Staleness: as promised" in printed
+
+
+def test_what_stages_trained_in_a_single_process(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    """``evaluate`` finds the data in the checkpoint and reports the pipeline's loss; ``generate`` writes."""
+    path = trained.folder / "figures.json"
+    main(["evaluate", str(trained.checkpoint), "--limit-batches", "3", "--json", str(path)])
+    assert json.loads(path.read_text())["loss"] == pytest.approx(trained.val_loss, abs=6e-4)
+    capsys.readouterr()
+    main(["generate", str(trained.checkpoint), "--prompt", "document 3", "--max-new-tokens", "5"])
+    assert capsys.readouterr().out.startswith("document 3")
 
 
 def test_validate_launches_its_ranks(trained: Trained) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +14,20 @@ import pytest
 import torch
 import yaml
 
-from lightning_asyncpp.cli import main
+from lightning_asyncpp.cli import AsyncppCLI, main, make_cli
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.data.unigram import unigram_loss
+from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.pipeline.partition_choice import choose_partition
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
 from lightning_asyncpp.tools.ablation.recipe.recipe import load_recipe
 from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
+from lightning_asyncpp.tools.prepare.command import _parser, _request
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+LARGE = [path for path in RECIPES if not path.stem.startswith("quickstart")]
+QUICKSTARTS = [ROOT / "recipes" / f"{name}.yaml" for name in ("quickstart", "quickstart_sync")]
 ABLATIONS = sorted((ROOT / "recipes" / "ablation").glob("*.yaml"))
 TRAINED = sorted((ROOT / "recipes" / "ablation" / "base").glob("*.yaml"))
 STRUCTURE = {
@@ -72,13 +78,123 @@ def test_every_training_of_an_ablation_can_be_configured(path: Path) -> None:
     assert find_problems(load_recipe(path)) == []
 
 
-def test_the_synchronous_twin_differs_in_the_strategy_alone() -> None:
-    twins = [
-        yaml.safe_load((ROOT / "recipes" / name).read_text()) for name in ("quickstart.yaml", "quickstart_sync.yaml")
-    ]
+def loaded(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
+    return content
+
+
+@pytest.mark.parametrize("name", ["quickstart", "smollm_360m"])
+def test_the_synchronous_twin_differs_in_the_strategy_alone(name: str) -> None:
+    twins = [loaded(name), loaded(f"{name}_sync")]
     strategies = [twin["trainer"].pop("strategy") for twin in twins]
     assert twins[0] == twins[1]
     assert [s["class_path"].rpartition(".")[2] for s in strategies] == ["AsyncPipelineStrategy", "SyncPipelineStrategy"]
+
+
+def stages_of(recipe: dict[str, Any]) -> list[int]:
+    """Numbers of stages over which a recipe cuts its model: of a pipeline, or of an ablation's emulated ones."""
+    if "trainer" in recipe:
+        return [recipe["trainer"]["devices"]]
+    delays = [delay for delay in recipe["delays"] if isinstance(delay, dict) and "micro_batches" in delay]
+    return sorted({delay["stages"] for delay in delays if "stages" in delay and delay.get("partition") != "uniform"})
+
+
+@pytest.mark.parametrize("path", QUICKSTARTS + ABLATIONS, ids=lambda path: path.stem)
+def test_published_results_belong_to_the_default_cut(path: Path) -> None:
+    """They were taken when all stages had the same number of layers: where that is not the default, recipes say so."""
+    recipe = yaml.safe_load(path.read_text())
+    trained = recipe if "model" in recipe else yaml.safe_load((path.parent / recipe["recipe"]).read_text())
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**trained["model"]["init_args"]["config"]))
+    for stages in stages_of(recipe):
+        partition = choose_partition(model, 0, stages, "auto")
+        assert partition.counts == partition.uniform, f"{path.name} with {stages} stages: give partition: uniform"
+
+
+def test_the_adamw_twin_differs_in_the_optimizer_alone() -> None:
+    twins = [loaded("smollm_360m"), loaded("smollm_360m_adamw")]
+    wrapped = [twin["model"]["init_args"]["optimizer"]["init_args"].pop("base") for twin in twins]
+    assert twins[0] == twins[1]
+    muon, adamw = (base["init_args"] for base in wrapped)
+    assert [base["class_path"].rpartition(".")[2] for base in wrapped] == ["MuonAdamW", "AdamW"]
+    shared = {"lr": "lr", "weight_decay": "weight_decay", "adamw_betas": "betas"}
+    assert {name: muon[name] for name in shared} == {name: adamw[other] for name, other in shared.items()}
+
+
+@pytest.fixture(scope="module", params=RECIPES, ids=lambda path: path.stem)
+def built(request: pytest.FixtureRequest) -> AsyncppCLI:
+    """A recipe as the command builds it, but on the CPU: the model is on the meta device until a strategy cuts it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["asyncpp", "--config", str(request.param), "--trainer.accelerator", "cpu"])
+        return make_cli(run=False, save_config_callback=None)
+
+
+def test_a_recipe_fits_together(built: AsyncppCLI) -> None:
+    data, config = built.datamodule, built.model.config
+    settings, problems = built.trainer.strategy.session.settings.resolve(built.trainer.world_size)
+    assert problems == []
+    assert settings is not None
+    assert data.context_length == config.context_length
+    assert data.batch_size % settings.micro_batches == 0
+
+
+def test_the_model_of_a_recipe_is_built_with_its_optimizer(built: AsyncppCLI) -> None:
+    with torch.device("meta"), torch.no_grad():  # experts' auxiliary losses are collected by strategies alone
+        model = built.model.build_model()
+        logits = model(torch.zeros(1, built.model.config.context_length, dtype=torch.int64))
+    assert logits.shape == (1, built.model.config.context_length, built.model.config.vocab_size)
+    named = dict(model.named_parameters())
+    assert all(parameter.is_meta for parameter in named.values())
+    optimizer = built.model.optimizer(named.items())
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(named)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    # SmolLM-360M's own number, and GPT-2's 124,439,808 without its positions, biases and second half of norms
+    [("smollm_360m", 361_821_120), ("gpt2_124m", 123_551_232), ("moe_10b", 10_191_373_824)],
+)
+def test_models_have_the_size_that_they_are_named_after(name: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**loaded(name)["model"]["init_args"]["config"]))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_figures_in_comments_are_those_of_the_keys(path: Path) -> None:
+    text, recipe = path.read_text(), loaded(path.stem)
+    data, trainer = recipe["data"]["init_args"], recipe["trainer"]
+    tokens = data["batch_size"] * data["context_length"]
+    steps, power, billions = found(r"([\d,]+) of 2\*\*(\d+) tokens are ([\d.]+) billion", text)
+    assert (int(steps.replace(",", "")), 2 ** int(power)) == (trainer["max_steps"], tokens)
+    assert float(billions) == float(f"{trainer['max_steps'] * tokens / 1e9:.{len(billions.partition('.')[2])}f}")
+    batches, millions = found(r"at every validation: (\d+) are ([\d.]+) million tokens", text)
+    assert (int(batches), float(millions)) == (trainer["limit_val_batches"], round(int(batches) * tokens / 1e6, 1))
+    (sequences,) = found(r"cut into \(int[^)]*\): here of (\d+) sequences", text)
+    assert int(sequences) * trainer["strategy"]["init_args"]["micro_batches"] == data["batch_size"]
+    size, length, power = found(r"Sequences per replica and update \(int\): (\d+) of (\d+) are 2\*\*(\d+) tokens", text)
+    assert (int(size), int(length), 2 ** int(power)) == (data["batch_size"], data["context_length"], tokens)
+    config = recipe["model"]["init_args"]["config"]
+    (wide,) = found(r"Attention heads \(int\), each (\d+) wide", text)
+    assert int(wide) * config["num_heads"] == config["dim"]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in LARGE if "asyncpp prepare hf" in path.read_text()], ids=lambda p: p.stem
+)
+def test_what_a_recipe_says_of_its_tokens_prepares_them(path: Path) -> None:
+    (command,) = found(r"#   asyncpp prepare ((?:.*\\\n)*.*\n)", path.read_text())
+    arguments = _parser().parse_args(shlex.split(command.replace("\\\n#", " ")))
+    assert _request(arguments).problems() == []
+    assert arguments.output == loaded(path.stem)["data"]["init_args"]["source"]
+    # The repository holds the whole corpus in data/, and samples of it beside that.
+    assert re.fullmatch(r"hf://datasets/HuggingFaceFW/fineweb-edu/(data|sample/\d+BT)", arguments.sources[0])
+
+
+def found(pattern: str, text: str) -> tuple[str, ...]:
+    match = re.search(pattern, text)
+    assert match is not None, pattern
+    return match.groups()
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -111,14 +227,22 @@ def test_whole_quickstart_is_well_below_a_unigram_model(tmp_path: Path) -> None:
     check_quickstart(tmp_path, 1.5)
 
 
-def check_quickstart(folder: Path, margin: float, data: dict[str, Any] | None = None, **trainer: int) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_whole_quickstart_with_experts_is_well_below_a_unigram_model(tmp_path: Path) -> None:
+    check_quickstart(tmp_path, 1.5, name="quickstart_moe")
+
+
+def check_quickstart(
+    folder: Path, margin: float, data: dict[str, Any] | None = None, name: str = "quickstart", **trainer: int
+) -> None:
     """``data`` and ``trainer`` replace arguments of the recipe."""
     data = {"cache_dir": str(folder / "cache"), **(data or {})}
-    arguments = [f"--trainer.{name}={value}" for name, value in trainer.items()]
-    arguments += [f"--data.init_args.{name}={value}" for name, value in data.items()]
-    printed = run("fit", "--config", str(ROOT / "recipes" / "quickstart.yaml"), *arguments, cwd=folder, timeout=800)
+    arguments = [f"--trainer.{key}={value}" for key, value in trainer.items()]
+    arguments += [f"--data.init_args.{key}={value}" for key, value in data.items()]
+    printed = run("fit", "--config", str(ROOT / "recipes" / f"{name}.yaml"), *arguments, cwd=folder, timeout=800)
     assert "Done. Checkpoint: " in printed
-    assert list((folder / "runs" / "quickstart").glob("**/events.out.tfevents.*"))
+    assert list((folder / "runs" / name).glob("**/events.out.tfevents.*"))
     (checkpoint,) = (folder / "runs").glob("**/*.ckpt")
     content = torch.load(checkpoint, weights_only=True)
     assert sum(value.numel() for value in content["state_dict"].values()) > 800_000

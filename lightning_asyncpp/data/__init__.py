@@ -1,9 +1,20 @@
 """Text, tokens, and the batches made of them."""
 
 from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.hf_tokenizer import hf_tokenizer_files
 from lightning_asyncpp.data.replica import use_replica
 from lightning_asyncpp.data.text_data_module import TextDataModule
-from lightning_asyncpp.data.tokenizer import BPETokenizer, ByteTokenizer
+from lightning_asyncpp.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.data.unigram import unigram_loss
 
-__all__ = ["BPETokenizer", "ByteTokenizer", "DataError", "TextDataModule", "unigram_loss", "use_replica"]
+__all__ = [
+    "BPETokenizer",
+    "ByteTokenizer",
+    "DataError",
+    "TextDataModule",
+    "Tokenizer",
+    "hf_tokenizer_files",
+    "tokenizer_of_definition",
+    "unigram_loss",
+    "use_replica",
+]

@@ -68,7 +68,10 @@ def find_text_files(
             f"give source={str(folder.parent)!r} with patterns={[folder.name]} to take this file alone"
         )
     if not folder.is_dir():
-        raise DataError(f"source={str(source)!r}: there is no such folder; give a folder of text files, or 'stdlib'")
+        raise DataError(
+            f"source={str(source)!r}: there is no such folder; give a folder of text files, one that "
+            "`asyncpp prepare` wrote, or 'stdlib'"
+        )
     files = _matching_files(folder, ("**/*.py",) if library else patterns, _NOT_LIBRARY if library else set())
     if not files:
         raise DataError(f"{folder} holds no text file that matches {list(patterns)}; add files, or set `patterns`")

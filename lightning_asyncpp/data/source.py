@@ -8,9 +8,12 @@ from pathlib import Path
 
 from lightning_asyncpp.data.corpus import STANDARD_LIBRARY, find_text_files, split_files
 from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.hub import fetch_tokenizer, is_hub_name
 from lightning_asyncpp.data.token_dataset import (
     INDEX,
     METADATA,
+    PARTIAL,
+    PLAN,
     Metadata,
     fingerprint,
     read_metadata,
@@ -54,6 +57,7 @@ class TextSource:
 
     def folder(self) -> Path:
         """Return the folder of the token dataset, prepared or not."""
+        _refuse_unfinished(self.source)
         files = find_text_files(self.source, self.patterns, self.max_bytes)
         given = f"bpe-{self.vocab_size}" if self.tokenizer == "bpe" else load_tokenizer(self.tokenizer).fingerprint
         name = self.source if self.source == STANDARD_LIBRARY else Path(self.source).expanduser().resolve().name
@@ -111,14 +115,36 @@ def existing_tokens(source: str, val_source: str | None) -> TokenSource:
     return TokenSource(_expanded(source), None if val_source is None else _expanded(val_source))
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Build the tokenizer that ``name`` stands for: ``"byte"`` or the path of a tokenizer.json."""
-    return ByteTokenizer() if name == "byte" else BPETokenizer.load(Path(name).expanduser())
+def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
+    """Build the tokenizer that ``name`` stands for.
+
+    Args:
+        name: ``"byte"``, the path of a tokenizer.json or of a folder with one, or the name of a repository of models on
+            the Hugging Face Hub, from which the file is fetched once.
+        end_of_text: the token that ends a document; ``None`` for the usual one of the vocabulary.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    if is_hub_name(name):
+        return BPETokenizer.load(fetch_tokenizer(name), end_of_text)
+    path = Path(name).expanduser()
+    return BPETokenizer.load(path / "tokenizer.json" if path.is_dir() else path, end_of_text)
 
 
 def default_cache_dir() -> Path:
     """Folder for prepared datasets: ``lightning_asyncpp`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_asyncpp"
+
+
+def _refuse_unfinished(source: str) -> None:
+    # Its files end in .json, and would be taken for text.
+    path = Path(source).expanduser()
+    for folder in (path, path.with_name(path.name + PARTIAL)):
+        if folder.name.endswith(PARTIAL) and (folder / PLAN).is_file():
+            raise DataError(
+                f"source={source!r}: {folder} is a preparation that has not ended; run its `asyncpp prepare` again, it "
+                "goes on where it was, and name its --output here"
+            )
 
 
 def _expanded(source: str) -> str:

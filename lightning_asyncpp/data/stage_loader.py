@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -19,6 +19,13 @@ class PlaceholderBatch:
 
     def __repr__(self) -> str:
         return "<no batch: this is a middle stage of the pipeline>"
+
+
+def has_placeholder(batch: object) -> bool:
+    """Whether a batch is a placeholder, or has one from a loader among those of several."""
+    if isinstance(batch, (list, tuple, Mapping)):
+        return any(map(has_placeholder, batch.values() if isinstance(batch, Mapping) else batch))
+    return isinstance(batch, PlaceholderBatch)
 
 
 class PlaceholderLoader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,18 @@ from lightning_asyncpp.data.vocabulary import CheckedTokens
 class TextDataModule(L.LightningDataModule):
     """Batches of token sequences from a folder of text, Python's standard library, or a litdata token dataset.
 
-    Text is tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` that is named after its content. A
-    batch is (batch, context_length + 1) int64; sequences do not overlap. The order depends on ``seed``, the epoch, the
-    replica, ``batch_size`` and ``num_workers``, and never on the number of pipeline stages.
+    Corpora of some size are tokenised before, by ``asyncpp prepare``; its folder is the ``source``. Other text is
+    tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` that is named after its content. A batch is
+    (batch, context_length + 1) int64; sequences do not overlap. The order depends on ``seed``, the epoch, the replica,
+    ``batch_size`` and ``num_workers``, and never on the number of pipeline stages.
 
     Args:
-        source: a folder of text files; ``"stdlib"`` for the running Python's standard library; or a litdata dataset
-            that was written with ``TokensLoader``, as a folder or a URI such as ``s3://bucket/tokens``.
-        tokenizer: ``"byte"``, ``"bpe"`` to train one on the training files, or the path of a ``tokenizer.json``.
-            ``None`` stands for ``"byte"`` with text; with tokens it stands for whatever they were made with.
+        source: a folder of text files; ``"stdlib"`` for the running Python's standard library; a folder that
+            ``asyncpp prepare`` wrote; or a litdata dataset that was written with ``TokensLoader``, as a folder or a URI
+            such as ``s3://bucket/tokens``.
+        tokenizer: ``"byte"``, ``"bpe"`` to train one on the training files, the path of a ``tokenizer.json``, or the
+            name of a repository of models on the Hugging Face Hub. ``None`` stands for ``"byte"`` with text; with
+            tokens it stands for whatever they were made with.
         vocab_size: number of token ids: of the vocabulary to train with ``"bpe"``, and otherwise the one that the data
             must have.
         context_length: tokens that the model sees per sequence; a sample has one more, the last target.
@@ -56,6 +60,8 @@ class TextDataModule(L.LightningDataModule):
         drop_last: whether to leave out an incomplete last training batch. Validation leaves it out only if there are
             several replicas, which must all have the same number of batches.
         seed: seed of the order.
+        verify_checksums: whether every process reads what was prepared whole and compares it with its checksums when a
+            run starts, which takes as long as reading takes. Without, the sizes of all files are compared.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class TextDataModule(L.LightningDataModule):
         shuffle: bool = True,
         drop_last: bool = True,
         seed: int = 42,
+        verify_checksums: bool = True,
     ) -> None:
         super().__init__()
         self.source = source
@@ -90,7 +97,12 @@ class TextDataModule(L.LightningDataModule):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.seed = seed
+        self.verify_checksums = verify_checksums
         self.tokens: TokenSource | None = None
+        self._definition: str | None = None
+        # For a checkpoint, which says so what its model was trained with. Not for loggers: they would refuse names that
+        # the model's hyper-parameters have, too.
+        self.save_hyperparameters(logger=False)
         if problems := self._wrong_arguments():
             raise DataError("TextDataModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -120,13 +132,17 @@ class TextDataModule(L.LightningDataModule):
             raise DataError("the tokenizer is trained by prepare_data(); call it, and setup(), before")
         return load_tokenizer(self.tokenizer_name or "byte")
 
+    def example_batch(self) -> torch.Tensor:
+        """What a training batch looks like: token 0 everywhere, (batch_size, context_length + 1) int64."""
+        return torch.zeros(self.batch_size, self.sequence_length, dtype=torch.int64, device="cpu")
+
     def prepare_data(self) -> None:
         """Tokenise the text unless that was done before; once per node."""
         if not is_token_source(self.source):
             self._text().prepare()
 
     def setup(self, stage: str | None = None) -> None:
-        """Find the token dataset and check it; what was prepared from text is read whole and compared with checksums.
+        """Find the token dataset and check it.
 
         Raises:
             DataError: the dataset is missing or damaged, or does not fit the arguments or the trainer's model.
@@ -140,8 +156,14 @@ class TextDataModule(L.LightningDataModule):
         for split in (self.tokens.train, self.tokens.validation):
             if split is not None and not is_uri(split):
                 self._check_sequences(split, batches=False)
-        if self.tokens.folder is not None and self.tokens.metadata is not None:
+        if self.verify_checksums and self.tokens.folder is not None and self.tokens.metadata is not None:
             verify_checksums(self.tokens.folder, self.tokens.metadata)
+        # Now, and not when the first checkpoint is written: a tokenizer that is not there is known before a training.
+        self._definition = self.tokenizer.definition if self._has_known_tokenizer() else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the tokenizer, so that the model can be used where its data is not."""
+        return {} if self._definition is None else {"tokenizer": self._definition}
 
     def train_dataloader(self) -> StreamingDataLoader:
         """Return the training batches of this process's replica."""
@@ -188,6 +210,7 @@ class TextDataModule(L.LightningDataModule):
                 num_workers=self.num_workers,
                 pin_memory=torch.cuda.is_available(),
             )
+        _shuffle_as_everywhere(dataset)
         use_replica(loader, num_replicas, rank)
         return loader
 
@@ -196,6 +219,10 @@ class TextDataModule(L.LightningDataModule):
         prepared = tokens.folder if tokens.folder is not None and Path(split).parent == tokens.folder else None
         known = self._known_vocab_size()
         return CheckedTokens(split, self._size_of_model("vocab_size") if known is None else known, prepared)
+
+    def _has_known_tokenizer(self) -> bool:
+        # Tokens that others wrote do not say what made them.
+        return self.tokens is not None and (self.tokens.metadata is not None or self.tokenizer_name is not None)
 
     def _known_vocab_size(self) -> int | None:
         metadata = self._prepared().metadata
@@ -328,3 +355,11 @@ def _full_shuffle() -> dict[str, Any]:
     # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
     known = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
     return {"item_shuffle_window": 0} if known else {}
+
+
+def _shuffle_as_everywhere(dataset: StreamingDataset) -> None:
+    # Where files are on NFS, Lustre or the like, newer releases deal out whole chunks, nearly in their order, and cut
+    # all shares to the smallest: replicas may get nothing, windows are lost, a chunk without a window is an IndexError.
+    profile = getattr(dataset, "posix_fast", None)
+    if profile is not None:
+        dataset.posix_fast = replace(profile, kind="posix")

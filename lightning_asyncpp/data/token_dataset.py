@@ -24,11 +24,13 @@ from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.replica import replica_environment
 from lightning_asyncpp.data.tokenizer import Tokenizer
 
+CHUNK_BYTES = 64 * 2**20
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # folders of version 1 have no checksums
 METADATA = "metadata.json"
+PARTIAL = ".partial"  # ends the name of a folder that `asyncpp prepare` is still writing
+PLAN = "plan.json"  # in such a folder
 INDEX = "index.json"
-_CHUNK_BYTES = 64 * 2**20
 _GROUP_BYTES = 4 * 2**20
 _READ_BYTES = 2**20
 
@@ -71,7 +73,7 @@ def write_token_dataset(
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        dtype = _smallest_dtype(tokenizer.vocab_size)
+        dtype = smallest_dtype(tokenizer.vocab_size)
         train_tokens = _write_split(temporary / "train", train, tokenizer, dtype)
         val_tokens = _write_split(temporary / "val", validation, tokenizer, dtype) if validation else 0
         tokenizer.save(temporary)
@@ -84,11 +86,16 @@ def write_token_dataset(
             stored_as,
             checksums=_checksums(temporary),
         )
-        (temporary / METADATA).write_text(json.dumps(asdict(metadata), indent=2))
+        write_metadata(temporary, metadata)
         temporary.chmod(0o755)  # mkdtemp keeps other users out, who may share the cache
         _publish(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_metadata(folder: Path, metadata: Metadata) -> None:
+    """Write ``metadata.json``, which makes a folder a token dataset: all else in it comes before."""
+    (folder / METADATA).write_text(json.dumps(asdict(metadata), indent=2))
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -126,7 +133,7 @@ def verify_checksums(folder: Path, metadata: Metadata) -> None:
         path = folder / name
         if not path.is_file():
             raise DataError(f"{path} is missing, though {METADATA} lists it; {_mend(folder)}")
-        found = _checksum(path)
+        found = checksum(path)
         if found != written:
             raise DataError(
                 f"{path} is damaged: its CRC-32 is {found}, and was {written} when it was written; {_mend(folder)}"
@@ -166,10 +173,11 @@ def _check_chunk(folder: Path, name: str, size: int) -> None:
 
 def _checksums(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.glob("*/*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
+    return {path.relative_to(folder).as_posix(): checksum(path) for path in files}
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """Return the CRC-32 of a file, in hexadecimal."""
     # Against accidents and not against attackers: half the time of SHA-256, for which the processor has instructions.
     value = 0
     with path.open("rb") as file:
@@ -183,7 +191,7 @@ def _write_split(folder: Path, files: Sequence[TextFile], tokenizer: Tokenizer, 
     # Written in this process: litdata.optimize would spawn others, which run the user's script once more where it has
     # no `if __name__ == "__main__"`, and would leave the order of the chunks to chance.
     with replica_environment(num_replicas=1, rank=0):
-        cache = Cache(str(folder), chunk_bytes=_CHUNK_BYTES, item_loader=TokensLoader())
+        cache = Cache(str(folder), chunk_bytes=CHUNK_BYTES, item_loader=TokensLoader())
         for index, tokens in enumerate(_tokenised(files, tokenizer, dtype)):
             cache[index] = tokens
             total += tokens.numel()
@@ -216,7 +224,8 @@ def _groups(files: Iterable[TextFile]) -> Iterator[list[TextFile]]:
         yield group
 
 
-def _smallest_dtype(vocab_size: int) -> torch.dtype:
+def smallest_dtype(vocab_size: int) -> torch.dtype:
+    """Return the integer type that tokens below ``vocab_size`` are stored in."""
     limits = ((2**8, torch.uint8), (2**16, torch.uint16), (2**31, torch.int32))
     return next(dtype for limit, dtype in limits if vocab_size <= limit)
 

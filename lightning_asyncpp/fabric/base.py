@@ -20,16 +20,18 @@ from typing_extensions import override
 from lightning_asyncpp.data.stage_loader import stage_loader
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
-from lightning_asyncpp.fabric.clipping import Clipping, ClippingBook
+from lightning_asyncpp.fabric.clipping import ClippingBook, ClippingMixin
+from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.fabric.recording import RecordingMixin
 from lightning_asyncpp.pipeline.agreement import agree_on_problems
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.runner import Step
-from lightning_asyncpp.pipeline.session import PipelineSession, check_norm_type
+from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
@@ -39,7 +41,7 @@ SplitBatch = Callable[[Any, int], list[Any]]
 MicroBatchWeight = Callable[[Any], float]
 
 
-class PipelineStrategy(CheckpointMixin, RecordingMixin, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -47,6 +49,8 @@ class PipelineStrategy(CheckpointMixin, RecordingMixin, PipelineStrategyMixin, D
 
     Attributes:
         gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
+        layer_metrics: numbers for the logger of what layers counted (:class:`StatisticsLayer`), from the newest update;
+            the same on all ranks.
     """
 
     delay: ClassVar[int]
@@ -60,10 +64,14 @@ class PipelineStrategy(CheckpointMixin, RecordingMixin, PipelineStrategyMixin, D
         data_parallel_size: int = 1,
         fresh_last_stage: bool = False,
         synchronous_start: int = 0,
+        weight_dtype: Literal["bf16"] | None = None,
+        partition: Literal["auto", "uniform"] | list[int] = "auto",
+        placement: Placement = "pipeline_within_node",
         nonfinite_gradients: Literal["stop", "skip"] = "stop",
         split_batch: SplitBatch | None = None,
         micro_batch_weight: MicroBatchWeight | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
+        example_input_array: Any | None = None,
         max_message_bytes: int = 2**34,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -94,16 +102,21 @@ class PipelineStrategy(CheckpointMixin, RecordingMixin, PipelineStrategyMixin, D
                 nonfinite_gradients=nonfinite_gradients,
                 fresh_last_stage=fresh_last_stage,
                 synchronous_start=synchronous_start,
+                weight_dtype=weight_dtype,
+                partition=partition,
+                placement=placement,
                 max_message_bytes=max_message_bytes,
             ),
             timeout,
         )
         self.gradient_norm: float | None = None
+        self.layer_metrics: dict[str, float] = {}
         self._given_hooks = {
             "split_batch": split_batch,
             "micro_batch_weight": micro_batch_weight,
             "loss_reduction": loss_reduction,
         }
+        self._example_input_array = example_input_array
         self._hooks = UserHooks()
         self._names: frozenset[str] = frozenset()
         self._clippings = ClippingBook()
@@ -142,7 +155,9 @@ class PipelineStrategy(CheckpointMixin, RecordingMixin, PipelineStrategyMixin, D
             self._mesh, refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
         )
         self._names = frozenset(module.state_dict())
-        self._cut(module)
+        assert self.session.resolved is not None
+        parts, given = self.session.resolved.micro_batches, self._example_input_array
+        self._cut(module, example=example_of(module, given, parts, self.precision, self.root_device))
         module.to(self.root_device)
         self.session.start(self._hooks, self.root_device, training=False)
         return module
@@ -264,34 +279,6 @@ class PipelineStrategy(CheckpointMixin, RecordingMixin, PipelineStrategyMixin, D
         if self._recorder is not None:
             self._recorder.write()
 
-    @override
-    def clip_gradients_norm(
-        self,
-        module: Module,
-        optimizer: Optimizer,
-        max_norm: float | int,
-        norm_type: float | int = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Any:
-        """Clip the gradient of this mini-batch to a 2-norm over all stages, when its update is applied.
-
-        Returns:
-            ``None``: the norm is known one mini-batch later, as :attr:`gradient_norm`.
-        """
-        check_norm_type(float(norm_type))
-        self._record(Clipping("max_norm", float(max_norm)))
-
-    @override
-    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        """Clip every element of the gradient of this mini-batch, when its update is applied."""
-        self._record(Clipping("clip_val", float(clip_val)))
-
-    def _record(self, clipping: Clipping) -> None:
-        engine = self._trained_engine("fabric.clip_gradients()")
-        if not engine.accumulating:
-            raise ConfigurationError(refusals.NOTHING_TO_CLIP)
-        self._clippings.record(engine.mini_batch, clipping)
-
     def _step_optimizer(self) -> None:
         optimizer = self.session.optimizer
         assert optimizer is not None
@@ -308,6 +295,8 @@ class PipelineStrategy(CheckpointMixin, RecordingMixin, PipelineStrategyMixin, D
         for update in updates:
             self._clippings.forget(update.mini_batch)
             self.gradient_norm = update.message.norm
+            if update.message.weight:
+                self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
 
     def _drain(self) -> None:
         self._applied(self.session.drain(self._step_optimizer))

@@ -14,19 +14,19 @@ from typing_extensions import override
 
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.clipping import ClippingBook
+from lightning_asyncpp.fabric.crossed import told_who_wrote_it
+from lightning_asyncpp.pipeline.checkpoint_origin import PIPELINE
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.state import (
-    GATHERED_OPTIMIZER,
-    gather_stages,
+    gather_model_state,
+    gather_optimizer_state,
     load_pipeline_state,
-    merge,
     own_optimizer_state,
     pipeline_state,
     to_device,
 )
-
-PIPELINE = "pipeline"
+from lightning_asyncpp.pipeline.tied_state import check_copies
 
 
 class CheckpointMixin(Strategy):
@@ -86,6 +86,10 @@ class CheckpointMixin(Strategy):
         """
         if self.session.stage is not None:
             self._settle("fabric.load")
+        with told_who_wrote_it(self.checkpoint_io, path, weights_only, PIPELINE):
+            return self._load(path, state, strict, weights_only)
+
+    def _load(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         if isinstance(state, Optimizer):
             load_optimizer(self.session, state, super().load_checkpoint(path, None, strict, weights_only))
             return {}
@@ -144,11 +148,8 @@ def entries_to_load(names: Iterable[str], checkpoint: Mapping[str, Any], strict:
 
 def gather_model(session: PipelineSession) -> dict[str, Any]:
     """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a blocking collective."""
-    stage, mesh = session.stage, session.running().mesh
-    assert stage is not None
-    own = stage.state_dict()
-    parts = gather_stages(mesh, own)
-    return merge(parts) if parts else own
+    assert session.stage is not None
+    return gather_model_state(session, session.stage.state_dict())
 
 
 def gather_state(session: PipelineSession, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def gather_state(session: PipelineSession, state: Mapping[str, Any]) -> dict[str
         if session.stage is not None and value is session.stage.model:
             gathered[name] = gather_model(session)
         elif session.optimizer is not None and value is session.optimizer:
-            gathered[name] = {GATHERED_OPTIMIZER: gather_stages(session.running().mesh, value.state_dict())}
+            gathered[name] = gather_optimizer_state(session, value)
             gathered[PIPELINE] = pipeline_state(session)
     return gathered
 
@@ -187,6 +188,7 @@ def load_model(session: PipelineSession, names: Collection[str], state: Mapping[
     assert stage is not None
     if strict and (problems := _key_problems(names, state)):
         raise ConfigurationError.from_problems(problems)
+    check_copies(state, session.whole_model.ties)
     own = stage.state_dict().keys()
     stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
     engine.weights.restore(engine.weights.newest, None)

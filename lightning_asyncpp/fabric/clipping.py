@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
+from lightning.fabric.strategies.strategy import Strategy
+from torch.nn import Module
 from torch.nn.utils import clip_grad_value_
+from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_asyncpp.fabric import refusals
+from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.session import PipelineSession, check_norm_type
 
 
 @dataclass(frozen=True)
@@ -61,3 +69,46 @@ class ClippingBook:
     def clear(self) -> None:
         """Drop everything."""
         self._entries.clear()
+
+
+class ClippingMixin(Strategy):
+    """Gives a strategy that holds a session ``fabric.clip_gradients``; comes before the strategy it is mixed into.
+
+    Attributes:
+        session: the pipeline.
+    """
+
+    session: PipelineSession
+    _clippings: ClippingBook
+
+    @abstractmethod
+    def _trained_engine(self, caller: str) -> Engine:
+        """The engine, if there is an optimizer."""
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Any:
+        """Clip the gradient of this mini-batch to a 2-norm over all stages, when its update is applied.
+
+        Returns:
+            ``None``: the norm is known one mini-batch later, as ``gradient_norm``.
+        """
+        check_norm_type(float(norm_type))
+        self._record(Clipping("max_norm", float(max_norm)))
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Clip every element of the gradient of this mini-batch, when its update is applied."""
+        self._record(Clipping("clip_val", float(clip_val)))
+
+    def _record(self, clipping: Clipping) -> None:
+        engine = self._trained_engine("fabric.clip_gradients()")
+        if not engine.accumulating:
+            raise ConfigurationError(refusals.NOTHING_TO_CLIP)
+        self._clippings.record(engine.mini_batch, clipping)

@@ -17,18 +17,21 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_asyncpp.auxiliary import StatisticsLayer
 from lightning_asyncpp.fabric import delayed_refusals as refusals
 from lightning_asyncpp.fabric.checkpoint import entries_to_load
+from lightning_asyncpp.fabric.crossed import told_who_wrote_it
+from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
+from lightning_asyncpp.pipeline.checkpoint_origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.session import check_norm_type
+from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
-
-STATE = "delayed_gradient"
 
 
 class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
@@ -62,7 +65,10 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             of the mini-batch ``"before"``, as in the pipeline (``None`` means it too), of its ``"own"`` gradients, or
             the ``"exact"`` one, for comparison.
         synchronous_start: number N of mini-batches at the beginning without delay; then W_N counts as W_0.
-        split_batch, micro_batch_weight, loss_reduction: as for the pipeline strategies, for ``micro_batches``.
+        partition: with ``micro_batches``, how a pipeline cuts the model into ``stages``: as for the pipeline
+            strategies.
+        split_batch, micro_batch_weight, loss_reduction, example_input_array: as for the pipeline strategies, for
+            ``micro_batches``.
         find_unused_parameters: as in DDP.
         process_group_backend, timeout, start_method: as in DDP.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy; Fabric sets
@@ -81,9 +87,11 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         nonfinite_gradients: Literal["stop", "skip"] = "stop",
         last_stage_norm: Literal["before", "own", "exact"] | None = None,
         synchronous_start: int = 0,
+        partition: Literal["auto", "uniform"] | list[int] = "auto",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         micro_batch_weight: Callable[[Any], float] | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
+        example_input_array: Any | None = None,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -106,7 +114,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             find_unused_parameters=find_unused_parameters,
         )
         self.settings = DelaySettings(
-            delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start
+            delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start, partition
         )
         self.settings.check()
         self.emulator: DelayEmulator | None = None
@@ -115,6 +123,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             "micro_batch_weight": micro_batch_weight,
             "loss_reduction": loss_reduction,
         }
+        self._example_input_array = example_input_array
         self._module: Module | None = None
         self._in_step = False
         self._resumed = False
@@ -141,10 +150,12 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         """Take the model.
 
         Raises:
-            ConfigurationError: there is one already.
+            ConfigurationError: there is one already, or it needs ``micro_batches``.
         """
         if self._module is not None:
             raise ConfigurationError(refusals.SECOND_MODULE)
+        if self.settings.micro_batches is None and any(isinstance(m, StatisticsLayer) for m in module.modules()):
+            raise ConfigurationError(refusals.COUNTS_WITHOUT_MICRO_BATCHES)
         self._module = module
         # Traced by torch.compile, the exchange of weights would not happen.
         module.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
@@ -166,9 +177,18 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             raise ConfigurationError(refusals.NO_MODULE if self._module is None else refusals.SECOND_OPTIMIZER)
         hooks = UserHooks.of(self._module, self._given_hooks)
         micro_batches = self._micro_batch_gradient(self._module, self._module, hooks)
+        partition = self._partition(self._module, self._example())
         # What was loaded before this counts: an optimizer that is told another delay forgets.
-        self.emulator = DelayEmulator(self.settings, self._module, optimizer, micro_batches, self._loaded_state)
+        self.emulator = DelayEmulator(
+            self.settings, self._module, optimizer, micro_batches, self._loaded_state, partition
+        )
         return optimizer
+
+    def _example(self) -> Example | None:
+        parts, model = self.settings.micro_batches, self._module
+        if model is None or parts is None:
+            return None
+        return example_of(model, self._example_input_array, parts, self.precision, self.root_device)
 
     def _before_forward(self, module: Module, _: Any) -> None:
         if self.emulator is None or self._in_step:
@@ -272,6 +292,11 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             results = [step_fn(slot) for slot in slots]
         return merge_outputs(results, [float(hooks.micro_batch_weight(slot)) for slot in slots])
 
+    @property
+    def layer_metrics(self) -> dict[str, float]:
+        """Numbers for the logger of what layers counted (:class:`StatisticsLayer`), from the newest update."""
+        return {} if self.emulator is None else self.emulator.counts.metrics
+
     def flush(self) -> None:
         """Do nothing: no update is outstanding after ``optimizer.step()``."""
 
@@ -310,12 +335,12 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
         """Write one file on rank 0; with the optimizer come the older weights, so that the run can go on exactly."""
-        if STATE in state:
+        if DELAYED_GRADIENT in state:
             raise ConfigurationError(refusals.RESERVED_NAME)
         if self.emulator is not None:
             self.emulator.weights.come_forward()
             if any(isinstance(value, Optimizer) for value in state.values()):
-                state = {**state, STATE: self.emulator.state_dict()}
+                state = {**state, DELAYED_GRADIENT: self.emulator.state_dict()}
         super().save_checkpoint(path, state, storage_options, filter)
 
     @override
@@ -325,15 +350,19 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         """Load a file that :meth:`save_checkpoint` wrote; the run goes on as if it had not ended.
 
         Raises:
-            ConfigurationError: the checkpoint was written under another delay.
+            ConfigurationError: the checkpoint was written under another delay, or was not written for this.
         """
+        with told_who_wrote_it(self.checkpoint_io, path, weights_only, DELAYED_GRADIENT):
+            return self._load(path, state, strict, weights_only)
+
+    def _load(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
         optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
         others = {name: value for name, value in state.items() if name not in optimizers}
         remainder = super().load_checkpoint(path, others, strict, weights_only)
         state.update(others)
-        saved = remainder.pop(STATE, None)
+        saved = remainder.pop(DELAYED_GRADIENT, None)
         self._resumed = self._resumed or bool(optimizers)
         has_model = any(isinstance(value, Module) and self._is_trained(value) for value in others.values())
         if self._resumed and (optimizers or has_model):  # they may come by two calls

@@ -37,6 +37,10 @@ NOTHING_TO_STEP = (
     "optimizer.step() was called without a batch: with micro_batches, call strategy.training_step(step_fn, batch), once"
     " or more often (gradient accumulation), before every optimizer.step()"
 )
+COUNTS_WITHOUT_MICRO_BATCHES = (
+    "the model has layers that count and change buffers once per update (StatisticsLayer), which an ordinary loop does"
+    " not show to the strategy: give the strategy micro_batches, and call strategy.training_step(step_fn, batch)"
+)
 RESERVED_NAME = (
     "fabric.save: the state has an entry 'delayed_gradient', a name that the strategy needs itself; rename it"
 )

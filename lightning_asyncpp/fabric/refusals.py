@@ -6,6 +6,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.settings import problems_of_precision
+from lightning_asyncpp.pipeline.units import model_problems
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
@@ -74,6 +76,7 @@ def module_problems(session: PipelineSession, module: nn.Module, precision: str,
             f"precision={precision!r} is not supported: fp16 needs a loss scale that all stages agree on before the"
             f" backward; use one of {', '.join(_PRECISIONS)}"
         )
+    problems += problems_of_precision(session.settings.weight_dtype, precision) + model_problems(module, "the model")
     if loss_reduction not in ("mean", "sum"):
         problems.append(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
     return problems

@@ -20,6 +20,15 @@ class AsyncPipelineStrategy(PipelineStrategy):
             the whole gradient one mini-batch earlier.
         synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay: while
             weights change fast an old gradient costs most. Corrections such as Error Feedback begin after them.
+        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
+            beside them, which takes as much memory as two versions in fp32 and computes faster; needs precision
+            ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
+        partition: which layers each stage gets. ``"auto"`` makes the largest cost of a stage as small as it can be: by
+            the model's ``pipeline_costs()``, or else by the times of its layers on ``example_input_array``, or else
+            by numbers of parameters; ``"uniform"`` gives all the same number of layers; a list says how many layers
+            each stage gets, first stage first.
+        placement: with replicas, which ranks are neighbours: ``"pipeline_within_node"`` the stages of a replica,
+            ``"pipeline_across_nodes"`` the replicas of a stage.
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
         split_batch: (batch, parts) -> that many micro-batches, ``None`` for an empty slot. Default: the model's method
             of that name, else every tensor is cut along its first dimension.
@@ -27,6 +36,8 @@ class AsyncPipelineStrategy(PipelineStrategy):
             the number of samples.
         loss_reduction: ``"mean"`` if the step returns the mean over the micro-batch's weight, ``"sum"`` if the sum.
             Default: the model's attribute of that name, else ``"mean"``.
+        example_input_array: arguments of the model, to measure its layers with: a tensor, a tuple of positional
+            arguments or a dict of keyword arguments. Default: the model's attribute of that name, if it has one.
         max_message_bytes: largest activation message that a stage accepts, in bytes.
         process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
         timeout: of blocking communication.

@@ -1,13 +1,31 @@
-"""The shape of a dense GPT."""
+"""The shape of a GPT, dense or with experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning_asyncpp.models.moe_config import MoEConfig, is_finite
+
+
+class _Number(NamedTuple):
+    allows: Callable[[float], bool]
+    limits: str
+
+
+_NUMBERS = {
+    "rope_base": _Number(lambda value: value > 1, "above 1, for instance 10000.0"),
+    "norm_eps": _Number(lambda value: value > 0, "above 0, for instance 1e-5"),
+    "dropout": _Number(lambda value: 0 <= value < 1, "of at least 0 and below 1"),
+    "init_std": _Number(lambda value: value > 0, "above 0, for instance 0.02"),
+    "rotary_fraction": _Number(lambda value: 0 < value <= 1, "above 0 and at most 1"),
+}
 
 
 @dataclass
 class GPTConfig:
-    """The shape and the initialisation of a dense GPT; a wrong value is reported when the config is built."""
+    """The shape and the initialisation of a GPT; a wrong value is reported when the config is built."""
 
     vocab_size: int = 256
     """Number of token ids that the model knows: the rows of the embedding and the width of the logits."""
@@ -18,7 +36,7 @@ class GPTConfig:
     dim: int = 384
     """Width of the residual stream, in features."""
     num_heads: int = 6
-    """Number of query heads per block; each is dim / num_heads features wide."""
+    """Number of query heads per block."""
     num_kv_heads: int | None = None
     """Number of key and value heads per block (grouped-query attention); null for as many as num_heads."""
     mlp_dim: int | None = None
@@ -30,20 +48,47 @@ class GPTConfig:
     dropout: float = 0.0
     """Probability of dropping an element of the embedding and of each residual branch."""
     tie_embeddings: bool = False
-    """Share one matrix between the embedding and the head; a pipeline of several stages cannot."""
+    """Share one matrix between the embedding and the head; in a pipeline both ends have a copy, which stay equal."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
+    head_dim: int | None = None
+    """Features per head, an even number; null for dim / num_heads."""
+    rotary_fraction: float = 1.0
+    """Share of a head's features that the rotary embedding turns, the first ones; GLM-4.5 has 0.5."""
+    qk_norm: bool = False
+    """Normalise each head's query and key (RMSNorm over its features, before the rotation), as Qwen3 and GLM-4.5 do."""
+    qkv_bias: bool = False
+    """Add a bias to queries, keys and values, as GLM-4.5 does; it starts at 0."""
+    moe: MoEConfig | None = None
+    """Experts instead of the SwiGLU of some blocks; null for a dense model. A mapping of its fields will do."""
 
     def __post_init__(self) -> None:
-        problems = self._wrong_sizes() or self._mismatched_sizes()
-        problems += self._wrong_numbers()
+        given: Any = self.moe
+        if isinstance(given, Mapping):  # a checkpoint gives back the mapping that was saved
+            self.moe = given = MoEConfig.from_mapping(given)
+        wrong_sizes = self._wrong_sizes()
+        problems = [*(wrong_sizes or self._mismatched_sizes()), *self._wrong_numbers()]
+        if isinstance(given, MoEConfig):
+            problems += given.problems(None if wrong_sizes else self.num_layers)
+        elif given is not None:
+            problems.append(f"moe={given!r}: must be a MoEConfig, a mapping of its fields, or null for a dense model")
         if problems:
             raise ValueError("GPTConfig cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
     @property
-    def head_dim(self) -> int:
-        """Features per attention head."""
-        return self.dim // self.num_heads
+    def head_width(self) -> int:
+        """Features per attention head, with the default filled in."""
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Features of all query heads of a block together."""
+        return self.num_heads * self.head_width
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that the rotary embedding turns."""
+        return int(self.head_width * self.rotary_fraction)
 
     @property
     def kv_heads(self) -> int:
@@ -57,22 +102,61 @@ class GPTConfig:
             return self.mlp_dim
         return -(-8 * self.dim // (3 * 64)) * 64
 
+    @property
+    def expert_width(self) -> int:
+        """Inner width of an expert, with the default filled in; that of the dense layers in a dense model."""
+        if self.moe is None or self.moe.expert_dim is None:
+            return self.mlp_width
+        return self.moe.expert_dim
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Number of blocks with experts."""
+        return sum(map(self.is_moe_layer, range(self.num_layers)))
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether block ``layer``, 0 first, has experts."""
+        return self.moe is not None and self.moe.is_moe_layer(layer)
+
     def num_parameters(self) -> int:
         """Number of trainable values of the whole model; a shared matrix counts once."""
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
-        block = attention + 3 * self.dim * self.mlp_width + 2 * self.dim
+        vectors = 2 * self.dim + (2 * self.head_width if self.qk_norm else 0)
+        vectors += (self.num_heads + 2 * self.kv_heads) * self.head_width if self.qkv_bias else 0
         matrices = 1 if self.tie_embeddings else 2
-        return matrices * self.vocab_size * self.dim + self.num_layers * block + self.dim
+        blocks = sum(
+            self.attention_weights() + self.mlp_weights(layer, all_experts=True) + vectors
+            for layer in range(self.num_layers)
+        )
+        return matrices * self.vocab_size * self.dim + blocks + self.dim
+
+    def num_active_parameters(self) -> int:
+        """Number of trainable values that one token meets: all but the experts that it does not go to."""
+        if self.moe is None:
+            return self.num_parameters()
+        unused = (self.moe.num_experts - self.moe.top_k) * 3 * self.dim * self.expert_width
+        return self.num_parameters() - self.num_moe_layers * unused
 
     def flops_per_token(self) -> float:
         """Floating-point operations of a forward and its backward per token of a sequence of ``context_length``.
 
-        Two per weight and token forward, twice that backward; attention counts without the half that causality saves,
-        as in Chowdhery et al., "PaLM" (2022). Reading the embedding multiplies nothing.
+        Two per weight that the token is multiplied with forward, twice that backward; attention counts without the half
+        that causality saves, as in Chowdhery et al., "PaLM" (2022). Reading the embedding multiplies nothing.
         """
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
-        matrices = self.num_layers * (attention + 3 * self.dim * self.mlp_width) + self.dim * self.vocab_size
-        return 6.0 * matrices + 12.0 * self.num_layers * self.dim * self.context_length
+        matrices = self.dim * self.vocab_size
+        for layer in range(self.num_layers):
+            matrices += self.attention_weights() + self.mlp_weights(layer, all_experts=False)
+        return 6.0 * matrices + 12.0 * self.num_layers * self.attention_width * self.context_length
+
+    def attention_weights(self) -> int:
+        """Number of weights of a block's four projections."""
+        return 2 * self.dim * (self.num_heads + self.kv_heads) * self.head_width
+
+    def mlp_weights(self, layer: int, all_experts: bool) -> int:
+        """Weights of a block's dense or MoE layer, of all experts or of those that a token goes to."""
+        if self.moe is None or not self.moe.is_moe_layer(layer):
+            return 3 * self.dim * self.mlp_width
+        experts = self.moe.num_shared_experts + (self.moe.num_experts if all_experts else self.moe.top_k)
+        return self.moe.num_experts * self.dim + experts * 3 * self.dim * self.expert_width
 
     def _wrong_sizes(self) -> list[str]:
         sizes = {
@@ -83,6 +167,7 @@ class GPTConfig:
             "num_heads": self.num_heads,
             "num_kv_heads": self.kv_heads,
             "mlp_dim": 1 if self.mlp_dim is None else self.mlp_dim,
+            "head_dim": 1 if self.head_dim is None else self.head_dim,
         }
         return [
             f"{name}={value!r}: must be a whole number of at least 1"
@@ -92,25 +177,26 @@ class GPTConfig:
 
     def _mismatched_sizes(self) -> list[str]:
         problems = []
-        if self.dim % self.num_heads:
-            problems.append(f"num_heads={self.num_heads}: must divide dim={self.dim}")
-        elif self.head_dim % 2:
+        if self.head_dim is None and self.dim % self.num_heads:
+            problems.append(f"num_heads={self.num_heads}: must divide dim={self.dim}, or set head_dim")
+        elif self.head_width % 2:
             problems.append(
-                f"num_heads={self.num_heads}: gives heads of dim / num_heads = {self.head_dim} features, and rotary "
-                "embeddings turn pairs; choose dim and num_heads so that the quotient is even"
+                f"num_heads={self.num_heads}, head_dim={self.head_dim}: gives heads of {self.head_width} features, and "
+                "rotary embeddings turn pairs; choose dim / num_heads, or head_dim, even"
+            )
+        elif is_finite(self.rotary_fraction) and self.head_width * self.rotary_fraction % 2:
+            problems.append(
+                f"rotary_fraction={self.rotary_fraction!r}: turns {self.head_width * self.rotary_fraction} of the "
+                f"{self.head_width} features of a head, and must turn an even number"
             )
         if self.num_heads % self.kv_heads:
             problems.append(f"num_kv_heads={self.kv_heads}: must divide num_heads={self.num_heads}")
         return problems
 
     def _wrong_numbers(self) -> list[str]:
-        problems = []
-        if not self.rope_base > 1:
-            problems.append(f"rope_base={self.rope_base!r}: must be above 1, for instance 10000.0")
-        if not self.norm_eps > 0:
-            problems.append(f"norm_eps={self.norm_eps!r}: must be above 0, for instance 1e-5")
-        if not 0 <= self.dropout < 1:
-            problems.append(f"dropout={self.dropout!r}: must be at least 0 and below 1")
-        if not self.init_std > 0:
-            problems.append(f"init_std={self.init_std!r}: must be above 0, for instance 0.02")
-        return problems
+        values = {name: getattr(self, name) for name in _NUMBERS}
+        return [
+            f"{name}={value!r}: must be a number {_NUMBERS[name].limits}"
+            for name, value in values.items()
+            if not (is_finite(value) and _NUMBERS[name].allows(value))
+        ]

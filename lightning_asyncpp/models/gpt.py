@@ -1,15 +1,18 @@
-"""A dense GPT: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
+"""A GPT: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_asyncpp.models.block import Block
 from lightning_asyncpp.models.config import GPTConfig
-from lightning_asyncpp.models.rotary import RotaryEmbedding
+from lightning_asyncpp.models.cost import unit_flops
+from lightning_asyncpp.models.execution import ActivationCheckpointing, Execution
 
 
 class TokenEmbedding(nn.Module):
@@ -41,83 +44,6 @@ class TokenEmbedding(nn.Module):
             )
         embedded: Tensor = self.dropout(self.token(tokens))
         return embedded
-
-
-class Attention(nn.Module):
-    """Causal self-attention in which groups of query heads share a key and a value head."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.heads = config.num_heads
-        self.kv_heads = config.kv_heads
-        self.head_dim = config.head_dim
-        self.query = nn.Linear(config.dim, config.dim, bias=False)
-        self.key = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.projection = nn.Linear(config.dim, config.dim, bias=False)
-        self.rotary = RotaryEmbedding(config.head_dim, config.context_length, config.rope_base)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix the positions of ``x`` (batch, time, dim); returns the same shape."""
-        query = self.rotary(self._split_heads(self.query(x), self.heads))  # (batch, heads, time, head_dim)
-        key = self.rotary(self._split_heads(self.key(x), self.kv_heads))  # (batch, kv_heads, time, head_dim)
-        value = self._split_heads(self.value(x), self.kv_heads)  # (batch, kv_heads, time, head_dim)
-        grouped = self.kv_heads != self.heads
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        projected: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
-        return projected
-
-    def _split_heads(self, x: Tensor, heads: int) -> Tensor:
-        batch, time, _ = x.shape
-        return x.view(batch, time, heads, self.head_dim).transpose(1, 2)  # (batch, heads, time, head_dim)
-
-
-class SwiGLU(nn.Module):
-    """The feed-forward layer: a linear map gated by the SiLU of another."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.dim, config.mlp_width, bias=False)
-        self.up = nn.Linear(config.dim, config.mlp_width, bias=False)
-        self.down = nn.Linear(config.mlp_width, config.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``x`` (batch, time, dim) position by position; returns the same shape."""
-        mapped: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return mapped
-
-
-class Block(nn.Module):
-    """Middle unit: attention and feed-forward, each normalised before and added to the residual stream."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.init_std = config.init_std
-        self.output_std = config.init_std / math.sqrt(2 * config.num_layers)
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = SwiGLU(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weights from the global generator and fill the rotary tables."""
-        for norm in (self.attention_norm, self.mlp_norm):
-            nn.init.ones_(norm.weight)
-        attention, mlp = self.attention, self.mlp
-        for linear in (attention.query, attention.key, attention.value, mlp.gate, mlp.up):
-            nn.init.normal_(linear.weight, std=self.init_std)
-        # 2 * num_layers branches add up on the residual stream: scaled so, their sum does not grow with the depth.
-        for linear in (attention.projection, mlp.down):
-            nn.init.normal_(linear.weight, std=self.output_std)
-        attention.rotary.reset_parameters()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform ``x`` (batch, time, dim); returns the same shape."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return x
 
 
 class Head(nn.Module):
@@ -161,17 +87,30 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """A dense GPT, made of units that a pipeline may be cut between.
+    """A GPT, made of units that a pipeline may be cut between.
 
     Args:
         config: the model's shape.
+        activation_checkpointing: what the blocks keep for the backward: ``"none"``: everything; ``"block"``: their
+            inputs; ``"selective"``: the results of matrix products and of attention. The rest is computed once more.
+        compile_blocks: compile each block with ``torch.compile``; a mapping has arguments for it.
+
+    Raises:
+        ValueError: an argument is wrong; all of them are named.
     """
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile_blocks: bool | Mapping[str, Any] = False,
+    ) -> None:
         super().__init__()
         self.config = config
+        execution = Execution(activation_checkpointing, compile_blocks)
+        self._recomputes_blocks = execution.activation_checkpointing == "block"
         self.embedding = TokenEmbedding(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, layer, execution) for layer in range(config.num_layers))
         self.head = Head(config, tied_to=self.embedding if config.tie_embeddings else None)
 
     def pipeline_layers(self) -> list[nn.Module]:
@@ -181,6 +120,10 @@ class GPT(nn.Module):
         ``to_empty``, from nothing but the global generator.
         """
         return [self.embedding, *self.blocks, self.head]
+
+    def pipeline_costs(self) -> list[float]:
+        """Return what each unit costs, in floating-point operations per token: by it a pipeline balances its stages."""
+        return unit_flops(self.config, self._recomputes_blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Predict the token that follows each position.

@@ -15,7 +15,7 @@ class RotaryEmbedding(nn.Module):
     numbers in bf16.
 
     Args:
-        head_dim: features per head, an even number.
+        dim: features per head that are turned, an even number: the first ones.
         context_length: number of positions in the tables.
         base: base of the wavelengths.
     """
@@ -23,12 +23,12 @@ class RotaryEmbedding(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, context_length: int, base: float) -> None:
+    def __init__(self, dim: int, context_length: int, base: float) -> None:
         super().__init__()
-        self.head_dim = head_dim
+        self.dim = dim
         self.context_length = context_length
         self.base = base
-        shape = (context_length, head_dim // 2)
+        shape = (context_length, dim // 2)
         self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.reset_parameters()
@@ -36,19 +36,23 @@ class RotaryEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the tables, in fp32, on the device where they are."""
         device = self.cos.device
+        if device.type == "meta":  # nothing to fill, and the angles of a long context take half a second per block
+            self.cos, self.sin = self.cos.float(), self.sin.float()
+            return
         # The angles are taken in fp64: in fp32 the product of position and frequency is off by 1e-4 at position 4096.
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu") / self.dim
         positions = torch.arange(self.context_length, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, self.base**-exponents)
         self.cos = angles.cos().to(device, torch.float32)
         self.sin = angles.sin().to(device, torch.float32)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Turn ``x`` (batch, heads, time, head_dim); returns the same shape and dtype."""
-        time = x.shape[-2]
-        cos, sin = self.cos[:time], self.sin[:time]  # (time, head_dim / 2)
-        first, second = x.float().chunk(2, dim=-1)  # (batch, heads, time, head_dim / 2) each
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """Turn ``x`` (batch, heads, time, head_dim), from position ``start`` on; returns the same shape and dtype."""
+        end = start + x.shape[-2]
+        cos, sin = self.cos[start:end], self.sin[start:end]  # (time, dim / 2)
+        half, rest = self.dim // 2, x.shape[-1] - self.dim
+        first, second, kept = x.float().split((half, half, rest), dim=-1)  # (batch, heads, time, ...) each
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1)
         return turned.to(x.dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> RotaryEmbedding:

@@ -29,6 +29,7 @@ class Memory:
         steps: updates so far.
         learning_rates: of the groups at the last update.
         lent: weights before the step that somebody else keeps.
+        compute: where the weights go that gradients are taken at, if the parameters are masters beside them.
         horizons: how far ahead the weights are that a prediction wrote, in steps.
         announced: whether it was said that there is nothing to correct.
     """
@@ -38,6 +39,7 @@ class Memory:
     steps: int = 0
     learning_rates: list[float] = field(default_factory=list)
     lent: Weights | None = None
+    compute: Weights | None = None
     horizons: dict[Tensor, float] = field(default_factory=dict)
     announced: bool = False
 
@@ -149,6 +151,11 @@ class DelayCorrection(Optimizer):
         return False
 
     @property
+    def _compares_weights(self) -> bool:
+        """Whether :meth:`_after_step` looks at the weights before this step."""
+        return self.needs_weights_before
+
+    @property
     def _acts(self) -> bool:
         return self.delay > 0 or self._acts_on_fresh
 
@@ -168,6 +175,26 @@ class DelayCorrection(Optimizer):
                 yield
             finally:
                 self._memory.lent = None
+
+    @contextmanager
+    def compute_weights(self, weights: Weights) -> Iterator[None]:
+        """Step masters: ``with ef.compute_weights({p: tensor, ...}): ef.step()`` writes what gradients are taken at.
+
+        Args:
+            weights: for every parameter a tensor of its shape, in the dtype of forwards and backwards.
+        """
+        self._memory.compute = weights
+        try:
+            yield
+            with torch.no_grad():
+                self._write(weights)
+        finally:
+            self._memory.compute = None
+
+    def _write(self, weights: Weights) -> None:
+        """Write the weights that gradients are taken at from the masters: by default these, rounded."""
+        for parameter, tensor in weights.items():
+            tensor.copy_(parameter)
 
     # -- groups and state are the base's, whoever assigns them ---------------------------------------------------------
 
@@ -214,7 +241,7 @@ class DelayCorrection(Optimizer):
             self.base.step()
             return loss
         moving = [p for p in self._parameters() if p.grad is not None and (self.delay_of(p) or self._acts_on_fresh)]
-        before = self._weights_before_step(moving)
+        before = self._weights_before_step(moving) if self._compares_weights else {}
         with torch.no_grad():
             self._before_step(moving, before)
         self.base.step()
@@ -295,7 +322,7 @@ class DelayCorrection(Optimizer):
     def _weights_before_step(self, moving: list[Tensor]) -> Weights:
         lent = self._memory.lent
         if lent is None:
-            return {p: p.detach().clone() for p in moving} if self.needs_weights_before else {}
+            return {p: p.detach().clone() for p in moving}
         for p in moving:
             if self.delay_of(p):  # there is an older version of these alone
                 check_lent(p, lent.get(p))

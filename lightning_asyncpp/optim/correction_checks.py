@@ -47,5 +47,7 @@ def check_lent(p: Tensor, lent: Tensor | None) -> None:
             f"the lent weights are {tuple(lent.shape)} {lent.dtype} on {lent.device}, their parameter is "
             f"{tuple(p.shape)} {p.dtype} on {p.device}"
         )
-    if p.numel() and lent.data_ptr() == p.data_ptr():
+    # Not data_ptr(), which tensors without memory (`asyncpp plan`) do not have.
+    same_storage = lent.untyped_storage() is p.untyped_storage()
+    if p.numel() and same_storage and lent.storage_offset() == p.storage_offset():
         raise ValueError("the lent weights are the parameter itself: lend a copy that the step leaves as it is")

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lightning_asyncpp.optim.correction import DelayCorrection, Weights
 from lightning_asyncpp.optim.correction_checks import BUFFER_DTYPES, buffer_dtype_problems, check_arguments, check_base
-from lightning_asyncpp.optim.feedback_update import feed_back
+from lightning_asyncpp.optim.feedback_update import extrapolate, feed_back
 
 # Not `initial_lr`: some schedulers make it something else, and without one there is none.
 _ANNEALED_FROM = "annealed_from"
@@ -39,6 +39,12 @@ class ErrorFeedback(DelayCorrection):
 
     A parameter without a gradient is not moved by the base: u_t = 0, and the formula holds as for all others, so its
     last step's extrapolation is taken back. One that never had a gradient costs nothing and never moves.
+
+    With masters (``compute_weights``, the strategies' ``weight_dtype="bf16"``) the identity is the rule: the masters
+    hold Y, to which s * u_0 is added once, after the first update, and W_{t+1} = Y_{t+1} - s * u_t is only ever written
+    in the dtype of forwards and backwards. The buffer holds Y_t during the step and u_t after it, so no further copy is
+    needed. Decoupled weight decay then acts on Y, a difference of the order of lr * weight_decay * u. With ``anneal``,
+    ``match_lr`` or a ``buffer_dtype``, which the identity does not cover, the masters hold W instead, as without.
 
     Memory: one buffer per parameter, u_{t-1}, in the parameter's dtype or ``buffer_dtype``. In :meth:`step` the weights
     before the step are needed too; lend them with :meth:`weights_before` where they are alive anyway, otherwise
@@ -92,7 +98,46 @@ class ErrorFeedback(DelayCorrection):
         for group in self.param_groups if getattr(self, "anneal", False) else ():
             group.setdefault(_ANNEALED_FROM, group["lr"])
 
+    @property
+    def _moves_the_base_trajectory(self) -> bool:
+        """Whether the parameters hold Y, and W is written beside them."""
+        return self._memory.compute is not None and not (self.anneal or self.match_lr or self.buffer_dtype)
+
+    @property
+    def _compares_weights(self) -> bool:
+        return not self._moves_the_base_trajectory
+
+    def _before_step(self, moving: list[Tensor], before: Weights) -> None:
+        if self._moves_the_base_trajectory:
+            for p in moving:
+                self._buffer("previous", p).copy_(p)
+
+    def _take_steps(self, moving: list[Tensor]) -> None:
+        """Let the buffers, which hold Y_t, hold u_t; what did not move has taken no step."""
+        moved = set(moving)
+        for p, buffer in self._memory.buffers["previous"].items():
+            if p not in moved:
+                buffer.zero_()
+                continue
+            torch.sub(buffer, p.detach(), out=buffer)
+            if self._memory.steps == 0:
+                p.detach().add_(buffer, alpha=self.strength)
+
+    def _write(self, weights: Weights) -> None:
+        if not self._moves_the_base_trajectory:
+            super()._write(weights)
+            return
+        steps = self._memory.buffers["previous"]
+        for p, tensor in weights.items():
+            if p in steps:
+                extrapolate(p.detach(), steps[p], self.strength, tensor)
+            else:
+                tensor.copy_(p)
+
     def _after_step(self, moving: list[Tensor], before: Weights) -> None:
+        if self._moves_the_base_trajectory:
+            self._take_steps(moving)
+            return
         known = self._memory.buffers["previous"]
         for index, group, p in self._with_group():
             if p in before or p in known:  # no step so far is a step of 0

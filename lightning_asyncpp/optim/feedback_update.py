@@ -40,6 +40,24 @@ def feed_back(weight: Tensor, before: Tensor | None, previous: Tensor, strength:
         _feed_back_chunk(pieces[0], step, pieces[1], strength, ratio)
 
 
+@torch.no_grad()
+def extrapolate(weight: Tensor, step: Tensor, strength: float, out: Tensor) -> None:
+    """Write ``weight - strength * step`` into ``out``, which may have another dtype; rounded once.
+
+    Args:
+        weight: of any shape.
+        step: the same shape and dtype.
+        strength: how far.
+        out: the same shape; its memory is no other's.
+    """
+    tensors = [weight, step, out]
+    if all(t.is_contiguous() for t in tensors):
+        tensors = [t.view(-1) for t in tensors]
+    for start, length in _chunks(tensors[0]):
+        of_weight, of_step, of_out = (t.narrow(0, start, length) for t in tensors)
+        of_out.copy_(torch.sub(of_weight, of_step, alpha=strength))
+
+
 def _set_step(step: Tensor, weight: Tensor, before: Tensor | None) -> None:
     if before is None:
         step.zero_()

@@ -20,13 +20,12 @@ ADDED_LATER = {"newton_schulz": "quintic", "newton_schulz_scale": "frobenius", "
 
 
 class Stack(NamedTuple):
-    """Views of a weight, its gradient and its momentum, each of shape (matrices, rows, columns).
+    """Views of a weight, its gradient and its momentum, each of shape (matrices, rows, columns): a row is a neuron.
 
     Attributes:
         fan_out: number of neurons.
         fan_in: number of weights of each neuron.
-        inputs: the dimension along which the weights of one neuron lie, -1 or -2.
-        second_moment: what a rule that scales single neurons keeps of each, of size 1 along ``inputs``.
+        second_moment: what a rule that scales single neurons keeps of each, (matrices, rows, 1).
     """
 
     weight: Tensor
@@ -34,7 +33,6 @@ class Stack(NamedTuple):
     momentum: Tensor
     fan_out: int
     fan_in: int
-    inputs: int
     second_moment: Tensor | None
 
 
@@ -102,11 +100,9 @@ def _stacks(p: Tensor, state: dict[str, Any]) -> Iterator[Stack]:
     kept = [p.detach(), p.grad, state["momentum_buffer"], state.get("second_moment_buffer")]
     views = [t if t.ndim == 3 else t.unsqueeze(0) for t in kept if t is not None]
     matrices = max(1, BATCH_ELEMENTS // math.prod(p.shape[-2:]))
-    rows, columns = p.shape[-2:]
-    # nn.Linear keeps (out, in), experts (in, out)
-    fan_out, fan_in, inputs = (rows, columns, -1) if p.ndim == 2 else (columns, rows, -2)
+    fan_out, fan_in = p.shape[-2:]  # as nn.Linear keeps them, alone and in a stack of experts
     for weight, grad, momentum, *moment in zip(*(view.split(matrices) for view in views)):
-        yield Stack(weight, grad, momentum, fan_out, fan_in, inputs, moment[0] if moment else None)
+        yield Stack(weight, grad, momentum, fan_out, fan_in, moment[0] if moment else None)
 
 
 def _batches(stacks: list[Stack], batched: bool | None) -> Iterator[list[Stack]]:

@@ -22,7 +22,7 @@ class MuonAdamW(MatrixAdamW):
 
     ``param_groups`` are always two, ``muon`` and ``adamw`` in this order, also where one is empty, so every pipeline
     stage shows schedulers and learning-rate monitors the same groups. All hyper-parameters are read from the groups at
-    each step. A matrix is updated as ``torch.optim.Muon`` does it; a 3-D weight (experts, in, out) as its experts'
+    each step. A matrix is updated as ``torch.optim.Muon`` does it; a 3-D weight (experts, out, in) as its experts'
     ``nn.Linear`` weights (out, in) one by one; the rest exactly as ``torch.optim.AdamW``. Parameters whose gradient is
     None are left alone.
 

@@ -33,8 +33,8 @@ class NorMuonAdamW(MatrixAdamW):
 
     A bias correction of v would cancel in the last line. Everything but v is as in
     :class:`~lightning_asyncpp.optim.MuonAdamW`: which parameter goes where, the two parameter groups (here ``normuon``
-    and ``adamw``), the weights of experts (experts, in, out), whose neurons are columns, and parameters without a
-    gradient. The paper's listing has no Nesterov momentum, the authors' code does.
+    and ``adamw``), the weights of experts (experts, out, in) one by one, and parameters without a gradient. The
+    paper's listing has no Nesterov momentum, the authors' code does.
 
     Memory: that of MuonAdamW and one number per neuron.
 
@@ -119,8 +119,7 @@ class NorMuonAdamW(MatrixAdamW):
         """Take NorMuon's step."""
         for p in group["params"]:
             if p.grad is not None and "second_moment_buffer" not in self.state[p]:
-                inputs = -1 if p.ndim == 2 else -2
-                self.state[p]["second_moment_buffer"] = torch.zeros_like(p.detach().narrow(inputs, 0, 1))
+                self.state[p]["second_moment_buffer"] = torch.zeros_like(p.detach().narrow(-1, 0, 1))
         muon_step(group, self.state, scale_neurons)
 
 
@@ -133,7 +132,7 @@ def scale_neurons(directions: Tensor, stack: Stack, group: dict[str, Any]) -> tu
     assert stack.second_moment is not None
     eps, sides = group["eps"], (-2, -1)
     directions = directions.to(stack.weight.dtype)
-    mean_square = directions.square().mean(dim=stack.inputs, keepdim=True)
+    mean_square = directions.square().mean(dim=-1, keepdim=True)
     stack.second_moment.lerp_(mean_square, 1 - group["beta2"])
     scaled = directions / stack.second_moment.sqrt().add_(eps)
     norm = torch.linalg.vector_norm(scaled, dim=sides, keepdim=True).clamp_(min=eps)  # of no gradient at all: 0

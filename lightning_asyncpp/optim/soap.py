@@ -28,7 +28,7 @@ class SOAP(PerParameter):
     nothing, so that no gradient is judged in a basis made of itself; before QR the columns of L Q_L are sorted by their
     eigenvalue estimates, and V with them. The rest of the model, as in the paper: a side above
     ``max_precondition_dim`` (a vocabulary) is not rotated, Q = 1; vectors and what else has no side to rotate are
-    AdamW's, exactly and from the first gradient on. A 3-D weight (experts, in, out) is a stack of matrices, each with
+    AdamW's, exactly and from the first gradient on. A 3-D weight (experts, out, in) is a stack of matrices, each with
     bases of its own. A vocabulary of at most ``max_precondition_dim``, bytes for instance, is rotated as any other
     side.
 

@@ -38,7 +38,7 @@ def algorithm_for(
     a single row or column (a vector kept as a matrix)      adamw
     name matches ``adamw_names``                            adamw
     any other 2-D weight                                    ``matrix``
-    any other 3-D weight (experts, in, out): per matrix     ``matrix``
+    any other 3-D weight (experts, out, in): per matrix     ``matrix``
     ======================================================  ==========
 
     Without a pattern the shape alone decides.

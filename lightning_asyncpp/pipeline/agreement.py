@@ -61,9 +61,5 @@ def agree_on_error(mesh: Mesh, error: Exception | None) -> None:
     if configuration:
         raise ConfigurationError.from_problems(configuration) from error
     if others:
-        quoted = "; ".join(f"rank {rank} (stage {_stage(mesh, rank)}): {text}" for rank, text in others)
+        quoted = "; ".join(f"rank {rank} (stage {mesh.stage_of(rank)}): {text}" for rank, text in others)
         raise OtherStageFailedError(quoted)
-
-
-def _stage(mesh: Mesh, rank: int) -> int:
-    return mesh.num_stages - 1 - rank % mesh.num_stages

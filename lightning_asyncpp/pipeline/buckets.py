@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,11 +26,16 @@ class Bucket:
         self.names = list(names)
         self._like = like
 
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self._like[self.names[0]].device
+
     def pack(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
         """Return the gradients of this bucket as a new flat tensor; what is None counts as zeros."""
         present = [gradients[name] for name in self.names]
         pieces = [
-            torch.zeros_like(self._like[name]).view(-1) if gradient is None else gradient.reshape(-1)
+            torch.zeros_like(self._like[name]).reshape(-1) if gradient is None else gradient.reshape(-1)
             for name, gradient in zip(self.names, present)
         ]
         flags = [float(gradient is not None) for gradient in present]
@@ -47,17 +52,21 @@ class Bucket:
         }
 
 
-def plan_buckets(like: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def plan_buckets(
+    like: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES, late: Collection[str] = ()
+) -> list[Bucket]:
     """Spread parameters over buckets, the last first: so their gradients become complete.
 
     Args:
         like: name -> a tensor of the gradient's shape, dtype and device, in the order of the forward.
         bucket_bytes: size from which on a bucket is closed, in bytes.
+        late: those whose gradients are complete only after a whole backward; they come last, in buckets of their own.
     """
-    by_dtype: dict[torch.dtype, list[str]] = {}
-    for name in reversed(list(like)):
-        by_dtype.setdefault(like[name].dtype, []).append(name)
-    return [Bucket(names, like) for of_dtype in by_dtype.values() for names in _parts(of_dtype, like, bucket_bytes)]
+    together: dict[tuple[bool, torch.dtype], list[str]] = {}
+    backwards = list(reversed(list(like)))
+    for name in [n for n in backwards if n not in late] + [n for n in backwards if n in late]:
+        together.setdefault((name in late, like[name].dtype), []).append(name)
+    return [Bucket(names, like) for group in together.values() for names in _parts(group, like, bucket_bytes)]
 
 
 def _parts(names: list[str], like: Mapping[str, Tensor], bucket_bytes: int) -> list[list[str]]:

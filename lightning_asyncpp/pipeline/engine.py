@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -22,6 +22,7 @@ from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.trace import Beside
 from lightning_asyncpp.pipeline.transport import Transport
+from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pipeline.update_queue import UpdateQueue
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.weights import WeightVersions
@@ -41,6 +42,7 @@ class Engine:
         device: where tensors live.
         hooks: the user's side.
         timeout: seconds that a wait for a neighbour may take; default: half an hour.
+        transport: messages with the neighbours, where they are connected already.
     """
 
     def __init__(
@@ -52,14 +54,16 @@ class Engine:
         device: torch.device,
         hooks: UserHooks,
         timeout: float | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self.stage, self.mesh, self.settings = stage, mesh, settings
         self.delay = 0 if settings.steps_ahead(mesh.stage) else settings.delay
         start = settings.synchronous_start
         self.schedule = Schedule(mesh.stage, mesh.num_stages, settings.lookahead, self.delay, start)
-        self.weights = WeightVersions(stage.parameters, room=1 + self.delay)
-        transport = None
-        if mesh.num_stages > 1:
+        self.weights = WeightVersions(
+            stage.parameters, 1 + self.delay, stage.uses, stage.buffers, settings.compute_dtype
+        )
+        if transport is None and mesh.num_stages > 1:
             transport = Transport(mesh, device, settings.settings.max_message_bytes, timeout)
         self.runner = StageRunner(stage, mesh, transport, hooks, seed, device)
         self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule)
@@ -67,6 +71,7 @@ class Engine:
         self.next_backward = 0
         self.evaluated = 0
         self._checked = False
+        self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
         self._flights: dict[int, Flight] = {}
         self._guards = [p.register_hook(_refuse_gradient) for p in self.weights.parameters.values()]
 
@@ -99,6 +104,7 @@ class Engine:
         """
         count = self.settings.micro_batches
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
+        self._in_evaluation = {module for module in self.stage.modules() if not module.training}
         first = self.next_forward
         flights: list[Flight] = []
         with preserved_generators(self.runner.device):
@@ -121,6 +127,7 @@ class Engine:
             payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
                 stages give counts.
         """
+        self._check_what_is_trained()
         flushes = self.settings.updates_behind(self.mini_batch) == 0
         self.updates.close(self.next_forward, ticket, payload)
         if flushes:
@@ -144,7 +151,7 @@ class Engine:
         Only the clock changes: the next mini-batch runs on the weights that it would have run on anyway.
         """
         with (
-            torch.inference_mode(False), torch.enable_grad(), self._training_mode(),
+            torch.inference_mode(False), torch.enable_grad(), self._modes_of_forwards(),
             self.runner.span(Beside.DRAIN, self.mini_batch),
         ):  # fmt: skip
             self._finish_backwards()
@@ -166,10 +173,15 @@ class Engine:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
         slots = self._slots(batch)
         flights = []
+        weights = self.weights.for_evaluation()
         with preserved_generators(self.runner.device):
             for slot in slots:
-                task = Task(self.evaluated, self.weights.newest, None, slot.content, slot.mark, step, purpose)
-                flights.append(self.runner.forward(task))
+                task = Task(self.evaluated, self.weights.newest, weights, slot.content, slot.mark, step, purpose)
+                try:
+                    flights.append(self.runner.forward(task))
+                except Exception as error:
+                    self.runner.announce_failure(task.k, error)
+                    raise
                 self.evaluated += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
@@ -187,17 +199,20 @@ class Engine:
             "norm": self.updates.last_norm,
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any], older: dict[str, Tensor] | None) -> None:
-        """Take up counters and the older weights; the parameters were loaded before."""
+    def load_state_dict(
+        self, state: dict[str, Any], older: dict[str, Tensor] | None, masters: dict[str, Tensor] | None = None
+    ) -> None:
+        """Take up counters, the older weights and the masters; the parameters were loaded before."""
         self.next_forward = self.next_backward = state["micro_batch"]
         self.updates.open = MiniBatch(state["mini_batch"], state["micro_batch"])
         self.updates.last_norm = state.get("norm")
-        self.weights.restore(state["version"], older)
+        self.weights.restore(state["version"], older, masters)
 
     def release(self) -> None:
         """Take back what the engine put on the parameters."""
         for guard in self._guards:
             guard.remove()
+        self.weights.release_masters()
 
     def close_connections(self) -> None:
         """Let go of the connections with the neighbours, who have got everything."""
@@ -227,6 +242,9 @@ class Engine:
         self._flights[k] = flight
         self.next_forward = k + 1
         self.updates.open.weight += flight.weight
+        if flight.weight:
+            for layer, counts in flight.said.take_statistics().items():
+                self.updates.open.counted.add(layer, counts)
         return flight
 
     def _backward(self, action: Action) -> None:
@@ -235,6 +253,10 @@ class Engine:
         with self.updates.reducing(action.index, weights):
             self.runner.backward(flight, weights)
         flight.outputs = flight.inputs = ()
+        flight.said.losses = []
+        # With its graph the result would keep what the nodes have, such as the gradients that were sent off.
+        if flight.result is not None:
+            flight.result = map_tensors(Tensor.detach, flight.result)
         self.next_backward = action.index + 1
         self.updates.launch_complete(self.next_backward)
 
@@ -246,7 +268,7 @@ class Engine:
             self.weights.check_unwritten(self.schedule.weight_version(self.mini_batch))
         except Exception as caught:
             error = caught
-            self.runner.announce_failure(k)
+            self.runner.announce_failure(k, error)
         agree_on_error(self.mesh, None if isinstance(error, StageBeforeFailedError) else error)
         assert flight is not None
         self.runner.post(flight)
@@ -264,16 +286,26 @@ class Engine:
             for action in self.schedule.drain(self.next_backward, self.next_forward):
                 self._backward(action)
 
+    def _check_what_is_trained(self) -> None:
+        """The versions are those of the parameters that were to be trained at the start."""
+        trained = self.weights.parameters
+        if changed := [name for name, p in self.stage.parameters.items() if p.requires_grad != (name in trained)]:
+            raise ConfigurationError(
+                f"{', '.join(changed[:5])}: frozen or unfrozen (requires_grad) since the training started, while two"
+                " versions of the trainable parameters are alive; do it before, or between two trainings"
+            )
+
     @contextmanager
-    def _training_mode(self) -> Iterator[None]:
-        modes = [(m, m.training) for unit in self.stage.units for m in unit.module.modules() if not m.training]
-        for module, _ in modes:
-            module.training = True
+    def _modes_of_forwards(self) -> Iterator[None]:
+        """Have layers in the modes in which the forwards ran: what a backward computes again depends on them."""
+        others = [m for m in self.stage.modules() if m.training == (m in self._in_evaluation)]
+        for module in others:
+            module.training = not module.training
         try:
             yield
         finally:
-            for module, mode in modes:
-                module.training = mode
+            for module in others:
+                module.training = not module.training
 
 
 def _refuse_gradient(gradient: Tensor) -> Tensor:

@@ -86,12 +86,13 @@ class ControlExchange:
         self._group = mesh.groups.control
         self._pairwise = mesh.world_size <= MOST_RANKS
         self._works: list[dist.Work] = []
-        # Shape (ranks, length).
+        # Shape (ranks, length); by place and not by rank, so that the sum does not depend on the placement.
         rows = mesh.world_size if self._pairwise else 1
         self._messages = torch.zeros((rows, length), dtype=torch.float64, device="cpu")
         if self._pairwise:
             for rank in self._others():
-                self._works.append(started(dist.irecv(self._messages[rank], rank, group=self._group, tag=_TAG)))
+                row = self._messages[mesh.place_of(rank)]
+                self._works.append(started(dist.irecv(row, rank, group=self._group, tag=_TAG)))
 
     def send(self, message: Tensor) -> None:
         """Give this rank's vector (length,); returns at once."""
@@ -99,13 +100,13 @@ class ControlExchange:
             self._messages[0] = message
             self._works.append(started(dist.all_reduce(self._messages[0], group=self._group, async_op=True)))
             return
-        self._messages[self.mesh.rank] = message
+        own = self._messages[self.mesh.place_of(self.mesh.rank)]
+        own.copy_(message)
         for rank in self._others():
-            own = self._messages[self.mesh.rank]
             self._works.append(started(dist.isend(own, rank, group=self._group, tag=_TAG)))
 
     def finish(self) -> Tensor:
-        """Wait for all vectors and return their sum (length,), added in the order of ranks."""
+        """Wait for all vectors and return their sum (length,); added replica by replica."""
         for work in self._works:
             work.wait()
         self._works.clear()

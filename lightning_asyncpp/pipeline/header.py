@@ -15,12 +15,13 @@ from lightning_asyncpp.pipeline.errors import ProtocolError
 
 MAX_TENSORS = 8
 MAX_DIMENSIONS = 8
-_MAGIC = 0x2B57A5
-_FIXED = 6
+MAX_STRUCTURE_BYTES = 512
+_MAGIC = 0x2B57A6
+_FIXED = 7
 _PER_TENSOR = 3 + MAX_DIMENSIONS
 LENGTH = _FIXED + MAX_TENSORS * _PER_TENSOR
-HEADER_BYTES = 8 * LENGTH
-_BEGINNING = "<qqqdqq"
+HEADER_BYTES = 8 * LENGTH + MAX_STRUCTURE_BYTES
+_BEGINNING = "<qqqdqqq"
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -54,10 +55,12 @@ class Header:
 
     Attributes:
         k: the micro-batch, counted over the run (training) or over the evaluation.
-        kind: a tensor, a tuple of tensors, an empty slot, or the news that the stage before failed.
+        kind: a tensor, several tensors, an empty slot, or the news that the stage before failed.
         weight: the micro-batch's weight w_k.
         fingerprint: of the first stage's micro-batch.
         tensors: what follows.
+        structure: what was around several tensors, as :func:`lightning_asyncpp.pipeline.boundary.take_apart` wrote it;
+            or why the stage before failed.
     """
 
     k: int
@@ -65,6 +68,7 @@ class Header:
     weight: float = 0.0
     fingerprint: int = 0
     tensors: tuple[TensorInfo, ...] = ()
+    structure: bytes = b""
 
     TENSOR: ClassVar[int] = 0
     TUPLE: ClassVar[int] = 1
@@ -79,8 +83,9 @@ class Header:
     def pack(self) -> bytes:
         """The header as ``HEADER_BYTES`` bytes."""
         # Bytes rather than torch.tensor(list), which takes ten times as long: this is sent for every micro-batch.
-        beginning = struct.pack(_BEGINNING, _MAGIC, self.kind, self.k, self.weight, self.fingerprint, len(self.tensors))
-        return beginning + _packed(self.tensors)
+        lengths = len(self.tensors), len(self.structure)
+        beginning = struct.pack(_BEGINNING, _MAGIC, self.kind, self.k, self.weight, self.fingerprint, *lengths)
+        return beginning + _packed(self.tensors, self.structure)
 
     @classmethod
     def read(cls, message: memoryview | bytearray | bytes, expected_k: int, max_bytes: int) -> Header:
@@ -90,17 +95,19 @@ class Header:
             ProtocolError: it is no header, is of another micro-batch, or announces more than ``max_bytes`` bytes.
         """
         beginning = struct.unpack_from(_BEGINNING, message)
-        magic, kind, k, weight, mark, count = beginning
-        if magic != _MAGIC or not cls.TENSOR <= kind <= cls.FAILED or not 0 <= count <= MAX_TENSORS:
+        magic, kind, k, weight, mark, count, size = beginning
+        known = magic == _MAGIC and cls.TENSOR <= kind <= cls.FAILED
+        if not (known and 0 <= count <= MAX_TENSORS and 0 <= size <= MAX_STRUCTURE_BYTES):
             raise ProtocolError(f"not an activation header of this version: {beginning}")
         if k != expected_k:
             raise ProtocolError(f"expected micro-batch {expected_k} from the stage before, got {k}")
         tensors = _described(bytes(message[8 * _FIXED : 8 * (_FIXED + count * _PER_TENSOR)]))
-        if not (_fits(kind, tensors) and math.isfinite(weight) and weight >= 0):
+        may_have_more = kind in (cls.TUPLE, cls.FAILED)
+        if not (_fits(kind, tensors) and (may_have_more or not size) and math.isfinite(weight) and weight >= 0):
             raise ProtocolError(
                 f"micro-batch {k}: kind {kind}, weight {weight} and {count} tensors contradict each other"
             )
-        header = cls(k, kind, weight, mark, tensors)
+        header = cls(k, kind, weight, mark, tensors, bytes(message[8 * LENGTH : 8 * LENGTH + size]))
         if header.num_bytes > max_bytes:
             raise ProtocolError(
                 f"micro-batch {k} announces {header.num_bytes} bytes, more than max_message_bytes={max_bytes}"
@@ -117,8 +124,12 @@ def describe(tensors: tuple[Tensor, ...]) -> tuple[TensorInfo, ...]:
     if len(tensors) > MAX_TENSORS:
         raise ProtocolError(f"a layer returned {len(tensors)} tensors; at most {MAX_TENSORS} may cross a cut")
     for tensor in tensors:
-        if tensor.ndim > MAX_DIMENSIONS or tensor.dtype not in _DTYPES:
-            raise ProtocolError(f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} cannot cross a cut")
+        if tensor.ndim > MAX_DIMENSIONS or tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+            raise ProtocolError(
+                f"a tensor of shape {tuple(tensor.shape)}, dtype {tensor.dtype} and layout {tensor.layout} cannot cross"
+                f" a cut: it may have {MAX_DIMENSIONS} dimensions, must be dense, and hold real or whole numbers or"
+                " booleans (torch.view_as_real makes real numbers of complex ones)"
+            )
     return tuple(TensorInfo(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 
@@ -135,14 +146,14 @@ def _size_of(tensors: tuple[TensorInfo, ...]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _packed(tensors: tuple[TensorInfo, ...]) -> bytes:
-    """Descriptions of tensors, filled up to the length of all headers; nearly all on a link hold the same ones."""
+def _packed(tensors: tuple[TensorInfo, ...], structure: bytes) -> bytes:
+    """Descriptions of tensors and their structure, each filled up; nearly all headers on a link hold the same ones."""
     encoded = b""
     for info in tensors:
         shape = info.shape + (0,) * (MAX_DIMENSIONS - len(info.shape))
         numbers = (_DTYPES.index(info.dtype), int(info.needs_gradient), len(info.shape), *shape)
         encoded += struct.pack(f"<{_PER_TENSOR}q", *numbers)
-    return encoded.ljust(HEADER_BYTES - 8 * _FIXED, b"\0")
+    return encoded.ljust(8 * (LENGTH - _FIXED), b"\0") + structure.ljust(MAX_STRUCTURE_BYTES, b"\0")
 
 
 @lru_cache(maxsize=64)

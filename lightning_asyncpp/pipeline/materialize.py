@@ -32,7 +32,7 @@ def materialize(units: Sequence[Unit], indices: Iterable[int], seed: int, device
     """
     replaced: dict[int, Any] = {}
     problems: list[str] = []
-    for index in indices:
+    for index in sorted(indices):  # a parameter that several units share has the last one's word, on every stage
         unit = units[index]
         modules = [module for module in unit.module.modules() if _replace_meta(module, replaced, device)]
         if not modules:

@@ -1,6 +1,7 @@
 """Where each rank stands in the mesh of D replicas x P stages, and the process groups between them.
 
-Rank 0 is the last stage of the first replica: the loss is there first, for the logger and the progress bar.
+Rank 0 is the last stage of the first replica: the loss is there first, for the logger and the progress bar. Nobody
+else knows how ranks follow each other.
 """
 
 from __future__ import annotations
@@ -11,8 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from typing import Literal, get_args
 
 import torch.distributed as dist
+from torch import Tensor
+
+from lightning_asyncpp.pipeline.host_work import HostWork
+
+Placement = Literal["pipeline_within_node", "pipeline_across_nodes"]
+"""Which ranks are neighbours: the stages of a replica, or the replicas of a stage."""
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 GRACE_SECONDS = 5.0
 """How long connections outlive their last use here: what was sent last may still be on its way to other ranks."""
@@ -28,12 +37,16 @@ class Mesh:
         num_replicas: number of replicas D.
         rank: this process's rank in the world of D * P processes.
         groups: process groups, made by :meth:`connect`.
+        placement: which ranks are neighbours. A node's ranks follow each other, so with as many devices per node as a
+            pipeline has stages, ``"pipeline_within_node"`` keeps each replica on a node; with as many as there are
+            replicas, ``"pipeline_across_nodes"`` keeps each stage on one.
     """
 
     num_stages: int
     num_replicas: int
     rank: int
     groups: Groups | None = None
+    placement: Placement = "pipeline_within_node"
 
     @cached_property
     def world_size(self) -> int:
@@ -43,12 +56,12 @@ class Mesh:
     @cached_property
     def replica(self) -> int:
         """Index of this rank's replica."""
-        return self.rank // self.num_stages
+        return self.replica_of(self.rank)
 
     @cached_property
     def stage(self) -> int:
         """This rank's stage, 0 first."""
-        return self.num_stages - 1 - self.rank % self.num_stages
+        return self.stage_of(self.rank)
 
     @cached_property
     def is_first(self) -> bool:
@@ -63,11 +76,45 @@ class Mesh:
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """Rank of a stage, in this rank's replica unless another is named."""
         replica = self.replica if replica is None else replica
-        return replica * self.num_stages + self.num_stages - 1 - stage
+        behind = self.num_stages - 1 - stage  # stages after it
+        if self._is_across:
+            return behind * self.num_replicas + replica
+        return replica * self.num_stages + behind
+
+    def stage_of(self, rank: int) -> int:
+        """Stage of a rank."""
+        behind = rank // self.num_replicas if self._is_across else rank % self.num_stages
+        return self.num_stages - 1 - behind
+
+    def replica_of(self, rank: int) -> int:
+        """Index of a rank's replica."""
+        return rank % self.num_replicas if self._is_across else rank // self.num_stages
+
+    def place_of(self, rank: int) -> int:
+        """Number of a rank by replica and stage, the last stage of each replica first: the same in any placement."""
+        return self.replica_of(rank) * self.num_stages + self.num_stages - 1 - self.stage_of(rank)
+
+    def describe_placement(self) -> str:
+        """For the log, where it makes a difference and is not the default."""
+        return " across nodes" if self._is_across and self.num_replicas > 1 < self.num_stages else ""
+
+    @property
+    def _is_across(self) -> bool:
+        return self.placement == "pipeline_across_nodes"
 
     def name_of(self, stage: int) -> str:
         """How messages call the rank of a stage of this replica."""
         return f"rank {self.rank_of(stage)} (stage {stage})"
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> HostWork:
+        """Start to send host data to a rank, in the background; the tensor must live until that is done."""
+        assert self.groups is not None
+        return HostWork(started(dist.isend(tensor, rank, group=self.groups.host, tag=tag)))
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> HostWork:
+        """Start to receive host data from a rank into ``tensor``, in the background."""
+        assert self.groups is not None
+        return HostWork(started(dist.irecv(tensor, rank, group=self.groups.host, tag=tag)))
 
     def connect(self, timeout: timedelta | None = None) -> None:
         """Make every process group up front, in the same order on every rank; a collective call.

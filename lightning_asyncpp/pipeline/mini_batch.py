@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.pipeline.exchange import ControlSum
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.reduction import Reduction
 from lightning_asyncpp.pipeline.runner import loss_of
 from lightning_asyncpp.pipeline.ticket import Ticket
+from lightning_asyncpp.pipeline.ties import TiedGradients
 from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate
 
@@ -31,6 +33,8 @@ class MiniBatch:
         payload: what the last stage attaches to the control message.
         exchange: of its control messages, once it is complete.
         reduction: of its gradient over the replicas, once that has begun; None with one replica.
+        tied: exchange of the gradients that other stages share, once it is complete; None if there are none.
+        counted: what this stage's layers counted in its micro-batches.
         pending: its gradient on the way to the optimizer, once complete.
         stepped: whether this stage has stepped ahead of the others.
     """
@@ -43,6 +47,8 @@ class MiniBatch:
     payload: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     exchange: ControlSum | None = None
     reduction: Reduction | None = None
+    tied: TiedGradients | None = None
+    counted: Collected = field(default_factory=Collected)
     pending: PendingUpdate | None = None
     stepped: bool = False
 

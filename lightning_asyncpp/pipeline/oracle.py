@@ -5,20 +5,23 @@ It shares no code with the engine but the derivation of seeds. A pipeline whose 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.auxiliary import Collected, StatisticsLayer, collecting
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.units import pipeline_units
 
-Weights = list[Tensor]
+Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
 
 
 def train_reference(
@@ -33,18 +36,22 @@ def train_reference(
     error_feedback: float | None = None,
     after_update: Callable[[], None] | None = None,
     weight: Callable[[Any], float] = number_of_samples,
+    split: Callable[[Any, int], list[Any]] = split_batch,
     skip_nonfinite: bool = False,
     fresh: Collection[nn.Parameter] = (),
     synchronous_start: int = 0,
+    weight_dtype: torch.dtype | None = None,
     seed: int = 0,
     first_micro_batch: int = 0,
 ) -> list[float]:
     """Train ``model`` in place by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - delay, 0)}.
 
-    With a synchronous start of N mini-batches: at W_t for t < N, then at W_{max(t - delay, N)}.
+    With a synchronous start of N mini-batches: at W_t for t < N, then at W_{max(t - delay, N)}. What layers add to the
+    loss is added to it, and buffers that they change once per update are part of W.
 
     Args:
-        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``.
+        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``. Of a parameter that several of its units
+            share the gradients of each are summed apart before they are added.
         step: micro-batch -> loss, a mean over the micro-batch; it calls ``model`` once.
         mini_batches: each a list of batches that share one update: one batch, or several with gradient accumulation.
         optimizer: over the parameters of ``model``; the base optimizer if ``error_feedback`` is given.
@@ -54,72 +61,185 @@ def train_reference(
         error_feedback: strength; W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1})), u_t the base optimizer's step.
         after_update: called after every update, for schedulers.
         weight: micro-batch -> its weight in the mean loss.
+        split: (batch, parts) -> its micro-batches.
         skip_nonfinite: leave weights and optimizer alone where a gradient is not finite.
         fresh: parameters of a last stage without delay: their gradients are taken at W_t, and clipped by the norm of
             the whole gradient one mini-batch earlier (the first time, by the norm of their own); no error feedback.
         synchronous_start: N; error feedback begins with update N, which is the first that is not corrected.
+        weight_dtype: of the weights W that gradients are taken at, with the optimizer's parameters as masters Y beside
+            them: W_t is Y_t rounded, and with error feedback W_{t+1} = Y_{t+1} - strength * u_t, where strength * u_0
+            was added to Y once, after the first update. Gradients are summed in the dtype of the masters, with which
+            the model ends.
         seed: the run's seed; replica 0's random numbers are drawn.
         first_micro_batch: k of the first micro-batch.
 
     Returns:
         The weighted mean loss of every mini-batch.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    versions = [_copy(parameters)]  # W_0, W_1, ...
-    previous_step: Weights | None = None  # u_{t-1}
+    run = _Trajectory(model, optimizer, fresh, weight_dtype)
     losses = []
     k = first_micro_batch
-    is_fresh = [any(p is q for q in fresh) for p in parameters]
-    norm: float | None = None  # of the whole gradient, one mini-batch ago
     for t, batches in enumerate(mini_batches):
         is_async = t >= synchronous_start
-        stale = versions[max(t - delay, synchronous_start) if is_async else t]
-        _load(parameters, [new if is_new else old for is_new, new, old in zip(is_fresh, versions[t], stale)])
-        slots = [piece for batch in batches for piece in split_batch(batch, micro_batches)]
-        gradient, total, loss = _gradient(model, parameters, step, slots, weight, seed, k)
-        losses.append(loss / total if total else math.nan)
+        run.go_to(max(t - delay, synchronous_start) if is_async else t)
+        slots = [piece for batch in batches for piece in split(batch, micro_batches)]
+        gradient = _gradient(model, run.masters, step, slots, weight, seed, k)
+        losses.append(gradient.loss / gradient.weight if gradient.weight else math.nan)
         k += len(slots)
-        _load(parameters, versions[t])
-        if _usable(gradient, total, skip_nonfinite):
-            own = [g if is_new else None for is_new, g in zip(is_fresh, gradient)]
-            before = _norm(own, total) if norm is None else norm
-            norm = _norm(gradient, total)
-            norms = [before if is_new and is_async else norm for is_new in is_fresh]
-            _set_gradient(parameters, gradient, total, norms, max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            if error_feedback is not None and is_async:
-                previous_step = _feed_back(parameters, versions[t], previous_step, error_feedback, is_fresh)
-        versions.append(_copy(parameters))
+        run.stay()
+        if gradient.is_usable(skip_nonfinite):
+            run.update(gradient, max_norm, error_feedback, is_async)
         if after_update is not None:
             after_update()
     return losses
 
 
+@dataclass
+class _Gradient:
+    """Sums over the micro-batches k of a mini-batch, in order.
+
+    Attributes:
+        sums: parameter -> sum of w_k * gradient_k; parameters that were not used lack.
+        loss: sum of w_k * loss_k.
+        weight: sum of w_k.
+        counts: what layers counted.
+    """
+
+    sums: Weights = field(default_factory=dict)
+    loss: float = 0.0
+    weight: float = 0.0
+    counts: Collected = field(default_factory=Collected)
+
+    def is_usable(self, skip_nonfinite: bool) -> bool:
+        finite = all(bool(torch.isfinite(g).all()) for g in self.sums.values())
+        if not finite and not skip_nonfinite:
+            raise FloatingPointError("a gradient is not finite")
+        return finite and self.weight > 0
+
+    def norm(self, parameters: Iterable[Tensor]) -> float:
+        """2-norm of the mean gradient of some parameters."""
+        used = [self.sums[p] for p in parameters if p in self.sums]
+        squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in used)
+        return float(torch.tensor(math.sqrt(squares) / self.weight, dtype=torch.float32))
+
+    def mean(self, parameter: Tensor, norm: float, max_norm: float | None) -> Tensor | None:
+        """The mean gradient of a parameter, clipped where ``norm`` is too large."""
+        clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+        return (self.sums[parameter] / self.weight) * clip if parameter in self.sums else None
+
+
+class _Trajectory:
+    """W_0, ..., W_t, and what W_{t+1} depends on."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, fresh: Collection[Tensor], dtype: torch.dtype | None
+    ) -> None:
+        self.optimizer, self.dtype = optimizer, dtype
+        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self.layers = [layer for layer in model.modules() if isinstance(layer, StatisticsLayer)]
+        self.buffers = [getattr(layer, name) for layer in self.layers for name in layer.versioned_buffers]
+        self.masters = _values(self.parameters)  # Y_t; without a dtype they are W_t
+        self.versions = [_rounded(self.masters, dtype) | _values(self.buffers)]
+        self.fresh = dict.fromkeys(x for x in self.versions[0] if x in _with_buffers(model, set(fresh)))
+        self.step_before: Weights | None = None  # u_{t-1}
+        self.norm_before: float | None = None
+
+    def go_to(self, version: int) -> None:
+        """Let the model hold the weights of a version, the newest ones where it is fresh."""
+        _load(self.versions[version] | {tensor: self.versions[-1][tensor] for tensor in self.fresh})
+
+    def stay(self) -> None:
+        """W_{t+1} = W_t, which the model holds from now on, or its masters."""
+        self.versions.append(self.versions[-1])
+        _load(self.versions[-1] | self.masters)
+
+    def update(self, gradient: _Gradient, max_norm: float | None, strength: float | None, is_async: bool) -> None:
+        """Make W_{t+1} another one than W_t."""
+        norm = gradient.norm(self.parameters)
+        norm_of_fresh = gradient.norm(self.fresh) if self.norm_before is None else self.norm_before
+        for p in self.parameters:
+            p.grad = gradient.mean(p, norm_of_fresh if is_async and p in self.fresh else norm, max_norm)
+        self.norm_before = norm
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        ahead: Weights = {}
+        if strength is not None and is_async:
+            step = {p: self.masters[p] - p.detach() for p in self.parameters if p not in self.fresh}  # u_t
+            ahead = (_feed_back if self.dtype is None else _look_ahead)(step, self.step_before, strength)
+            self.step_before = step
+        self._update_buffers(gradient.counts)
+        self.masters = _values(self.parameters)
+        self.versions[-1] = _rounded(self.masters | ahead, self.dtype) | _values(self.buffers)
+
+    @torch.no_grad()
+    def _update_buffers(self, counts: Collected) -> None:
+        for layer in self.layers:
+            buffers = {name: getattr(layer, name) for name in layer.versioned_buffers}
+            nothing = torch.zeros(layer.num_statistics, dtype=torch.float64)
+            layer.update_from_statistics(counts.statistics.get(layer, nothing).cpu())
+            for name, buffer in buffers.items():  # a layer may have put another tensor in its place
+                buffer.data = getattr(layer, name).detach().clone()
+                setattr(layer, name, buffer)
+
+
 def _gradient(
     model: nn.Module,
-    parameters: Sequence[nn.Parameter],
+    masters: Weights,
     step: Callable[[Any], Tensor],
     slots: Sequence[Any],
     weight: Callable[[Any], float],
     seed: int,
     first: int,
-) -> tuple[list[Tensor | None], float, float]:
-    """Sum of w_k * gradient_k and of w_k * loss_k over the micro-batches in order, and the sum of w_k."""
-    total, loss_sum = 0.0, 0.0
-    for parameter in parameters:
-        parameter.grad = None
-    for k, micro_batch in enumerate(slots, first):
-        w = 0.0 if micro_batch is None else float(weight(micro_batch))
-        if w:
-            with _derived_randomness(model, seed, k):
-                loss = step(micro_batch)
-            (loss * w).backward()  # adds to .grad
-            total, loss_sum = total + w, loss_sum + w * loss.item()
-    gradient = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    return gradient, total, loss_sum
+) -> _Gradient:
+    """Run micro-batches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype."""
+    found, sums = _Gradient(), Weights()
+    with _uses_apart(model) as further_uses:
+        uses = [*((p, p) for p in masters), *further_uses]
+        for k, micro_batch in enumerate(slots, first):
+            w = 0.0 if micro_batch is None else float(weight(micro_batch))
+            if w:
+                with _derived_randomness(model, seed, k), collecting() as said:
+                    loss = step(micro_batch)
+                ((loss + said.total_loss()) * w).backward()
+                found.weight += w
+                found.loss += w * loss.item()
+                for layer, counts in said.statistics.items():
+                    found.counts.add(layer, counts)
+                for parameter, leaf in uses:
+                    if leaf.grad is not None:
+                        _add(sums, leaf, leaf.grad.to(masters[parameter].dtype))
+                    leaf.grad = None
+    for parameter, leaf in uses:
+        if leaf in sums:
+            _add(found.sums, parameter, sums[leaf])
+    return found
+
+
+def _add(sums: Weights, key: Tensor, value: Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value
+
+
+@contextmanager
+def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Give a unit that shares a trainable parameter with one before it a copy of its own; yields (parameter, copy)."""
+    copies: list[tuple[Tensor, Tensor]] = []
+    places: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+    seen: set[Tensor] = set()
+    for unit in pipeline_units(model):
+        own = [p for p in unit.module.parameters() if p.requires_grad]
+        copy_of = {p: nn.Parameter(p.detach().clone()) for p in own if p in seen}
+        seen.update(own)
+        copies += copy_of.items()
+        for module in unit.module.modules():
+            named = module.named_parameters(recurse=False, remove_duplicate=False)
+            places += [(module, name, p, copy_of[p]) for name, p in named if p in copy_of]
+    for module, name, _, copy in places:
+        setattr(module, name, copy)
+    try:
+        yield copies
+    finally:
+        for module, name, parameter, _ in places:
+            setattr(module, name, parameter)
 
 
 @contextmanager
@@ -127,9 +247,12 @@ def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
     """Seed the step from k, every unit from (unit, k), and go on with the step's own generator after the model."""
     state: list[Tensor] = []
     hooks = [model.register_forward_pre_hook(lambda *_: state.append(torch.get_rng_state()))]
+    seeds: dict[nn.Module, list[int]] = {}  # one module may be several units
     for index, unit in enumerate(pipeline_units(model)):
-        unit_seed = derive(seed, "layer", index, 0, k)
-        hooks.append(unit.module.register_forward_pre_hook(lambda *_, s=unit_seed: torch.manual_seed(s) and None))
+        seeds.setdefault(unit.module, []).append(derive(seed, "layer", index, 0, k))
+    for module, in_turn in seeds.items():
+        next_seed = itertools.cycle(in_turn).__next__
+        hooks.append(module.register_forward_pre_hook(lambda *_, s=next_seed: torch.manual_seed(s()) and None))
     hooks.append(model.register_forward_hook(lambda *_: torch.set_rng_state(state.pop())))
     outside = torch.get_rng_state()
     torch.manual_seed(derive(seed, "train", 0, k))
@@ -141,52 +264,39 @@ def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
             hook.remove()
 
 
-def _usable(gradient: Sequence[Tensor | None], total: float, skip_nonfinite: bool) -> bool:
-    finite = all(g is None or bool(torch.isfinite(g).all()) for g in gradient)
-    if not finite and not skip_nonfinite:
-        raise FloatingPointError("a gradient is not finite")
-    return finite and total > 0
+@torch.no_grad()
+def _feed_back(step: Weights, before: Weights | None, strength: float) -> Weights:
+    """Correct the steps just taken; at the first there is nothing to compare with."""
+    for p, u in step.items():
+        if before is not None:
+            p.sub_(u - before[p], alpha=strength)
+    return {}
 
 
-def _norm(gradient: Sequence[Tensor | None], total: float) -> float:
-    squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in gradient if g is not None)
-    return float(torch.tensor(math.sqrt(squares) / total, dtype=torch.float32))
+@torch.no_grad()
+def _look_ahead(step: Weights, before: Weights | None, strength: float) -> Weights:
+    """The same with masters Y in the parameters: W_{t+1} = Y_{t+1} - strength * u_t, after Y_1 += strength * u_0."""
+    for p, u in step.items():
+        if before is None:
+            p.add_(u, alpha=strength)
+    return {p: torch.sub(p.detach(), u, alpha=strength) for p, u in step.items()}
 
 
-def _set_gradient(
-    parameters: Sequence[nn.Parameter],
-    gradient: Sequence[Tensor | None],
-    total: float,
-    norms: Sequence[float],
-    max_norm: float | None,
-) -> None:
-    for parameter, g, norm in zip(parameters, gradient, norms):
-        clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-        parameter.grad = None if g is None else (g / total) * clip
+def _with_buffers(model: nn.Module, tensors: set[Tensor]) -> set[Tensor]:
+    """Parameters, and the buffers that the units which hold some of them change."""
+    units = [unit.module for unit in pipeline_units(model) if not tensors.isdisjoint(unit.module.parameters())]
+    layers = [layer for unit in units for layer in unit.modules() if isinstance(layer, StatisticsLayer)]
+    return tensors | {getattr(layer, name) for layer in layers for name in layer.versioned_buffers}
 
 
-def _feed_back(
-    parameters: Sequence[nn.Parameter],
-    before: Weights,
-    previous: Weights | None,
-    strength: float,
-    is_fresh: Sequence[bool],
-) -> Weights:
-    """Correct the step just taken where it was delayed; returns it as it was (u_t)."""
-    taken = [b - p.detach() for b, p in zip(before, parameters)]
-    if previous is not None:
-        with torch.no_grad():
-            for parameter, now, then, is_new in zip(parameters, taken, previous, is_fresh):
-                if not is_new:
-                    parameter.sub_((now - then) * strength)
-    return taken
+def _values(tensors: Iterable[Tensor]) -> Weights:
+    return {tensor: tensor.detach().clone() for tensor in tensors}
 
 
-def _copy(parameters: Sequence[nn.Parameter]) -> Weights:
-    return [p.detach().clone() for p in parameters]
+def _load(values: Weights) -> None:
+    for tensor, value in values.items():
+        tensor.data = value.clone()
 
 
-def _load(parameters: Sequence[nn.Parameter], weights: Weights) -> None:
-    with torch.no_grad():
-        for parameter, value in zip(parameters, weights):
-            parameter.copy_(value)
+def _rounded(values: Weights, dtype: torch.dtype | None) -> Weights:
+    return {tensor: value.clone() if dtype is None else value.to(dtype) for tensor, value in values.items()}

@@ -32,5 +32,7 @@ def required(owner: Any, name: str, purpose: str) -> Any:
     """
     if not hasattr(owner, name):
         where = getattr(owner, "__name__", type(owner).__name__)
-        raise PrivateNameError("torch" if where == "torch" else "lightning", f"{where}.{name}", purpose)
+        source = getattr(owner, "__module__", None) or where  # a module has a name alone
+        package = "torch" if source.partition(".")[0] == "torch" else "lightning"
+        raise PrivateNameError(package, f"{where}.{name}", purpose)
     return getattr(owner, name)

@@ -7,7 +7,7 @@ runs; what arrives is taken up, and its norm computed, as soon as anybody looks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -39,6 +39,8 @@ class Reduction:
     Args:
         buckets: how this stage's gradients are packed; the same on all replicas, which send them in this order.
         group: the ranks of this stage in all replicas.
+        late: names whose gradients no backward completes by itself.
+        apart: names that are left out of ``squares``.
 
     Attributes:
         gradients: name -> sum over the replicas, of the buckets that were taken up.
@@ -48,27 +50,37 @@ class Reduction:
         num_bytes: size of what was sent, in bytes.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        group: dist.ProcessGroup,
+        late: Collection[str] = (),
+        apart: Collection[str] = (),
+    ) -> None:
         self.gradients: Gradients = {}
         self.squares: list[float] = []
         self.started = self.ended = 0.0
         self.num_bytes = 0
-        self._buckets, self._group = buckets, group
+        self._buckets, self._group, self._apart = buckets, group, apart
         self._sent: list[_Sent] = []
         self._taken = 0
         self._missing = [set(bucket.names) for bucket in buckets]
-        self._bucket_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.names}
+        self._bucket_of = {
+            name: number for number, bucket in enumerate(buckets) for name in bucket.names if name not in late
+        }
 
     @contextmanager
-    def watching(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+    def watching(self, leaves: Mapping[str, Tensor], gradient_of: Callable[[str], Tensor | None]) -> Iterator[None]:
         """Send buckets as the backward that runs meanwhile, the last of its mini-batch, completes them.
 
         Args:
-            leaves: name -> the tensor whose gradient it is.
+            leaves: name -> the tensor whose gradient it is; others are of no interest.
+            gradient_of: name -> its gradient, summed over the mini-batch.
         """
         hooks = [
-            leaf.register_post_accumulate_grad_hook(lambda _, name=name: self._complete(name, leaves))
+            leaf.register_post_accumulate_grad_hook(lambda _, name=name: self._complete(name, gradient_of))
             for name, leaf in leaves.items()
+            if name in self._bucket_of
         ]
         try:
             yield
@@ -96,7 +108,7 @@ class Reduction:
         while self._taken < len(self._sent):
             self._take_up()
 
-    def _complete(self, name: str, leaves: Mapping[str, Tensor]) -> None:
+    def _complete(self, name: str, gradient_of: Callable[[str], Tensor | None]) -> None:
         number = self._bucket_of[name]
         if number < len(self._sent):
             raise ConfigurationError(
@@ -106,7 +118,7 @@ class Reduction:
             )
         self._missing[number].discard(name)
         while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
-            self._send({name: leaves[name].grad for name in self._buckets[len(self._sent)].names})
+            self._send({name: gradient_of(name) for name in self._buckets[len(self._sent)].names})
 
     def _send(self, gradients: Mapping[str, Tensor | None]) -> None:
         bucket = self._buckets[len(self._sent)]
@@ -124,7 +136,7 @@ class Reduction:
         self.ended = max(self.ended, sent.ended or time.perf_counter())
         gradients = sent.bucket.unpack(sent.flat)
         self.gradients.update(gradients)
-        self.squares += squares(gradients)
+        self.squares += squares({name: g for name, g in gradients.items() if name not in self._apart})
         self._taken += 1
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError
-from lightning_asyncpp.pipeline.header import Header, describe
+from lightning_asyncpp.auxiliary import Collected, collecting
+from lightning_asyncpp.pipeline.boundary import put_together, take_apart
+from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError, PeerLostError
+from lightning_asyncpp.pipeline.header import MAX_STRUCTURE_BYTES, Header, describe
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.model_call import ModelCall
 from lightning_asyncpp.pipeline.randomness import derive, generator_states, seed_generators, set_generator_states
@@ -28,7 +30,7 @@ _NOTHING = nullcontext()
 
 
 class StageBeforeFailedError(RuntimeError):
-    """The stage before failed at its very first micro-batch and said so."""
+    """A stage before failed, at its very first micro-batch or in an evaluation, and said why."""
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Flight:
         inputs: where the gradients arrive of the activations received that need one.
         outputs: tensors from which the backward starts; on the last stage the loss, whose gradient is its weight.
         result: what the user's step returned, on the last stage.
+        said: what this stage's layers said beside their output: losses, which the backward starts from too, and counts.
     """
 
     k: int
@@ -50,6 +53,7 @@ class Flight:
     inputs: tuple[InputGradient, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     result: Any = None
+    said: Collected = field(default_factory=Collected)
 
 
 class _Departure(NamedTuple):
@@ -151,9 +155,11 @@ class StageRunner:
     def _backward_in_place(self, flight: Flight) -> None:
         """The backward, with its weights in place."""
         gradients = self._output_gradients(flight)
-        if flight.outputs:
+        # A layer's own loss is part of the micro-batch's mean loss, so it has its weight.
+        gradients += [torch.full_like(loss, flight.weight) for loss in flight.said.losses]
+        if outputs := (*flight.outputs, *flight.said.losses):
             with self.span(Kind.BACKWARD, flight.k, flight.version):
-                torch.autograd.backward(flight.outputs, gradients)
+                torch.autograd.backward(outputs, gradients)
 
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
         """Where the backward starts: on the last stage from w_k or 1, as if the loss had been multiplied with it."""
@@ -171,10 +177,15 @@ class StageRunner:
             with self.span(Beside.SEND, flight.k, num_bytes=size):
                 self.transport.send_gradients(flight.k, gradients)
 
-    def announce_failure(self, k: int) -> None:
-        """Tell the stage after that nothing comes, so that it does not wait."""
-        if self.transport is not None and not self.mesh.is_last:
-            self.transport.send_activation(Header(k, Header.FAILED), ())
+    def announce_failure(self, k: int, error: Exception) -> None:
+        """Tell the stage after why nothing comes, so that it does not wait; the last one is where users look."""
+        if self.transport is None or self.mesh.is_last:
+            return
+        text = str(error)
+        if not isinstance(error, StageBeforeFailedError):  # which says so already
+            text = f"stage {self.mesh.stage} failed at micro-batch {k}: {type(error).__name__}: {text}"
+        with suppress(PeerLostError):  # who is gone waits no more
+            self.transport.send_activation(Header(k, Header.FAILED, structure=text.encode()[:MAX_STRUCTURE_BYTES]), ())
 
     def span(
         self, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0
@@ -188,7 +199,7 @@ class StageRunner:
         with _span(trace, Wait.ACTIVATION, k):
             arrival = self.transport.receive_activation(k)
         if arrival.header.kind == Header.FAILED:
-            raise StageBeforeFailedError(f"stage {self.mesh.stage - 1} failed at micro-batch {k}")
+            raise StageBeforeFailedError(arrival.header.structure.decode(errors="ignore"))
         return arrival
 
     def _pass_empty(self, task: Task) -> Flight:
@@ -204,7 +215,9 @@ class StageRunner:
         with self._step_context():
             args, kwargs = self.call.capture(lambda: task.step(task.slot, weight))
         header = Header(task.k, weight=weight, fingerprint=task.mark)
-        return self._departure(task, self._compute(task, args, kwargs), header, ())
+        with collecting() as said:
+            output = self._compute(task, args, kwargs)
+        return self._departure(task, output, header, (), said)
 
     def _pass_through(self, task: Task, trace: Trace | None) -> _Departure | None:
         """The forward of a stage in the middle, with its weights in place; None for an empty slot."""
@@ -214,8 +227,9 @@ class StageRunner:
             return None
         with _span(trace, Kind.FORWARD, task.k, task.version):
             inputs, arguments = self._open(arrival)
-            output = self.stage.forward((arguments,), {}, self.seed, self.mesh.replica, task.k)
-            return self._departure(task, output, arrival.header, inputs)
+            with collecting() as said:
+                output = self.stage.forward((arguments,), {}, self.seed, self.mesh.replica, task.k)
+            return self._departure(task, output, arrival.header, inputs, said)
 
     def _send(self, departure: _Departure, trace: Trace | None, expects_gradients: bool) -> Flight:
         assert self.transport is not None
@@ -226,12 +240,14 @@ class StageRunner:
             self.transport.send_activation(header, tensors)
         return flight
 
-    def _departure(self, task: Task, output: Any, header: Header, inputs: tuple[InputGradient, ...]) -> _Departure:
-        tensors = _tensors_of_output(output)
+    def _departure(
+        self, task: Task, output: Any, header: Header, inputs: tuple[InputGradient, ...], said: Collected
+    ) -> _Departure:
+        tensors, structure = take_apart(output, self.stage.units[-1].name)
         kind = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE
-        outgoing = Header(task.k, kind, header.weight, header.fingerprint, describe(tensors))
+        outgoing = Header(task.k, kind, header.weight, header.fingerprint, describe(tensors), structure)
         outputs = tuple(t for t in tensors if t.requires_grad)
-        return _Departure(Flight(task.k, task.version, header.weight, inputs, outputs), outgoing, tensors)
+        return _Departure(Flight(task.k, task.version, header.weight, inputs, outputs, said=said), outgoing, tensors)
 
     def _leave(self, task: Task, arrival: Arrival | None) -> Flight:
         if task.slot is None:
@@ -244,12 +260,16 @@ class StageRunner:
                 raise BatchMismatchError(_mismatch(task.k, "their shapes or contents differ"))
             weight = arrival.header.weight
             inputs, received = self._open(arrival)
+        said = Collected()
 
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
             if arrival is not None:
                 args, kwargs = (received,), {}
             states = generator_states(self.device)  # what the step draws after the model does not depend on it
-            output = self._compute(task, args, kwargs, in_context=self.hooks.context_around_step)
+            with collecting() as heard:
+                output = self._compute(task, args, kwargs, in_context=self.hooks.context_around_step)
+                # Taken before the end, where a collection of the user's around the model would get it.
+                said.losses, said.statistics = heard.losses, heard.take_statistics()
             set_generator_states(states, self.device)
             return output
 
@@ -257,7 +277,7 @@ class StageRunner:
         with self._step_context():
             result = self.call.redirect(lambda: task.step(task.slot, weight), compute)
         outputs = (self._loss_to_differentiate(result),) if task.purpose == "train" else ()
-        return Flight(task.k, task.version, weight, inputs, outputs, result)
+        return Flight(task.k, task.version, weight, inputs, outputs, result, said)
 
     def _seed(self, *parts: int | str) -> None:
         seed_generators(derive(self.seed, *parts), self.device)
@@ -284,7 +304,8 @@ class StageRunner:
             if info.needs_gradient and torch.is_grad_enabled():
                 tensors[position], gradient = begin(tensors[position])
                 inputs.append(gradient)
-        return tuple(inputs), tensors[0] if arrival.header.kind == Header.TENSOR else tuple(tensors)
+        is_tensor = arrival.header.kind == Header.TENSOR
+        return tuple(inputs), tensors[0] if is_tensor else put_together(tensors, arrival.header.structure)
 
     def _loss_to_differentiate(self, result: Any) -> Tensor:
         loss = loss_of(result)
@@ -317,16 +338,6 @@ def loss_of(result: Any) -> Tensor:
             f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}"
         )
     return loss.reshape(()) if loss.ndim else loss
-
-
-def _tensors_of_output(output: Any) -> tuple[Tensor, ...]:
-    tensors = (output,) if isinstance(output, Tensor) else output
-    if not isinstance(tensors, (tuple, list)) or not all(isinstance(t, Tensor) for t in tensors):
-        raise ConfigurationError(
-            f"a layer at a cut returned {type(output).__name__}: only a tensor or a flat tuple of tensors can go on to"
-            " the next stage"
-        )
-    return tuple(tensors)
 
 
 def _mismatch(k: int, how: str) -> str:

@@ -17,12 +17,16 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError,
 from lightning_asyncpp.pipeline.hang_up import hang_up_soon
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import Update
+from lightning_asyncpp.pipeline.partition import Partition
+from lightning_asyncpp.pipeline.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage, cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
+from lightning_asyncpp.pipeline.tied_state import tied_group_problems
 from lightning_asyncpp.pipeline.update import clip_coefficient
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.weights import leave_out, lent
+from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
+from lightning_asyncpp.pipeline.whole_model import WholeModel
 
 ApplyStep = Callable[[], None]
 
@@ -51,6 +55,7 @@ class PipelineSession:
         self.settings, self.timeout = settings, timeout
         self.mesh: Mesh | None = None
         self.resolved: ResolvedSettings | None = None
+        self.partition: Partition | None = None
         self.stage: Stage | None = None
         self.engine: Engine | None = None
         self.optimizer: Optimizer | None = None
@@ -69,15 +74,28 @@ class PipelineSession:
         resolved = self.settings.resolved(world_size)
         if self.mesh is None or self.mesh.rank != rank or self.mesh.world_size != world_size:
             self.resolved = resolved
-            self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank)
+            self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank, placement=resolved.placement)
             self.mesh.connect(self.timeout)
         return self.mesh
 
-    def cut(self, model: nn.Module, seed: int, device: torch.device, root: nn.Module | None = None) -> Stage:
-        """Reduce ``model`` to this rank's stage, once; its meta tensors are materialised on ``device``."""
+    def cut(
+        self,
+        model: nn.Module,
+        seed: int,
+        device: torch.device,
+        root: nn.Module | None = None,
+        partition: Partition | None = None,
+    ) -> Stage:
+        """Reduce ``model`` to this rank's stage, once; its meta tensors are materialised on ``device``.
+
+        Without a partition all stages get the same number of layers.
+        """
         mesh = self._connected()
         if self.stage is None or self.stage.model is not model:
-            self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root)
+            partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
+            self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
+            self.partition = partition
+            self._check_fresh(self.stage)
         self.seed = seed
         return self.stage
 
@@ -107,26 +125,39 @@ class PipelineSession:
         ahead = f", lookahead {settings.lookahead}" if settings.delay else ""
         after = f" after {settings.synchronous_start} synchronous mini-batches" if settings.synchronous_start else ""
         route = "" if transport is None else f"; tensors travel {transport.route}"
+        layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
         return (
-            f"{mesh.num_stages} stages x {mesh.num_replicas} replica(s), {settings.micro_batches} micro-batches{ahead},"
-            f" delay {settings.delay}{after}{route}"
+            f"{mesh.num_stages} stages x {mesh.num_replicas} replica(s){mesh.describe_placement()},"
+            f" {settings.micro_batches} micro-batches{ahead}, delay {settings.delay}{after}{layers}{route}"
         )
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know.
+        """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
 
         Raises:
-            ConfigurationError: one gradient per step is not enough for it.
+            ConfigurationError: one gradient per step is not enough for it, or it treats the two copies of a shared
+                parameter differently.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError(
                 "LBFGS evaluates the loss several times per step, but a pipeline brings one gradient per step; use an"
                 " optimizer whose step() needs no closure"
             )
+        stage = self.running().stage
+        fresh = stage.num_stages - 1 if self.settings.fresh_last_stage else None
+        problems = tied_group_problems(self._connected(), self.whole_model.ties, stage.parameters, optimizer, fresh)
+        if problems:
+            raise ConfigurationError.from_problems(problems)
         self.optimizer = optimizer
         self._office = TicketOffice(optimizer)
         self.tell_delay()
         self.running().updates.on_left_out = lambda: leave_out(optimizer)
+
+    @property
+    def whole_model(self) -> WholeModel:
+        """What is known of the model before it was cut."""
+        assert self.stage is not None, "cut() comes first"
+        return self.stage.whole
 
     def tell_delay(self) -> None:
         """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
@@ -249,10 +280,19 @@ class PipelineSession:
         assert self._office is not None
         self._update = update
         try:
-            with self._office.redeemed(update.ticket), lent(self.optimizer, update.weights_before):
+            lending = lent(self.optimizer, update.weights_before)
+            with self._office.redeemed(update.ticket), lending, writing(self.optimizer, self._compute_weights()):
                 step()
         finally:
             self._update = None
+
+    def _check_fresh(self, stage: Stage) -> None:
+        fresh = stage.num_stages - 1 if self.settings.fresh_last_stage else None
+        if problems := [p for tie in stage.whole.ties if tie.is_trained for p in tie.problems(fresh)]:
+            raise ConfigurationError.from_problems(problems)
+
+    def _compute_weights(self) -> dict[nn.Parameter, Tensor] | None:
+        return self.running().weights.compute_weights()
 
     def _copy_from_first_replica(self, stage: Stage) -> None:
         mesh = self._connected()

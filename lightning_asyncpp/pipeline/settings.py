@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.mesh import PLACEMENTS, Placement
 from lightning_asyncpp.pipeline.schedule import depth, largest_lookahead, updates_behind
 
 
 def is_whole(value: object) -> bool:
     """Whether a value is a whole number, and not a bool, which Python takes for one."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def problems_of_precision(weight_dtype: str | None, precision: str) -> list[str]:
+    """What is wrong with the dtype of the weight versions under a precision of Lightning."""
+    if weight_dtype == "bf16" and precision != "bf16-mixed":
+        return [
+            f"weight_dtype='bf16' needs precision='bf16-mixed', under which layers take weights and inputs of both"
+            f" dtypes; got precision={precision!r}: set it, or leave weight_dtype out"
+        ]
+    return []
 
 
 def problems_of_start(synchronous_start: int, delay: int | str) -> list[str]:
@@ -31,6 +45,31 @@ def problems_of_start(synchronous_start: int, delay: int | str) -> list[str]:
     return []
 
 
+def problems_of_partition(partition: object, num_stages: int | None = None) -> list[str]:
+    """What is wrong with an argument ``partition``, whatever the model is.
+
+    Args:
+        partition: ``"auto"``, ``"uniform"`` or the number of layers of each stage.
+        num_stages: number of stages, if it is known.
+    """
+    if isinstance(partition, str) and partition in ("auto", "uniform"):
+        return []
+    if not isinstance(partition, (list, tuple)) or not all(is_whole(count) for count in partition):
+        return [
+            f"partition={partition!r} must be 'auto', 'uniform', or a list with the number of layers of each stage,"
+            " such as [3, 4]"
+        ]
+    counts = list(partition)
+    if empty := [stage for stage, count in enumerate(counts) if count < 1]:
+        return [f"partition={counts} gives stage {empty[0]} no layer ({counts[empty[0]]}): each number is at least 1"]
+    if num_stages is not None and len(counts) != num_stages:
+        return [
+            f"partition={counts} is for {len(counts)} stages, but there are {num_stages} (devices over"
+            f" data_parallel_size): give {num_stages} numbers"
+        ]
+    return []
+
+
 @dataclass(frozen=True)
 class PipelineSettings:
     """What the user may choose about a pipeline.
@@ -42,6 +81,10 @@ class PipelineSettings:
         delay: 1 for PipeDream-2BW, 0 for a flush per mini-batch.
         fresh_last_stage: let the last stage run without delay: its newest weights are ready before its next mini-batch.
         synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay.
+        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, and the optimizer's parameters as masters beside
+            them, in the dtype that they were built in; ``None`` computes with the optimizer's parameters.
+        partition: ``"auto"`` balances what layers cost, ``"uniform"`` their number; or the layers of each stage.
+        placement: which ranks stand beside each other: the stages of a replica, or the replicas of a stage.
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer unchanged.
         metric_slots: how many values ``self.log`` may hand over per batch.
         max_message_bytes: largest activation message that a stage accepts, in bytes.
@@ -56,6 +99,9 @@ class PipelineSettings:
     max_message_bytes: int = 2**34
     fresh_last_stage: bool = False
     synchronous_start: int = 0
+    weight_dtype: Literal["bf16"] | None = None
+    partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
+    placement: Placement = "pipeline_within_node"
 
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
         """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
@@ -72,7 +118,8 @@ class PipelineSettings:
         num_stages = world_size // self.data_parallel_size
         micro_batches = num_stages if self.micro_batches is None else self.micro_batches
         lookahead = self._resolved_lookahead(num_stages, micro_batches)
-        problems = self._problems_of_schedule(num_stages, micro_batches, lookahead)
+        problems = problems_of_partition(self.partition, num_stages)
+        problems += self._problems_of_schedule(num_stages, micro_batches, lookahead)
         if problems:
             return None, problems
         return ResolvedSettings(num_stages, micro_batches, lookahead, self), []
@@ -110,11 +157,16 @@ class PipelineSettings:
             problems.append(f"data_parallel_size={self.data_parallel_size} must be at least 1")
         if self.nonfinite_gradients not in ("stop", "skip"):
             problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
+        problems += problems_of_partition(self.partition)
+        if self.placement not in PLACEMENTS:
+            problems.append(f"placement={self.placement!r} must be {' or '.join(map(repr, PLACEMENTS))}")
         if self.delay not in (0, 1):
             problems.append(f"delay={self.delay} must be 0 or 1")
         if self.fresh_last_stage and self.delay == 0:
             problems.append("fresh_last_stage=True has no meaning without a delay: all stages are fresh; leave it out")
         problems += problems_of_start(self.synchronous_start, self.delay)
+        if self.weight_dtype not in (None, "bf16"):
+            problems.append(f"weight_dtype={self.weight_dtype!r} must be 'bf16', or None for that of the parameters")
         if self.fresh_last_stage and self.nonfinite_gradients == "skip":
             problems.append(
                 "fresh_last_stage=True steps the last stage before it is known whether the gradients of the others are"
@@ -171,6 +223,11 @@ class ResolvedSettings:
         return self.settings.data_parallel_size
 
     @property
+    def placement(self) -> Placement:
+        """Which ranks stand beside each other."""
+        return self.settings.placement
+
+    @property
     def delay(self) -> int:
         """Updates between the weights of a gradient and the weights that it is applied to."""
         return self.settings.delay
@@ -179,6 +236,11 @@ class ResolvedSettings:
     def synchronous_start(self) -> int:
         """Number of mini-batches at the beginning that have no delay, N."""
         return self.settings.synchronous_start
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Of the weight versions beside masters; None without masters."""
+        return torch.bfloat16 if self.settings.weight_dtype == "bf16" else None
 
     def updates_behind(self, mini_batch: int) -> int:
         """How many mini-batches' updates are outstanding in the whole pipeline: see :func:`updates_behind`."""

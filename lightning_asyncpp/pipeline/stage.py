@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,7 +12,16 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
 from lightning_asyncpp.pipeline.private_names import PrivateNameError
 from lightning_asyncpp.pipeline.randomness import derive, seed_generators
-from lightning_asyncpp.pipeline.units import Unit, ownership_problems, pipeline_units, sharing_problems, spread
+from lightning_asyncpp.pipeline.statistics import counting_layers
+from lightning_asyncpp.pipeline.units import (
+    Unit,
+    collective_problems,
+    meta_problems,
+    ownership_problems,
+    pipeline_units,
+    spread,
+)
+from lightning_asyncpp.pipeline.whole_model import WholeModel
 
 T = TypeVar("T")
 
@@ -20,13 +29,25 @@ T = TypeVar("T")
 class OtherStage(nn.Module):
     """Stands where a unit of another stage was: it holds nothing and cannot run."""
 
-    def __init__(self, name: str, stage: int, num_stages: int) -> None:
+    def __init__(self, name: str, stage: int, num_stages: int, whole: WholeModel | None = None) -> None:
         super().__init__()
         self.name, self.stage, self.num_stages = name, stage, num_stages
+        self.whole = whole or WholeModel()
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse to run."""
-        raise RuntimeError(
+        raise RuntimeError(self._elsewhere())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            # Not before it has its attributes: a copy is made without them.
+            where = f": {self._elsewhere()}" if "num_stages" in vars(self) else ""
+            raise AttributeError(f"{error}{where}") from None
+
+    def _elsewhere(self) -> str:
+        return (
             f"layer {self.name!r} lives on pipeline stage {self.stage}: call the whole model through"
             " self.model(...) in a *_step method, or gather it with strategy.full_state_dict()"
         )
@@ -37,12 +58,12 @@ class OtherStage(nn.Module):
 
 
 class _Place(NamedTuple):
-    """Where a module keeps a parameter.
+    """Where a module keeps a parameter or a buffer.
 
     Attributes:
-        holder: the module's own parameters, name -> tensor.
-        key: the parameter's name there.
-        name: its canonical name in the model; tied parameters share one.
+        holder: the module's own parameters or buffers, name -> tensor.
+        key: its name there.
+        name: its name in the model; for a parameter that other modules of the unit share, the first one's.
     """
 
     holder: dict[str, Any]
@@ -57,18 +78,32 @@ class Stage:
         model: the model that was cut; units of other stages are replaced by :class:`OtherStage`.
         units: this stage's units, in order.
         first_unit: index of the first of them in the whole model; random layers are seeded with it.
+        whole: what is known of the whole model.
         parameters: name in the model -> the parameter, each parameter once.
+        uses: name of a later unit's use of a parameter -> the parameter's name.
+        names: every name that a parameter has in the model -> that of it, or of a later unit's use.
+        counting_layers: name in the model -> layer, of those that count.
+        buffers: name in the model -> buffer that they change once per update.
         device: where they are.
     """
 
-    def __init__(self, model: nn.Module, index: int, num_stages: int, units: list[Unit], first_unit: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        index: int,
+        num_stages: int,
+        units: list[Unit],
+        first_unit: int,
+        whole: WholeModel | None = None,
+    ) -> None:
         self.model = model
         self.index = index
         self.num_stages = num_stages
         self.units = units
         self.first_unit = first_unit
-        self.parameters = self._canonical_parameters()
-        self.device = self._find_device()
+        self.whole = whole or WholeModel()
+        self.counting_layers = counting_layers(units)
+        self.refresh()
 
     @property
     def is_first(self) -> bool:
@@ -94,9 +129,13 @@ class Stage:
         """
         for offset, unit in enumerate(self.units):
             seed_generators(derive(seed, "layer", self.first_unit + offset, replica, k), self.device)
-            output = unit.module(*args, **kwargs)
-            args, kwargs = (output,), {}
+            args, kwargs = (unit.apply(args, kwargs),), {}
         return args[0]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of the units."""
+        for unit in self.units:
+            yield from unit.module.modules()
 
     def under(self, weights: dict[str, Tensor] | None, function: Callable[[], T]) -> T:
         """Call ``function`` while the parameters of the units are ``weights`` (name in the model -> leaf tensor).
@@ -119,8 +158,34 @@ class Stage:
 
     def refresh(self) -> None:
         """Look up the parameters again: moving a module to another dtype or device may have replaced them."""
-        self.parameters = self._canonical_parameters()
+        self._places: list[_Place] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.uses: dict[str, str] = {}
+        self.names: dict[str, str] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self._find_parameters()
+        self._find_buffers()
         self.device = self._find_device()
+
+    def update_from_statistics(self, totals: Tensor) -> None:
+        """Let the layers that count change their buffers, once per update that is applied.
+
+        Args:
+            totals: what all layers of the model counted, summed over the mini-batch and the replicas.
+        """
+        for layer in self.whole.statistics.layers:
+            if layer.name in self.counting_layers:
+                with torch.no_grad():
+                    self.counting_layers[layer.name].update_from_statistics(layer.of(totals))
+        for place in self._places:
+            if place.name in self.buffers:
+                self._keep(place, self.buffers[place.name])
+
+    def _keep(self, place: _Place, buffer: Tensor) -> None:
+        """Have a buffer's new value where its versions are, even if a layer put another tensor in its place."""
+        if place.holder[place.key] is not buffer:
+            buffer.data.copy_(place.holder[place.key])
+            place.holder[place.key] = buffer
 
     def _find_device(self) -> torch.device:
         return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
@@ -129,30 +194,46 @@ class Stage:
         """This stage's entries of the model's ``state_dict``, with their names in the whole model."""
         return dict(self.model.state_dict())
 
-    def _canonical_parameters(self) -> dict[str, nn.Parameter]:
-        canonical: dict[str, nn.Parameter] = {}
+    def _find_parameters(self) -> None:
         name_of: dict[int, str] = {}
-        self._places: list[_Place] = []
         for unit in self.units:
+            in_unit: dict[int, str] = {}
             for name, parameter in unit.module.named_parameters(remove_duplicate=False):
-                full = name_of.setdefault(id(parameter), f"{unit.name}.{name}")
-                canonical.setdefault(full, parameter)
+                full = self.names[f"{unit.name}.{name}"] = in_unit.setdefault(id(parameter), f"{unit.name}.{name}")
+                canonical = name_of.setdefault(id(parameter), full)
+                if canonical == full:
+                    self.parameters[full] = parameter
+                else:
+                    self.uses[full] = canonical
                 owner, _, key = name.rpartition(".")
-                self._places.append(_Place(_holder(unit.module.get_submodule(owner), key, parameter), key, full))
-        return canonical
+                holder = _holder(unit.module.get_submodule(owner), "_parameters", key, parameter)
+                self._places.append(_Place(holder, key, full))
+
+    def _find_buffers(self) -> None:
+        for layer_name, layer in self.counting_layers.items():
+            for key in layer.versioned_buffers:
+                buffer = getattr(layer, key)
+                self.buffers[f"{layer_name}.{key}"] = buffer
+                self._places.append(_Place(_holder(layer, "_buffers", key, buffer), key, f"{layer_name}.{key}"))
 
 
-def _holder(module: nn.Module, key: str, parameter: nn.Parameter) -> dict[str, Any]:
-    """Where ``module`` keeps its own parameters: a private name of torch, looked for here and nowhere else."""
-    holder = getattr(module, "_parameters", None)
-    if not isinstance(holder, dict) or holder.get(key) is not parameter:
-        where = f"parameter {key!r} in {type(module).__name__}._parameters"
+def _holder(module: nn.Module, kept_in: str, key: str, tensor: Tensor) -> dict[str, Any]:
+    """Where ``module`` keeps its own parameters or buffers: private names of torch, looked for here alone."""
+    holder = getattr(module, kept_in, None)
+    if not isinstance(holder, dict) or holder.get(key) is not tensor:
+        where = f"{key!r} in {type(module).__name__}.{kept_in}"
         raise PrivateNameError("torch", where, "run a layer on the weights of another version")
     return holder
 
 
 def cut(
-    model: nn.Module, index: int, num_stages: int, seed: int, device: torch.device, root: nn.Module | None = None
+    model: nn.Module,
+    index: int,
+    num_stages: int,
+    seed: int,
+    device: torch.device,
+    root: nn.Module | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Stage:
     """Keep the units of stage ``index`` of a model, materialise their meta tensors and drop the other units.
 
@@ -165,38 +246,76 @@ def cut(
         seed: the run's seed, from which meta tensors are initialised.
         device: where they are allocated.
         root: the module around it, whose other parameters nobody would train.
+        counts: units on each stage; None spreads those with parameters evenly.
 
     Raises:
         ConfigurationError: the model cannot be cut; all reasons are named.
     """
     units = pipeline_units(model)
-    if any(isinstance(unit.module, OtherStage) for unit in units):
-        return _cut_before(model, index, num_stages, units, root)
-    counts = spread(units, num_stages)
-    problems = ownership_problems(root if root is not None else model, units) + sharing_problems(units, counts)
+    before = whole_before(units, index, num_stages)
+    if before is not None:
+        return _cut_before(model, index, units, before, counts, root)
+    counts = spread(units, num_stages) if counts is None else counts
+    whole, problems = WholeModel.of(units, counts)
+    problems = ownership_problems(root if root is not None else model, units) + problems
+    problems += meta_problems(root if root is not None else model, units) + collective_problems(units)
     if problems:
         raise ConfigurationError.from_problems(problems)
     first = sum(counts[:index])
     own = range(first, first + counts[index])
-    materialize(units, own, seed, device)
+    materialize(units, [*own, *_sharing_with(units, own)], seed, device)
     stage_of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
     for position, unit in enumerate(units):
         if position not in own:
-            _replace(model, unit.name, OtherStage(unit.name, stage_of_unit[position], num_stages))
-    return Stage(model, index, num_stages, [units[position] for position in own], first)
+            _replace(model, unit.name, OtherStage(unit.name, stage_of_unit[position], num_stages, whole))
+    return Stage(model, index, num_stages, [units[position] for position in own], first, whole)
 
 
-def _cut_before(model: nn.Module, index: int, num_stages: int, units: list[Unit], root: nn.Module | None) -> Stage:
+def _sharing_with(units: list[Unit], own: range) -> list[int]:
+    """Units of other stages that share parameters with this one's: what they hold in common, all must initialise."""
+    held = {id(parameter) for position in own for parameter in units[position].module.parameters()}
+    others = (position for position in range(len(units)) if position not in own)
+    return [p for p in others if any(id(parameter) in held for parameter in units[p].module.parameters())]
+
+
+def whole_before(units: Sequence[Unit], index: int, num_stages: int) -> WholeModel | None:
+    """What is known of a model that was cut before; None if it is whole.
+
+    Args:
+        units: of the model.
+        index: the stage that is to be cut.
+        num_stages: number of stages.
+
+    Raises:
+        ConfigurationError: it was cut for another number of stages, or another stage of it is here.
+    """
     others = [unit.module for unit in units if isinstance(unit.module, OtherStage)]
-    own = [position for position, unit in enumerate(units) if not isinstance(unit.module, OtherStage)]
     if any(other.num_stages != num_stages or other.stage == index for other in others):
         raise ConfigurationError(
             f"self.model was already cut for {others[0].num_stages} stages and cannot be cut for {num_stages}, or not"
             " at the same place: build the module anew; a checkpoint, which holds all stages, brings its weights back"
         )
+    return others[0].whole if others else None
+
+
+def _cut_before(
+    model: nn.Module,
+    index: int,
+    units: list[Unit],
+    whole: WholeModel,
+    counts: Sequence[int] | None,
+    root: nn.Module | None,
+) -> Stage:
+    if counts is not None and tuple(counts) != whole.counts:
+        raise ConfigurationError(
+            f"self.model was already cut with partition={list(whole.counts)} and cannot be cut with"
+            f" partition={list(counts)}: use the same, or build the module anew; a checkpoint, which holds all stages,"
+            " brings its weights back"
+        )
     if problems := ownership_problems(root if root is not None else model, units):
         raise ConfigurationError.from_problems(problems)
-    return Stage(model, index, num_stages, [units[position] for position in own], own[0])
+    first = sum(whole.counts[:index])
+    return Stage(model, index, len(whole.counts), units[first : first + whole.counts[index]], first, whole)
 
 
 def _replace(model: nn.Module, name: str, substitute: nn.Module) -> None:

@@ -6,15 +6,19 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.partition import Partition
+from lightning_asyncpp.pipeline.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.private_names import required
 from lightning_asyncpp.pipeline.randomness import seed_of_run
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.shared_devices import backend_of
+from lightning_asyncpp.pipeline.unit_times import Example
 
 T = TypeVar("T")
 
@@ -28,6 +32,7 @@ class PipelineStrategyMixin:
         outside_step: where a collective that is refused inside the user's step can go instead.
     """
 
+    applies_statistics = True  # a module need not look after its StatisticsLayers itself
     session: PipelineSession
     step_name: ClassVar[str]
     outside_step: ClassVar[str]
@@ -78,18 +83,37 @@ class PipelineStrategyMixin:
     def _check_collective(self, name: str) -> None:
         self.session.check_collective(name, self.step_name, self.outside_step)
 
-    def _cut(self, model: nn.Module, root: nn.Module | None = None) -> None:
-        """Reduce the model to this rank's stage; what fails on one rank is raised on all."""
-        seed, error = self._run_seed(), None
-        try:
-            self.session.cut(model, seed, torch.device("cpu"), root)
-        except Exception as caught:
-            error = caught
-        agree_on_error(self._mesh, error)
+    def _cut(self, model: nn.Module, root: nn.Module | None = None, example: Example | None = None) -> None:
+        """Reduce the model to this rank's stage; what fails on one rank is raised on all.
 
-    def _run_seed(self) -> int:
-        """The seed of ``seed_everything`` on rank 0, or one that rank 0 draws."""
-        return self.broadcast(seed_of_run())
+        Rank 0 chooses how many layers each stage gets, and the run's seed: that of ``seed_everything``, or a new one.
+
+        Args:
+            model: what is cut.
+            root: the module around it.
+            example: to measure its layers with, if the partition needs that.
+        """
+        seed, partition, error = seed_of_run(), None, None
+        if self._mesh.rank == 0:
+            try:
+                partition = self._choose_partition(model, example, seed)
+            except Exception as caught:
+                error = caught
+        seed, partition = self.broadcast((seed, partition))
+        if partition is not None:
+            try:
+                self.session.cut(model, seed, torch.device("cpu"), root, partition)
+            except Exception as caught:
+                error = caught
+        agree_on_error(self._mesh, error)
+        if partition is not None and partition.remark:
+            rank_zero_warn(partition.remark)
+
+    def _choose_partition(self, model: nn.Module, example: Example | None, seed: int) -> Partition:
+        session, mesh = self.session, self._mesh
+        if session.partition is not None and session.stage is not None and session.stage.model is model:
+            return session.partition  # another training of what is cut already
+        return choose_partition(model, mesh.stage, mesh.num_stages, session.settings.partition, example, seed)
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.partition import uniform
+from lightning_asyncpp.pipeline.private_names import required
+
+T = TypeVar("T")
 
 
 class Unit(NamedTuple):
@@ -16,14 +21,36 @@ class Unit(NamedTuple):
     Attributes:
         name: its name in the model, as in ``state_dict`` keys.
         module: the submodule; it takes the output of the unit before it, the first one the arguments of the model.
+        function: (module, what it takes) -> its output, where the module is not simply called.
     """
 
     name: str
     module: nn.Module
+    function: Callable[..., Any] | None = None
+
+    def apply(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of the unit for these arguments."""
+        return self.module(*args, **kwargs) if self.function is None else self.function(self.module, *args, **kwargs)
+
+
+def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Apply the layers of a model one after the other: all that its ``forward`` may do, and all that stages do.
+
+    Args:
+        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``, whose ``forward`` may be this call.
+        args: arguments of the first layer; every other layer takes the output of the one before it.
+        kwargs: keyword arguments of the first layer.
+    """
+    for unit in pipeline_units(model):
+        args, kwargs = (unit.apply(args, kwargs),), {}
+    return args[0]
 
 
 def pipeline_units(model: nn.Module) -> list[Unit]:
     """Return the ordered units of an ``nn.Sequential``, or of a module with ``pipeline_layers()``.
+
+    ``pipeline_layers()`` returns submodules, or pairs (submodule, function) where a layer takes or returns something
+    else than its neighbours: the function gets the submodule and the output of the layer before, and calls it.
 
     Raises:
         ConfigurationError: the model is neither, or its layers are not distinct submodules of it.
@@ -40,9 +67,10 @@ def pipeline_units(model: nn.Module) -> list[Unit]:
     )
 
 
-def _named_layers(model: nn.Module, layers: Callable[[], Sequence[nn.Module]]) -> list[Unit]:
+def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list[Unit]:
     name_of = {id(module): name for name, module in model.named_modules()}
-    modules = list(layers())
+    pairs = [layer if isinstance(layer, tuple) and len(layer) == 2 else (layer, None) for layer in layers()]
+    modules = [module for module, _ in pairs]
     problems = []
     if not modules:
         problems.append("it is empty")
@@ -50,46 +78,41 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[nn.Module]]) -
         problems.append("it holds something that is not a submodule of the model")
     if len({id(module) for module in modules}) != len(modules):
         problems.append("it holds a layer twice")
+    if any(not (function is None or callable(function)) for _, function in pairs):
+        problems.append("the second of a pair is not a function")
     if problems:
         raise ConfigurationError(
             f"{type(model).__name__}.pipeline_layers() must return distinct submodules of the model in order:"
             f" {' and '.join(problems)}"
         )
-    return [Unit(name_of[id(module)], module) for module in modules]
+    return [Unit(name_of[id(module)], module, function) for module, function in pairs]
+
+
+def has_parameters(unit: Unit) -> bool:
+    """Whether there is something to train, or to keep, in a unit."""
+    return any(True for _ in unit.module.parameters())
 
 
 def spread(units: Sequence[Unit], num_stages: int) -> list[int]:
-    """Number of units on each stage, units with parameters spread evenly.
-
-    A unit without parameters (an activation function) stays on the stage of the unit before it; the first stages take
-    one unit more where the count does not divide.
+    """Number of units on each stage, units with parameters spread evenly: see :func:`uniform`.
 
     Raises:
         ConfigurationError: there are fewer units with parameters than stages.
     """
-    heavy = [index for index, unit in enumerate(units) if any(True for _ in unit.module.parameters())]
-    if len(heavy) < num_stages:
-        raise ConfigurationError(
-            f"the model has {len(heavy)} layers with parameters, fewer than the {num_stages} stages: use at most"
-            f" {len(heavy)} devices per replica, or return finer layers from pipeline_layers()"
-        )
-    size, longer = divmod(len(heavy), num_stages)
-    firsts = [stage * size + min(stage, longer) for stage in range(num_stages)]
-    starts = [0] + [heavy[first] for first in firsts[1:]]
-    return [end - start for start, end in zip(starts, [*starts[1:], len(units)])]
+    return uniform([has_parameters(unit) for unit in units], num_stages)
 
 
-def stages_of_parameters(model: nn.Module, num_stages: int) -> dict[str, int]:
-    """Stage of every parameter of ``model``, by its name there, as a pipeline of so many stages cuts it.
+def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, int]:
+    """Stage of every parameter of ``model``, by its name there, with ``counts`` units on each stage.
 
     Raises:
-        ConfigurationError: the model cannot be cut so.
+        ConfigurationError: the model cannot be cut.
     """
-    units = pipeline_units(model)
-    counts = spread(units, num_stages)
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     return {
-        f"{unit.name}.{name}": stage for unit, stage in zip(units, stages) for name, _ in unit.module.named_parameters()
+        f"{unit.name}.{name}": stage
+        for unit, stage in zip(pipeline_units(model), stages)
+        for name, _ in unit.module.named_parameters()
     }
 
 
@@ -106,18 +129,77 @@ def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str =
     ]
 
 
-def sharing_problems(units: Sequence[Unit], counts: Sequence[int]) -> list[str]:
-    """Parameters that layers of two different stages share (tied embeddings), with the mend."""
+def first_names(
+    units: Sequence[Unit], counts: Sequence[int], named: Callable[[nn.Module], Iterable[tuple[str, T]]]
+) -> dict[T, dict[int, str]]:
+    """What units hold -> stage that holds it -> its first name there, in the order of the units.
+
+    Args:
+        units: of the whole model, before it is cut.
+        counts: number of units on each stage.
+        named: module -> (name in it, what it holds), such as ``nn.Module.named_parameters``.
+    """
     stage_of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    seen: dict[int, tuple[int, str]] = {}
-    problems = []
+    names: dict[T, dict[int, str]] = {}
     for unit, stage in zip(units, stage_of_unit):
-        for name, parameter in unit.module.named_parameters():
-            first_stage, first_name = seen.setdefault(id(parameter), (stage, f"{unit.name}.{name}"))
-            if first_stage != stage:
-                problems.append(
-                    f"{first_name} (stage {first_stage}) and {unit.name}.{name} (stage {stage}) are the same"
-                    " parameter: sharing weights between stages is not supported yet; untie them (for a GPT:"
-                    " tie_embeddings=False), or keep both layers on one stage"
-                )
+        for name, held in named(unit.module):
+            names.setdefault(held, {}).setdefault(stage, f"{unit.name}.{name}" if name else unit.name)
+    return names
+
+
+def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:
+    """What no stage could make of a model, whatever its layers are, with the mend.
+
+    Args:
+        model: what is to be cut.
+        name: how the user calls it.
+    """
+    problems = []
+    if is_compiled(model):
+        problems.append(
+            f"{name} was compiled as a whole (torch.compile), but a stage runs its layers one by one: compile these"
+            " instead (layer.compile() for every layer, before the strategy gets the model)"
+        )
+    lazy = [key for key, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        problems.append(
+            f"parameters have no shape yet ({', '.join(lazy[:5])}): run one forward before training (a lazy layer gets"
+            " its shape there)"
+        )
     return problems
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a model was given to ``torch.compile``, or ``compile()`` was called on it."""
+    required(nn.Module, "_compiled_call_impl", "refuse a model compiled as a whole")
+    is_wrapped = hasattr(model, "_orig_mod")  # as its state_dict shows
+    return is_wrapped or model._compiled_call_impl is not None
+
+
+def meta_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
+    """Tensors on the meta device that no unit holds, which no stage would give a value, with the mend."""
+    owned = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *unit.module.buffers())}
+    tensors = [*root.named_parameters(), *root.named_buffers()]
+    homeless = [name for name, t in tensors if t.is_meta and not t.requires_grad and id(t) not in owned]
+    if not homeless:
+        return []
+    return [
+        f"meta tensors outside the layers of the model: {', '.join(homeless[:8])}; no stage would give them a value:"
+        " move them into a layer that has reset_parameters(), or build the model with real weights"
+    ]
+
+
+def collective_problems(units: Sequence[Unit]) -> list[str]:
+    """Layers that would wait for ranks which hold other layers, with the mend."""
+    synchronised = [
+        f"{unit.name}.{name}" if name else unit.name
+        for unit in units
+        for name, module in unit.module.named_modules()
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None
+    ]
+    if not synchronised:
+        return []
+    return [
+        f"SyncBatchNorm ({', '.join(synchronised[:4])}) synchronises over all ranks, most of which hold other layers:"
+        " use BatchNorm, whose statistics are then those of each micro-batch, or GroupNorm"
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.exchange import ControlSum
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.reduction import Reduction, squares
+from lightning_asyncpp.pipeline.ties import TiedGradients
 
 _FIXED = 5
 
@@ -29,6 +30,7 @@ class ControlMessage:
         interrupted: number of ranks that were told to end (SIGTERM).
         finished: number of ranks that want training to stop early.
         payload: what each replica's last stage attached, shape (replicas, length), fp64.
+        statistics: what layers counted, over all stages and replicas, (layout's length,) fp64.
     """
 
     weight: float
@@ -37,6 +39,7 @@ class ControlMessage:
     interrupted: int
     finished: int
     payload: Tensor
+    statistics: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
 
 @dataclass
@@ -77,6 +80,8 @@ class PendingUpdate:
         weight: sum of the micro-batches' weights; counted on the last stages only.
         stop: what this rank asks for.
         payload: this replica's attachment, of the same length on all ranks; counted on the last stages only.
+        statistics: what this stage's layers counted, in their places among all layers'.
+        tied: the exchange of gradients that other stages share; None if there are none.
         exchange: of the control messages; None in a world of one rank.
         reduction: over the replicas; None if there is one.
     """
@@ -87,40 +92,56 @@ class PendingUpdate:
     weight: float
     stop: StopFlags
     payload: Tensor
+    statistics: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    tied: TiedGradients | None = None
     exchange: ControlSum | None = None
     reduction: Reduction | None = None
     _message: Tensor | None = None
     _squares: float = 0.0
 
     def launch(self) -> None:
-        """Start the reduction over the replicas, or with one replica the control message."""
-        if self.reduction is None:
+        """Start the reduction over the replicas, or with one replica the control message.
+
+        In the middle of a pipeline it waits for shared gradients that it counts, which were complete before its own:
+        the stage before waits for the control message, and this one for activations of that stage.
+        """
+        if self.reduction is not None:
+            self.reduction.send_rest(self.gradients)
+            self.gradients = self.reduction.gradients  # the stage's own are not needed any more
+            return
+        if self.tied is None or not self.mesh.is_first:
             self._launch_message()
             return
-        self.reduction.send_rest(self.gradients)
-        self.gradients = self.reduction.gradients  # the stage's own are not needed any more
+        self.tied.send(self.gradients)
+        self.poll()
 
     def poll(self) -> None:
-        """Take up what the reduction brought, and send the control message if that is everything."""
-        if self._message is None and (self.reduction is None or self.reduction.poll()):
-            self._launch_message()
+        """Take up what has arrived, and send the control message if that is everything."""
+        if self._message is not None or not (self.reduction is None or self.reduction.poll()):
+            return
+        if self.tied is not None:
+            self.tied.send(self.gradients)
+            if not self.tied.have_arrived():
+                return
+        self._launch_message()
 
-    def reduce_now(self) -> tuple[float, float]:
+    def reduce_now(self) -> tuple[float, float, Tensor]:
         """Wait for the replicas, not for the other stages; the control message is sent.
 
         Returns:
-            The sum of the weights over the replicas, on a last stage, and this stage's sum of squares.
+            The sum of the weights over the replicas, on a last stage; this stage's sum of squares; and its statistics
+            over the replicas.
         """
         if self._message is None:
             self._launch_message()
-        weight = self.weight
+        weight, statistics = self.weight, self.statistics
         group = self.mesh.groups.data_parallel if self.mesh.groups is not None else None
         if group is not None:
-            total = torch.tensor([weight], dtype=torch.float64, device=self.device)
+            total = torch.cat([torch.tensor([weight], dtype=torch.float64), statistics]).to(self.device)
             with lost_peers():
                 dist.all_reduce(total, group=group)
-            weight = float(total)
-        return weight, self._squares
+            weight, statistics = float(total[0]), total[1:].cpu()
+        return weight, self._squares, statistics
 
     def finish(self) -> ControlMessage:
         """Wait for the control message and read it."""
@@ -130,35 +151,56 @@ class PendingUpdate:
             with lost_peers():
                 self._message = self.exchange.finish()
         assert self._message is not None
+        if self.tied is not None:
+            self.tied.add_to(self.gradients)
         weight, squares, non_finite, interrupted, finished = self._message[:_FIXED].tolist()
-        payload = self._message[_FIXED:].view(self.mesh.num_replicas, -1)
+        statistics, payload = self._attached(self._message)
         norm = gradient_norm(squares, weight)
-        return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), payload)
+        return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), payload, statistics)
 
     def _launch_message(self) -> None:
         if self.reduction is not None:
             self.reduction.wait()
+        if self.tied is not None:
+            self.tied.send(self.gradients)
+            self.tied.add_to(self.gradients, counted=True)
         self._message = self._compose()
         if self.exchange is not None:
             with lost_peers():
                 self.exchange.send(self._message)
 
     def _compose(self) -> Tensor:
-        each = squares(self.gradients) if self.reduction is None else self.reduction.squares
         # Added exactly, so that their order does not matter.
-        self._squares = math.fsum(each)
+        self._squares = math.fsum(self._each_square())
         finite = math.isfinite(self._squares)
-        message = torch.zeros(message_length(self.mesh, self.payload), dtype=torch.float64, device="cpu")
+        length = message_length(self.mesh, self.payload, self.statistics.numel())
+        message = torch.zeros(length, dtype=torch.float64, device="cpu")
+        statistics, payload = self._attached(message)
+        statistics.copy_(self.statistics)
         if self.mesh.replica == 0 and finite:  # every replica holds the same reduced gradient
             message[1] = self._squares
         message[2] = float(not finite)
         message[3], message[4] = float(self.stop.interrupted), float(self.stop.finished)
         if self.mesh.is_last:
             message[0] = self.weight
-            message[_FIXED:].view(self.mesh.num_replicas, -1)[self.mesh.replica] = self.payload
+            payload[self.mesh.replica] = self.payload
         return message
 
+    def _each_square(self) -> list[float]:
+        """Sum of squares of each gradient that this stage counts."""
+        elsewhere = self.tied.counted_elsewhere if self.tied is not None else ()
+        counted = {name: g for name, g in self.gradients.items() if name not in elsewhere}
+        if self.reduction is None:
+            return squares(counted)
+        tied = self.tied.names if self.tied is not None else ()
+        return self.reduction.squares + squares({name: g for name, g in counted.items() if name in tied})
 
-def message_length(mesh: Mesh, payload: Tensor) -> int:
-    """Number of fp64 values in a control message that carries one payload per replica."""
-    return _FIXED + mesh.num_replicas * payload.numel()
+    def _attached(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts of a message that hold the statistics (length,) and the payloads (replicas, length)."""
+        end = _FIXED + self.statistics.numel()
+        return message[_FIXED:end], message[end:].view(self.mesh.num_replicas, -1)
+
+
+def message_length(mesh: Mesh, payload: Tensor, num_statistics: int) -> int:
+    """Number of fp64 values in a control message that carries one payload per replica, and statistics."""
+    return _FIXED + num_statistics + mesh.num_replicas * payload.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from lightning_asyncpp.pipeline.runner import StageRunner
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.ticket import Ticket
+from lightning_asyncpp.pipeline.ties import TiedGradients, names_on, trained_on
 from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
 from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, gradient_norm, message_length
 from lightning_asyncpp.pipeline.weights import WeightVersions
@@ -57,7 +59,9 @@ class UpdateQueue:
         self.agreed = StopFlags()
         self.on_left_out: Callable[[], object] = lambda: None
         self._steps_ahead = settings.steps_ahead(mesh.stage)
-        self._buckets = plan_buckets(weights.parameters) if mesh.num_replicas > 1 else []
+        self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
+        self._buckets = plan_buckets(weights.parameters, late=weights.used_twice) if mesh.num_replicas > 1 else []
+        self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
 
     def close(self, end: int, ticket: Ticket, payload: Tensor | None = None) -> None:
         """Declare the open mini-batch whole.
@@ -71,11 +75,13 @@ class UpdateQueue:
         mini_batch.end, mini_batch.ticket = end, ticket
         if payload is not None:
             mini_batch.payload = payload
-        if self.mesh.groups is not None:
+        if self.mesh.world_size > 1:
             # Made here, long before the gradient is complete, so that receives are posted when others send.
             with lost_peers():
-                length = message_length(self.mesh, mini_batch.payload)
+                length = message_length(self.mesh, mini_batch.payload, self.runner.stage.whole.statistics.length)
                 mini_batch.exchange = control_sum(self.mesh, self.runner.transport, mini_batch.index, length)
+        if self._ties:
+            mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters))
         self.closed.append(mini_batch)
         self.open = MiniBatch(mini_batch.index + 1, end)
 
@@ -90,7 +96,8 @@ class UpdateQueue:
         if complete is None:
             return nullcontext()
         complete.reduction = self._new_reduction()
-        return complete.reduction.watching(weights)
+        version = self.schedule.weight_version(complete.index)
+        return complete.reduction.watching(weights, functools.partial(self.weights.gradient, version))
 
     def launch_complete(self, next_backward: int) -> None:
         """Send the gradients of mini-batches whose backwards, those before ``next_backward``, are all done."""
@@ -103,6 +110,8 @@ class UpdateQueue:
         for mini_batch in self.closed:
             if mini_batch.pending is not None:
                 mini_batch.pending.poll()
+        while self._leaving and self._leaving[0].have_left():
+            self._leaving.popleft()
 
     def apply_due(self, apply: Callable[[Update], None]) -> list[Update]:
         """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
@@ -123,23 +132,30 @@ class UpdateQueue:
         updates = []
         while self.closed:
             updates.append(self._apply(self.closed.popleft(), apply))
+        while self._leaving:
+            self._leaving.popleft().settle()
         return updates
 
     def _launch(self, mini_batch: MiniBatch) -> PendingUpdate:
         gradients = self.weights.take_gradients(self.schedule.weight_version(mini_batch.index))
         if self._buckets and mini_batch.reduction is None:
             mini_batch.reduction = self._new_reduction()
+        stage = self.runner.stage
+        statistics = stage.whole.statistics.pack(mini_batch.counted.take_statistics(), stage.counting_layers)
         pending = PendingUpdate(
             self.mesh, self.runner.device, gradients, mini_batch.weight, replace(self.requested), mini_batch.payload,
-            mini_batch.exchange, mini_batch.reduction,
+            statistics, mini_batch.tied, mini_batch.exchange, mini_batch.reduction,
         )  # fmt: skip
+        if mini_batch.tied is not None:
+            self._leaving.append(mini_batch.tied)
         pending.launch()
         return pending
 
     def _new_reduction(self) -> Reduction:
         assert self.mesh.groups is not None
         assert self.mesh.groups.data_parallel is not None
-        return Reduction(self._buckets, self.mesh.groups.data_parallel)
+        tied = names_on(self.mesh.stage, self._ties)
+        return Reduction(self._buckets, self.mesh.groups.data_parallel, late=self.weights.used_twice, apart=tied)
 
     def _is_ahead(self, mini_batch: MiniBatch) -> bool:
         """Whether this stage applies the update of a mini-batch ahead of the others."""
@@ -152,12 +168,13 @@ class UpdateQueue:
         """
         if mini_batch.stepped or mini_batch.pending is None or mini_batch.ticket is None:
             return
-        weight, squares = mini_batch.pending.reduce_now()
+        weight, squares, statistics = mini_batch.pending.reduce_now()
         norm = gradient_norm(squares, weight) if self.last_norm is None else self.last_norm
-        message = ControlMessage(weight, norm, True, 0, 0, mini_batch.payload)
+        message = ControlMessage(weight, norm, True, 0, 0, mini_batch.payload, statistics)
         update = Update(mini_batch.index, mini_batch.ticket, message, False, self.weights.advance())
         if math.isfinite(squares) and weight:
             self._apply_now(mini_batch, update, apply)
+            mini_batch.pending.gradients.clear()  # what is left to wait for are the other stages' sums
         mini_batch.stepped = True
 
     def _apply(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> Update:
@@ -203,6 +220,7 @@ class UpdateQueue:
         with self._gradients_set(gradients, update.message.weight):
             with self.runner.span(Kind.UPDATE, mini_batch.index, version):
                 apply(update)
+                self.runner.stage.update_from_statistics(update.message.statistics)
 
     @contextmanager
     def _gradients_set(self, gradients: dict[str, Tensor | None], weight: float) -> Iterator[None]:

@@ -2,12 +2,17 @@
 
 Each version is a set of leaf tensors of its own, on which forwards and backwards run; the optimizer's parameters always
 point at the newest version. Re-pointing the data of one set under a live graph instead would silently mix versions.
+
+With a compute dtype the versions are kept in it, and the optimizer's parameters are masters beside them, in their own
+dtype: after a step the newest version is written from them. Gradients are then summed over micro-batches in the
+masters' dtype, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,16 +28,43 @@ class WeightVersions:
     Args:
         parameters: name -> the parameter that the optimizer holds; frozen ones are left out, they have no versions.
         room: 2 with a delay of one update, 1 without.
+        uses: name of a second (third, ...) layer's use of a parameter -> the parameter's name. Every use has a leaf of
+            its own, with the same memory: so gradients are summed in the same order whether or not the layers live on
+            one stage.
+        buffers: name -> buffer that changes with an update, and so belongs to a version.
+        compute_dtype: of the versions, with the parameters as masters; None: the parameters are the newest version.
+
+    Attributes:
+        used_twice: names of the parameters that have several leaves.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], room: int) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        room: int,
+        uses: Mapping[str, str] | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.buffers = dict(buffers or {})
         self.room = room
+        self.compute_dtype = compute_dtype
         self.newest = 0
-        self._slots: list[dict[str, Tensor]] = [{name: _leaf(p.data) for name, p in self.parameters.items()}]
-        for _ in range(room - 1):
-            self._slots.append({name: _leaf(p.detach().clone()) for name, p in self.parameters.items()})
+        self._uses = {use: name for use, name in (uses or {}).items() if name in self.parameters}
+        self.used_twice = frozenset(self._uses.values())
+        self._slots = [self._slot(copied=False)] + [self._slot(copied=True) for _ in range(room - 1)]
         self._writes = [_writes(slot) for slot in self._slots]
+        # By slot: name of a leaf -> its gradients, summed in the masters' dtype.
+        self._sums: list[dict[str, Tensor]] = [{} for _ in range(room)]
+        self._released: dict[str, Tensor] = {}
+        if self.has_masters:
+            self._sum_gradients_of_leaves()
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the parameters are masters beside the versions."""
+        return self.compute_dtype is not None
 
     def leaves(self, version: int) -> dict[str, Tensor]:
         """Leaf tensors of version ``version``, the newest or (with room for it) the one before."""
@@ -43,51 +75,105 @@ class WeightVersions:
     def take_gradients(self, version: int) -> dict[str, Tensor | None]:
         """Hand over the gradients summed at a version so far and start its sum anew; see :meth:`check_unwritten`."""
         self.check_unwritten(version)
-        gradients = {}
-        for name, leaf in self.leaves(version).items():
-            gradients[name] = leaf.grad
+        leaves = self.leaves(version)
+        gradients = {name: self.gradient(version, name) for name in self.parameters}
+        for use, name in self._uses.items():
+            gradients[name] = _sum(gradients[name], self.gradient(version, use))
+        for leaf in leaves.values():
             leaf.grad = None
+        self._sums[version % self.room].clear()
         return gradients
+
+    def gradient(self, version: int, name: str) -> Tensor | None:
+        """The gradient of a leaf that was summed at a version so far."""
+        if self.has_masters:
+            return self._sums[version % self.room].get(name)
+        return self.leaves(version)[name].grad
+
+    def compute_weights(self) -> dict[nn.Parameter, Tensor] | None:
+        """Parameter -> where the optimizer's step is to write the newest version; None without masters."""
+        if not self.has_masters:
+            return None
+        slot = self._slots[self.newest % self.room]
+        return {parameter: slot[name].data for name, parameter in self.parameters.items()}
+
+    def for_evaluation(self) -> dict[str, Tensor] | None:
+        """Leaf tensors of the newest version where they are not the module's own."""
+        return self.leaves(self.newest) if self.has_masters else None
+
+    def shown(self) -> dict[str, Tensor]:
+        """What the newest version holds, by name, where the module holds something else: its masters."""
+        if not self.has_masters:
+            return {}
+        leaves = self.leaves(self.newest)
+        return {name: leaves[name].detach() for name in (*self.parameters, *self._uses)}
 
     def advance(self) -> dict[nn.Parameter, Tensor] | None:
         """Make W_{v+1}, equal to the newest W_v, the newest version: the optimizer then steps on it.
 
         Returns:
-            parameter -> its weights W_v, which stay alive as the older version; None with room for one version.
+            parameter -> its weights W_v, which stay alive as the older version; None with room for one version, and
+            with masters.
         """
         self.newest += 1
         if self.room == 1:
             return None
         before, after = self._slots[(self.newest - 1) % self.room], self._slots[self.newest % self.room]
         with torch.no_grad():
-            foreach.copy_(list(after.values()), list(before.values()))
-            for name, parameter in self.parameters.items():
-                parameter.data = after[name].data
+            owned = [*self.parameters, *self.buffers]
+            foreach.copy_([after[name] for name in owned], [before[name] for name in owned])
+        self._show_newest()
         self._writes[self.newest % self.room] = _writes(after)
-        return {parameter: before[name] for name, parameter in self.parameters.items()}
+        return None if self.has_masters else {p: before[name] for name, p in self.parameters.items()}
 
     def older(self) -> dict[str, Tensor] | None:
         """Weights of the version before the newest, name -> tensor; None if there is only one."""
         if self.room == 1 or self.newest == 0:
             return None
-        return {name: leaf.detach() for name, leaf in self._slots[(self.newest - 1) % self.room].items()}
+        slot = self._slots[(self.newest - 1) % self.room]
+        return {name: leaf.detach() for name, leaf in slot.items() if name not in self._uses}
 
-    def restore(self, newest: int, older: Mapping[str, Tensor] | None) -> None:
-        """Take the parameters, as they were just loaded, for version ``newest``, and ``older`` for the one before."""
-        values = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+    def masters(self) -> dict[str, Tensor] | None:
+        """The parameters, name -> tensor, where they are masters."""
+        if not self.has_masters:
+            return None
+        return self._released or {name: p.detach() for name, p in self.parameters.items()}
+
+    def release_masters(self) -> None:
+        """Let the module have the weights that were trained and validated, where they are not its masters, rounded.
+
+        Error Feedback moves masters along another trajectory. They are kept for who saves the run afterwards.
+        """
+        if not self.has_masters or self._released:
+            return
+        self._released = {name: p.data for name, p in self.parameters.items()}
+        for name, weights in self.leaves(self.newest).items():
+            parameter = self.parameters.get(name)
+            if parameter is not None and not torch.equal(parameter.data.to(weights.dtype), weights):
+                parameter.data = weights.detach().to(parameter.dtype)
+
+    def restore(
+        self, newest: int, older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Take the parameters and buffers, as they were just loaded, for version ``newest``, ``older`` for the last.
+
+        With masters, these are put into the parameters afterwards; without a value they are that version.
+        """
+        values = {name: tensor.detach().clone() for name, tensor in self._owned()}
         self.newest = newest
         with torch.no_grad():
             for version in range(max(0, newest - self.room + 1), newest + 1):
                 source = older if older is not None and version < newest else values
-                for name, leaf in self._slots[version % self.room].items():
-                    leaf.copy_(source[name])
-            for name, parameter in self.parameters.items():
-                parameter.data = self._slots[newest % self.room][name].data
+                for name, _ in self._owned():
+                    self._slots[version % self.room][name].copy_(source[name])
+            for name, value in (masters or {}).items() if self.has_masters else ():
+                self.parameters[name].copy_(value)
+        self._show_newest()
         self._writes = [_writes(slot) for slot in self._slots]
 
     def check_unwritten(self, version: int) -> None:
         """Raise ConfigurationError if a forward wrote into the weights of a version, of which there is a newer one."""
-        if self.room == 1:
+        if self.room == 1 and not self.has_masters:
             return  # what a forward writes, the optimizer finds
         known, now = self._writes[version % self.room], _writes(self.leaves(version))
         if written := [name for name in known if now[name] != known[name]]:
@@ -95,6 +181,31 @@ class WeightVersions:
                 f"{', '.join(written[:5])}: changed in place by a forward, which runs on older weights, so the change"
                 " would be lost; change weights in on_train_batch_end instead (torch.nn.Embedding: leave max_norm out)"
             )
+
+    def _owned(self) -> list[tuple[str, Tensor]]:
+        return [*self.parameters.items(), *self.buffers.items()]
+
+    def _slot(self, copied: bool) -> dict[str, Tensor]:
+        """Leaves of a version: with the memory of the parameters and buffers, or with a copy of it."""
+        slot = {name: p.data.clone() if copied else p.data for name, p in self._owned()}
+        if self.has_masters:
+            slot |= {name: p.data.to(self.compute_dtype, copy=True) for name, p in self.parameters.items()}
+        leaves = {name: _leaf(slot[name]) for name in self.parameters}
+        leaves |= {use: _leaf(slot[name]) for use, name in self._uses.items()}
+        return leaves | {name: slot[name].detach() for name in self.buffers}
+
+    def _show_newest(self) -> None:
+        """Let the module's parameters, unless they are masters, and buffers have the memory of the newest version."""
+        newest = self._slots[self.newest % self.room]
+        for name, tensor in self.buffers.items() if self.has_masters else self._owned():
+            tensor.data = newest[name].data
+
+    def _sum_gradients_of_leaves(self) -> None:
+        dtypes = {name: p.dtype for name, p in self.parameters.items()}
+        dtypes |= {use: dtypes[name] for use, name in self._uses.items()}
+        for slot, sums in zip(self._slots, self._sums):
+            for name, dtype in dtypes.items():
+                slot[name].register_post_accumulate_grad_hook(functools.partial(_take_gradient, sums, name, dtype))
 
 
 def lent(optimizer: Any, weights: Mapping[nn.Parameter, Tensor] | None) -> AbstractContextManager[None]:
@@ -117,6 +228,42 @@ def leave_out(optimizer: Any) -> None:
 def _writes(leaves: Mapping[str, Tensor]) -> dict[str, int]:
     """How often each was written to in place."""
     return {name: leaf._version for name, leaf in leaves.items()}
+
+
+def _take_gradient(sums: dict[str, Tensor], name: str, dtype: torch.dtype, leaf: Tensor) -> None:
+    """Add the gradient that a backward has just left on a leaf to the sum in a wider dtype."""
+    assert leaf.grad is not None
+    gradient, leaf.grad = leaf.grad, None
+    if name in sums:
+        sums[name].add_(gradient)
+    else:
+        sums[name] = gradient.to(dtype)
+
+
+def writing(optimizer: Any, weights: Mapping[nn.Parameter, Tensor] | None) -> AbstractContextManager[None]:
+    """Let a step of an optimizer that moves masters write the weights that gradients are taken at.
+
+    Args:
+        optimizer: one with ``compute_weights(weights)`` writes them by itself; any other's are the masters, rounded.
+        weights: parameter -> where to write; None: there are no masters.
+    """
+    if not weights:
+        return nullcontext()
+    write = getattr(optimizer, "compute_weights", None)
+    return write(weights) if callable(write) else _rounded_afterwards(weights)
+
+
+@contextmanager
+def _rounded_afterwards(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    yield
+    with torch.no_grad():
+        foreach.copy_(list(weights.values()), [parameter.detach() for parameter in weights])
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
 
 
 def _leaf(data: Tensor) -> Tensor:

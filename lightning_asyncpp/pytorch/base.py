@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
@@ -21,31 +21,26 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.data.stage_loader import PlaceholderBatch, stage_loader
+from lightning_asyncpp.data.stage_loader import has_placeholder, stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.pipeline.stage import OtherStage
-from lightning_asyncpp.pipeline.state import (
-    GATHERED_OPTIMIZER,
-    gather_stages,
-    load_pipeline_state,
-    merge,
-    own_optimizer_state,
-    pipeline_state,
-    to_device,
-)
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
 from lightning_asyncpp.pytorch.conductor import Conductor
+from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
 
-class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -66,6 +61,9 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         data_parallel_size: int = 1,
         fresh_last_stage: bool = False,
         synchronous_start: int = 0,
+        weight_dtype: Literal["bf16"] | None = None,
+        partition: Literal["auto", "uniform"] | list[int] = "auto",
+        placement: Placement = "pipeline_within_node",
         nonfinite_gradients: Literal["stop", "skip"] = "stop",
         metric_slots: int = 64,
         max_message_bytes: int = 2**34,
@@ -98,6 +96,9 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
                 nonfinite_gradients=nonfinite_gradients,
                 fresh_last_stage=fresh_last_stage,
                 synchronous_start=synchronous_start,
+                weight_dtype=weight_dtype,
+                partition=partition,
+                placement=placement,
                 metric_slots=metric_slots,
                 max_message_bytes=max_message_bytes,
             ),
@@ -105,6 +106,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         )
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._placeholder_hooks = PlaceholderHooks([])
+        self._hidden_example: HiddenExample | None = None
         self._loss: Tensor = torch.zeros(())
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -114,8 +116,10 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
-        agree_on_problems(self._mesh, [*trainer_problems(trainer), *module_problems(module, trainer)])
-        self._cut(self._network(), root=module)
+        weight_dtype = self.session.settings.weight_dtype
+        agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
+        self._cut(self._network(), root=module, example=self._example())
+        self._hidden_example = HiddenExample(module) if self._mesh.num_stages > 1 else None
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
@@ -161,6 +165,11 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision_plugin.forward_context()
 
+    def _example(self) -> Example | None:
+        assert self.session.resolved is not None
+        parts = self.session.resolved.micro_batches
+        return example_of(self._module, self._network(), parts, self.precision_plugin, self.root_device)
+
     def _network(self) -> Module:
         network = self._module.model
         assert isinstance(network, Module)
@@ -194,7 +203,7 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the module's own hooks see no placeholder."""
-        return batch if isinstance(batch, PlaceholderBatch) else super().batch_to_device(batch, device, dataloader_idx)
+        return batch if has_placeholder(batch) else super().batch_to_device(batch, device, dataloader_idx)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -284,60 +293,29 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
             output = engine.evaluate(args[0], self._user_step(name, args, kwargs), purpose=name)
         return self.step_metrics.merged(output) if self._mesh.is_last else None
 
+    def evaluation_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a batch forward on the newest weights, without gradients; the pipeline is drained first. Collective.
+
+        For what is no ``*_step`` of the module, such as text to be sampled in a callback. The model runs in the mode
+        that it is in.
+
+        Args:
+            step_fn: micro-batch -> anything; it calls ``self.model(...)`` once.
+            batch: the batch, on the first and the last stage, on their device; middle stages ignore it.
+
+        Returns:
+            On the last stage what ``step_fn`` would have returned for the whole batch, joined as in Fabric's
+            ``evaluation_step``; ``None`` elsewhere.
+        """
+        engine = self.session.running()
+        self.drain()
+        with torch.no_grad(), self.session.user_step():
+            output = engine.evaluate(batch, lambda micro_batch, _: step_fn(micro_batch), "evaluation_step")
+        return merge_outputs(output.results, output.weights) if self._mesh.is_last else None
+
     @override
     def on_validation_start(self) -> None:
         self.drain()
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
-        self.session.running()
-        self.drain()
-        own = self._module.state_dict()
-        parts = gather_stages(self._mesh, own)
-        return merge(parts) if parts else own
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.full_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.session.running()
-        return {GATHERED_OPTIMIZER: gather_stages(self._mesh, optimizer.state_dict())}
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # else weights only
-            checkpoint["pipeline"] = pipeline_state(self.session)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        elsewhere = tuple(f"model.{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
-        state = {name: value for name, value in checkpoint["state_dict"].items() if not name.startswith(elsewhere)}
-        error: Exception | None = None
-        try:
-            self._module.load_state_dict(state, strict=strict)
-        except RuntimeError as caught:
-            error = caught
-        agree_on_error(self._mesh, error)
-        engine = self.session.running()
-        if self.session.optimizer is None:
-            engine.weights.restore(0, None)
-        else:
-            load_pipeline_state(self.session, checkpoint.get("pipeline"))
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
-            optimizer.load_state_dict(to_device(own_optimizer_state(self._mesh, state), self.root_device))
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -357,6 +335,8 @@ class PipelineStrategy(PipelineStrategyMixin, DDPStrategy):
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self.step_metrics.disconnect()
         self._placeholder_hooks.release()
+        if self._hidden_example is not None:
+            self._hidden_example.release()
         self.session.finish()
         with _without_meta_tensors(self.lightning_module):
             super().teardown()

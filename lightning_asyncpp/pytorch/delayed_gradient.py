@@ -20,19 +20,24 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_asyncpp.auxiliary import collecting
+from lightning_asyncpp.pipeline.checkpoint_origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.state import GATHERED_OPTIMIZER
+from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.checkpoint import TrainerCheckpoints
+from lightning_asyncpp.pytorch.example_input import example_of
 from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
+from lightning_asyncpp.pytorch.refusals import backward_problems
+from lightning_asyncpp.pytorch.statistics_log import StatisticsLog
 
-_STATE = "delayed_gradient"
 
-
-class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
+class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrategy):
     """Emulates the gradient delay of asynchronous pipelines, on one device or under DDP, for any LightningModule.
 
     Mini-batch t runs forward and backward on W_{max(t-d, 0)}, and W_{t+1} = W_t - U(g_t): the trajectory of a pipeline,
@@ -58,6 +63,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             of the mini-batch ``"before"``, as in the pipeline (``None`` means it too), of its ``"own"`` gradients, or
             the ``"exact"`` one, for comparison.
         synchronous_start: number N of mini-batches at the beginning without delay; then W_N counts as W_0.
+        partition: with ``micro_batches``, how a pipeline cuts the model into ``stages``: as for the pipeline
+            strategies.
         find_unused_parameters: as in DDP; with whole batches on several devices.
         process_group_backend, timeout, start_method: as in DDP.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
@@ -77,6 +84,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         nonfinite_gradients: Literal["stop", "skip"] = "stop",
         last_stage_norm: Literal["before", "own", "exact"] | None = None,
         synchronous_start: int = 0,
+        partition: Literal["auto", "uniform"] | list[int] = "auto",
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -99,7 +107,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             find_unused_parameters=find_unused_parameters,
         )
         self.settings = DelaySettings(
-            delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start
+            delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start, partition
         )
         self.settings.check()
         self.emulator: DelayEmulator | None = None
@@ -107,6 +115,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         self._is_training = False
         self._micro_batch_log: MicroBatchLog | None = None
         self._loaded_state: Mapping[str, Any] | None = None
+        self._statistics_log = StatisticsLog()
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -159,11 +168,19 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         if micro_batches is not None:
             self._micro_batch_log = MicroBatchLog(module, self.world_size)
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches)
+        partition = self._partition(network, self._example(module, network))
+        self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches, partition=partition)
         self._emulated = module
         self._is_training = True
+        self._statistics_log.install(module.trainer)
         self.emulator.load_state_dict(self._loaded_state)
         self._loaded_state = None
+
+    def _example(self, module: LightningModule, network: nn.Module | None) -> Example | None:
+        parts = self.settings.micro_batches
+        if network is None or parts is None:
+            return None
+        return example_of(module, network, parts, self.precision_plugin, self.root_device)
 
     @property
     def _module(self) -> LightningModule:
@@ -187,7 +204,9 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
                 return self._micro_batched_step(args, kwargs)
         weights.go_back()
         try:
-            output = super().training_step(*args, **kwargs)
+            with collecting() as said:
+                output = super().training_step(*args, **kwargs)
+                self._running.counts.take(said)
         except BaseException:
             weights.come_forward()
             raise
@@ -224,6 +243,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         if self.settings.is_plain:
             result = super().optimizer_step(optimizer, self._checked(closure, self.precision_plugin), model, **kwargs)
             self._running.mini_batch += 1
+            self._running.counts.update()
+            self._statistics_log.metrics = self._running.counts.metrics
             return result
         result = closure()
         if private.skips_backward(self._module.trainer):
@@ -234,6 +255,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             super(DelayedGradientStrategy, self).optimizer_step(optimizer, once, model, **kwargs)
 
         self._update(step, self.precision_plugin)
+        self._statistics_log.metrics = self._running.counts.metrics
         return result
 
     def _micro_batched_step(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -267,13 +289,13 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.emulator is not None and "optimizer_states" in checkpoint:  # else weights only
-            checkpoint[_STATE] = self.emulator.state_dict()
+            checkpoint[DELAYED_GRADIENT] = self.emulator.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
-        state = checkpoint.get(_STATE)
+        state = checkpoint.get(DELAYED_GRADIENT)
         if self.emulator is not None and self._is_training:  # a callback rolls a running training back
             self.emulator.load_state_dict(state)
             return
@@ -320,6 +342,7 @@ def _problems(settings: DelaySettings, module: LightningModule, trainer: L.Train
         )
     if settings.micro_batches is None:
         return problems
+    problems += backward_problems(module)
     if trainer.precision in ("16-mixed", "16-true"):
         problems.append(
             f"precision={trainer.precision!r} is not supported with micro_batches, which computes as a pipeline does;"

@@ -1,4 +1,4 @@
-"""A dense GPT as a LightningModule: next-token loss, optimizer and learning rate."""
+"""A GPT as a LightningModule: next-token loss, auxiliary losses of experts, optimizer and learning rate."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from typing import Any, Literal
 
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.auxiliary import Collected, collecting
+from lightning_asyncpp.models import GPT, GPTConfig, start_from
+from lightning_asyncpp.models.execution import ActivationCheckpointing, execution_problems
+from lightning_asyncpp.models.start import start_problems
+from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pytorch.pipeline_module import PipelineModule
+from lightning_asyncpp.pytorch.taken_steps import watch_steps
 
 IGNORED = -100
 
@@ -32,6 +38,10 @@ class GPTModule(PipelineModule):
 
     Tokens of -100 are padding: they are read as token 0 and do not count as targets.
 
+    With experts, the loss that is differentiated has their auxiliary losses added; ``train_loss`` is without them. The
+    biases of the router learn once per update, and what it counted is logged (docs/moe.md): the strategies of this
+    package do both, and under any other one this module does.
+
     Args:
         config: the model's shape; a mapping of its fields will do.
         optimizer: makes the optimizer from the named parameters of this process's stage; ``None`` for ``MuonAdamW``
@@ -41,6 +51,12 @@ class GPTModule(PipelineModule):
         min_lr_ratio: last learning rate of the cosine, as a share of the highest one.
         total_steps: number of the last update of the cosine; ``None`` for the end of the run (``max_steps``, or else
             ``max_epochs`` times the batches of an epoch).
+        activation_checkpointing: what the blocks keep for the backward: ``"none"``: everything; ``"block"``: their
+            inputs; ``"selective"``: the results of matrix products and of attention. The rest is computed once more.
+        compile_blocks: compile each block with ``torch.compile``; a mapping has arguments for it.
+        initial_weights: weights to start training from instead of random ones: a folder of Hugging Face `transformers`
+            (config.json and safetensors) or a checkpoint of this package. Every stage reads its own tensors alone, in
+            fp32. The sizes of ``config`` must be theirs; ``context_length`` and ``dropout`` may differ.
     """
 
     def __init__(
@@ -51,6 +67,9 @@ class GPTModule(PipelineModule):
         decay: Literal["cosine", "constant"] = "cosine",
         min_lr_ratio: float = 0.1,
         total_steps: int | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile_blocks: bool | dict[str, Any] = False,
+        initial_weights: str | None = None,
     ) -> None:
         super().__init__()
         self.config = _as_config(config)
@@ -59,15 +78,23 @@ class GPTModule(PipelineModule):
         self.decay = decay
         self.min_lr_ratio = min_lr_ratio
         self.total_steps = total_steps
+        self.activation_checkpointing = activation_checkpointing
+        self.compile_blocks = compile_blocks
+        self.initial_weights = initial_weights
+        self._counted = Collected()
         if problems := self._wrong_arguments():
             raise ValueError("GPTModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
-        # A checkpoint holds plain values only: it can then be read without unpickling code.
-        self.save_hyperparameters(ignore=["optimizer"])
+        # A checkpoint holds plain values only: it can then be read without unpickling code. How the blocks are computed
+        # is no part of what was trained, and it has weights of its own, wherever those are that training began with.
+        self.save_hyperparameters(ignore=["optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"])
         self.hparams["config"] = asdict(self.config)
 
     def build_model(self) -> nn.Module:
         """Return the GPT."""
-        return GPT(self.config)
+        model = GPT(self.config, self.activation_checkpointing, self.compile_blocks)
+        if self.initial_weights is not None:
+            start_from(model, self.initial_weights)
+        return model
 
     @property
     def flops_per_token(self) -> float:
@@ -79,10 +106,35 @@ class GPTModule(PipelineModule):
         return float((micro_batch[:, 1:] != IGNORED).sum())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the mean loss of ``batch`` (batch, time + 1), in nats per target."""
-        loss = self._mean_loss(batch)
+        """Return the mean loss of ``batch`` (batch, time + 1), in nats per target, and auxiliary losses added to it."""
+        with collecting() as said:
+            loss = self._mean_loss(batch)
+            if self._counts_itself:
+                for layer, counts in said.take_statistics().items():
+                    self._counted.add(layer, counts)
         self.log("train_loss", loss, prog_bar=True)
-        return loss
+        return loss + said.total_loss()
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Take the step, and let routers learn from the batches of an update that is applied."""
+        stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with watch_steps(stepped) as steps:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if not self._counts_itself:
+            return
+        counted, self._counted = self._counted, Collected()
+        if steps.taken:
+            assert self.model is not None
+            counts = MiniBatchCounts(self.model)
+            counts.counted = counted
+            counts.update()
+            self.log_dict(counts.metrics)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Log and return the mean loss of ``batch`` (batch, time + 1), in nats per target."""
@@ -107,6 +159,16 @@ class GPTModule(PipelineModule):
         optimizer = self.optimizer(self.model.named_parameters())
         scheduler = LambdaLR(optimizer, self._learning_rate_factor())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def _counts_itself(self) -> bool:
+        """Whether this module sums what routers count and lets them learn from it: a Trainer's strategy does not.
+
+        Without a Trainer whoever calls the steps collects the counts; nobody would call this module's optimizer_step.
+        """
+        if self.config.moe is None or self._trainer is None:
+            return False
+        return not getattr(self.trainer.strategy, "applies_statistics", False)
 
     def _mean_loss(self, batch: Tensor) -> Tensor:
         losses, counts = self._losses(batch)
@@ -156,7 +218,10 @@ class GPTModule(PipelineModule):
             problems.append(f"min_lr_ratio={self.min_lr_ratio!r}: must be between 0 and 1")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
             problems.append(f"total_steps={self.total_steps!r}: must be above warmup_steps={self.warmup_steps!r}")
-        return problems
+        if self.initial_weights is not None:
+            found = start_problems(self.config, self.initial_weights)
+            problems += [f"initial_weights={self.initial_weights!r}: {problem}" for problem in found]
+        return problems + execution_problems(self.activation_checkpointing, self.compile_blocks)
 
 
 def _as_config(config: GPTConfig | Mapping[str, Any]) -> GPTConfig:

@@ -173,6 +173,25 @@ def check_loggable(name: str, value: Any) -> None:
         raise ConfigurationError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a Metric")
 
 
+def number(name: str, computed: Any) -> float:
+    """What a Metric computed, as it is logged.
+
+    Raises:
+        ConfigurationError: it is no single number.
+    """
+    if (isinstance(computed, Tensor) and computed.numel() != 1) or not isinstance(computed, (Tensor, numbers.Number)):
+        what = (
+            f"a tensor of shape {tuple(computed.shape)}"
+            if isinstance(computed, Tensor)
+            else f"a {type(computed).__name__}"
+        )
+        raise ConfigurationError(
+            f"self.log({name!r}, ...): compute() of the Metric returned {what}, but a number is logged: log the entries"
+            " of compute() by their own names in on_*_epoch_end, where rank 0's count for all"
+        )
+    return float(computed)  # type: ignore[arg-type]
+
+
 # Made once, not in every micro-batch.
 _entry = lru_cache(maxsize=256)(Entry)
 
@@ -214,6 +233,11 @@ def combine(payload: Tensor, entries: list[Entry]) -> list[tuple[Entry, float, f
             accumulator.add(value, weight)
         combined.append((entry, accumulator.result(), accumulator.weight))
     return combined
+
+
+def counted_entry(name: str) -> Entry:
+    """How a metric is logged that layers counted."""
+    return Entry(name, "mean", prog_bar=False, logger=True, on_step=True, on_epoch=False)
 
 
 def mean_loss(payload: Tensor) -> float:

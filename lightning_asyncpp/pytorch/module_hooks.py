@@ -18,13 +18,34 @@ from torchmetrics import Metric
 from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pytorch.log_recorder import check_loggable
+from lightning_asyncpp.pytorch.log_recorder import check_loggable, number
 
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 _WRAPPED_EPOCH_ENDS = (*EPOCH_ENDS, "on_predict_epoch_end")  # nothing can be logged in the last
 _BATCH_ENDS = ("on_validation_batch_end", "on_test_batch_end")
 _LOG = inspect.signature(LightningModule.log)
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
+
+
+class Replacement:
+    """Takes the place of a method of a module; a copy of the module (that averages weights, say) has the method itself.
+
+    Args:
+        module: whose method it is.
+        name: of the method.
+        function: what is called instead.
+    """
+
+    def __init__(self, module: LightningModule, name: str, function: Callable[..., Any]) -> None:
+        self._module, self._name, self._function = module, name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The method of the copy."""
+        return getattr(type(self._module), self._name).__get__(memo.get(id(self._module), self._module))
 
 
 class ModuleHooks:
@@ -50,9 +71,9 @@ class ModuleHooks:
         self._module, self._mesh, self._log, self._after_batch = module, mesh, log, after_batch
         self._recorded: list[dict[str, Any]] = []
         for name in _WRAPPED_EPOCH_ENDS:
-            module.__dict__[name] = functools.partial(self._end_epoch, name, getattr(module, name))
+            self._replace(name, functools.partial(self._end_epoch, name, getattr(module, name)))
         for name in _BATCH_ENDS:
-            module.__dict__[name] = functools.partial(self._end_batch, getattr(module, name))
+            self._replace(name, functools.partial(self._end_batch, getattr(module, name)))
 
     def release(self) -> None:
         """Give the hooks back."""
@@ -68,10 +89,13 @@ class ModuleHooks:
         given = _LOG.bind(self._module, *args, **kwargs).arguments
         name, value = given["name"], given["value"]
         if isinstance(value, Metric):
-            value = _computed(value) if self._mesh.is_last else 0.0
+            value = _computed(name, value) if self._mesh.is_last else 0.0
         check_loggable(name, value)
         flags = {flag: given[flag] for flag in _FLAGS if flag in given}
         self._recorded.append({"name": name, "value": float(value), **flags})
+
+    def _replace(self, name: str, function: Callable[..., None]) -> None:
+        self._module.__dict__[name] = Replacement(self._module, name, function)
 
     def _end_batch(self, hook: Callable[..., None], *args: Any) -> None:
         # (outputs, batch, batch_idx), and with several loaders the index of this one.
@@ -90,10 +114,10 @@ class ModuleHooks:
             self._log(**fields, batch_size=1)
 
 
-def _computed(metric: Metric) -> float:
+def _computed(name: str, metric: Metric) -> float:
     value = metric.compute()
     metric.reset()
-    return float(value)
+    return number(name, value)
 
 
 def _off_the_last_stage(name: str, error: Exception) -> ConfigurationError:

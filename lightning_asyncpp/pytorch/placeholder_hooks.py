@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.core.hooks import DataHooks
 
-from lightning_asyncpp.data.stage_loader import PlaceholderBatch
+from lightning_asyncpp.data.stage_loader import has_placeholder
 
 _HOOK = "on_before_batch_transfer"
 
@@ -37,4 +37,4 @@ class PlaceholderHooks:
 
 
 def _unless_placeholder(hook: Callable[[Any, int], Any], batch: Any, dataloader_idx: int) -> Any:
-    return batch if isinstance(batch, PlaceholderBatch) else hook(batch, dataloader_idx)
+    return batch if has_placeholder(batch) else hook(batch, dataloader_idx)

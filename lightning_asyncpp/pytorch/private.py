@@ -51,6 +51,18 @@ def has_timed_validation(trainer: Trainer) -> bool:
     return required(trainer, "_val_check_time_interval", "refuse a validation that is due by time") is not None
 
 
+def synchronizes_batch_norm(trainer: Trainer) -> bool:
+    """Whether the Trainer is to turn BatchNorm into one that synchronises its statistics over all ranks."""
+    purpose = "refuse sync_batchnorm=True"
+    connector = required(trainer, "_accelerator_connector", purpose)
+    return required(connector, "_layer_sync", purpose) is not None
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """Whether the module itself went through ``torch.compile``."""
+    return required(module, "_compiler_ctx", "refuse a compiled LightningModule") is not None
+
+
 def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
     """Whether a checkpoint callback saves after the current batch, as far as its step interval says."""
     if not isinstance(callback, ModelCheckpoint):

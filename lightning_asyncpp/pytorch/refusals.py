@@ -17,9 +17,12 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.settings import problems_of_precision
+from lightning_asyncpp.pipeline.units import model_problems
 from lightning_asyncpp.pytorch import private
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -34,19 +37,29 @@ _CALLBACKS: tuple[tuple[type, str], ...] = (
 )
 
 
-def trainer_problems(trainer: L.Trainer) -> list[str]:
+def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> list[str]:
     """What the Trainer's arguments and callbacks ask for that a pipeline cannot do."""
-    problems = []
-    if trainer.precision not in _PRECISIONS:
-        problems.append(
-            f"precision={trainer.precision!r} is not supported: fp16 needs a loss scale that all stages agree on before"
-            f" the backward; use one of {', '.join(_PRECISIONS)}"
-        )
+    problems = problems_of_precision(weight_dtype, str(trainer.precision)) + precision_problems(trainer.precision)
     if private.has_timed_validation(trainer):
         problems.append(
             "val_check_interval is a time: every rank would decide by its own clock; give a number of batches"
         )
+    if private.synchronizes_batch_norm(trainer):
+        problems.append(
+            "sync_batchnorm=True: BatchNorm would synchronise over all ranks, most of which hold other layers; leave it"
+            " out, statistics are then those of each micro-batch, or normalise without them (GroupNorm)"
+        )
     return problems + _callback_problems(trainer)
+
+
+def precision_problems(precision: str | None) -> list[str]:
+    """What is wrong with a precision of Lightning."""
+    if precision in _PRECISIONS:
+        return []
+    return [
+        f"precision={precision!r} is not supported: fp16 needs a loss scale that all stages agree on before the"
+        f" backward; use one of {', '.join(_PRECISIONS)}"
+    ]
 
 
 def _callback_problems(trainer: L.Trainer) -> list[str]:
@@ -67,7 +80,16 @@ def module_problems(module: LightningModule, trainer: L.Trainer) -> list[str]:
             "automatic_optimization=False: with manual optimization the module decides when to step, but an update"
             " comes one batch after its gradient; use automatic optimization"
         )
-    if not isinstance(getattr(module, "model", None), nn.Module):
+    problems += backward_problems(module)
+    if private.is_compiled(module):
+        problems.append(
+            f"{type(module).__name__} was compiled as a whole (torch.compile), but its steps run to their end on the"
+            " last stage alone: compile the layers of self.model instead (layer.compile() for every layer)"
+        )
+    network = getattr(module, "model", None)
+    if isinstance(network, nn.Module):
+        problems += model_problems(network)
+    else:
         problems.append(
             f"{type(module).__name__} has no self.model: assign the network to it, as an nn.Sequential or a module with"
             " pipeline_layers(), in __init__ or configure_model"
@@ -80,6 +102,17 @@ def module_problems(module: LightningModule, trainer: L.Trainer) -> list[str]:
     if (reduction := getattr(module, "loss_reduction", "mean")) not in ("mean", "sum"):
         problems.append(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
     return problems
+
+
+def backward_problems(module: LightningModule) -> list[str]:
+    """What a module does in a backward of its own, which nobody would call."""
+    if not is_overridden("backward", module):
+        return []
+    return [
+        f"{type(module).__name__} has a backward() of its own, which is not called: backwards run micro-batch by"
+        " micro-batch, from the loss that training_step returns; put what it does into that loss, or into"
+        " on_before_optimizer_step"
+    ]
 
 
 ONE_OPTIMIZER = (

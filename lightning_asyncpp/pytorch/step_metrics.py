@@ -28,11 +28,13 @@ from lightning_asyncpp.pytorch.log_recorder import (
     Entry,
     LogRecorder,
     combine,
+    counted_entry,
     decode_schema,
     mean_loss,
+    number,
     payload_length,
 )
-from lightning_asyncpp.pytorch.module_hooks import EPOCH_ENDS, ModuleHooks
+from lightning_asyncpp.pytorch.module_hooks import EPOCH_ENDS, ModuleHooks, Replacement
 
 _EVALUATIONS = ("on_validation", "on_test")
 _ONCE = frozenset(f"{loop}_{start}" for loop in ("on_train", *_EVALUATIONS) for start in ("start", "epoch_start"))
@@ -75,7 +77,7 @@ class StepMetrics:
         self.disconnect()
         self._trainer, self._module, self._log = trainer, module, module.log
         self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch)
-        module.log = self._dispatch  # type: ignore[method-assign]
+        module.log = Replacement(module, "log", self._dispatch)  # type: ignore[method-assign]
         # What is logged here is the same on all ranks already.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
         groups = self._mesh.groups
@@ -144,7 +146,7 @@ class StepMetrics:
         engine = self.session.running()
         while self._updates:
             update, entries = self._updates.popleft()
-            for entry, value, weight in combine(update.message.payload, entries):
+            for entry, value, weight in self._rows(update, entries):
                 self._log_training(entry, value, weight)
             private.log_step_metrics(self._trainer, batches_ago=engine.mini_batch - 1 - update.mini_batch)
 
@@ -155,10 +157,18 @@ class StepMetrics:
         """
         while self._updates:
             update, entries = self._updates.popleft()
-            self._log_late(combine(update.message.payload, entries), update.mini_batch)
+            self._log_late(self._rows(update, entries), update.mini_batch)
         rest = self._exchange(self._train, metric_objects=False)
         self._train.clear()
         self._log_late(rest, self.session.running().mini_batch - 1)
+
+    def _rows(self, update: Update, entries: list[Entry]) -> list[tuple[Entry, float, float]]:
+        """What steps logged for a mini-batch, and what layers counted in it, with the weights of the values."""
+        rows = combine(update.message.payload, entries)
+        if not update.message.weight:
+            return rows
+        metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
+        return rows + [(counted_entry(name), value, update.message.weight) for name, value in metrics.items()]
 
     def _log_late(self, rows: list[tuple[Entry, float, float]], mini_batch: int) -> None:
         assert self._trainer is not None
@@ -262,7 +272,8 @@ class StepMetrics:
             rows = [(asdict(recorder.entries[n]), a.result(), a.weight) for n, a in recorder.values.items()]
             if metric_objects:
                 rows += [
-                    (asdict(recorder.metric_entries[n]), float(m.compute()), 1.0) for n, m in recorder.metrics.items()
+                    (asdict(recorder.metric_entries[n]), number(n, m.compute()), 1.0)
+                    for n, m in recorder.metrics.items()
                 ]
                 self._spent += recorder.metrics.values()
         combined: dict[Entry, Accumulator] = {}

@@ -20,6 +20,15 @@ class AsyncPipelineStrategy(PipelineStrategy):
             the whole gradient one mini-batch earlier.
         synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay: while
             weights change fast an old gradient costs most. Corrections such as Error Feedback begin after them.
+        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
+            beside them, which takes as much memory as two versions in fp32 and computes faster; needs precision
+            ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
+        partition: which layers each stage gets. ``"auto"`` makes the largest cost of a stage as small as it can be: by
+            the model's ``pipeline_costs()``, or else by the times of its layers on the module's
+            ``example_input_array``, or else by numbers of parameters; ``"uniform"`` gives all the same number of
+            layers; a list says how many layers each stage gets, first stage first.
+        placement: with replicas, which ranks are neighbours: ``"pipeline_within_node"`` the stages of a replica,
+            ``"pipeline_across_nodes"`` the replicas of a stage.
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
         metric_slots: how many names ``self.log`` may log per training batch.
         max_message_bytes: largest activation message that a stage accepts, in bytes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
@@ -23,8 +24,11 @@ def simulate(
     forward: Duration = 1.0,
     backward: Duration = 2.0,
     hop: float = 0.0,
+    update: Duration = 0.0,
+    reduction: Duration = 0.0,
+    transfer: Callable[[int], float] = lambda stage: 0.0,
 ) -> list[list[Span]]:
-    """Run the action lists of all stages; updates take no time.
+    """Run the action lists of all stages.
 
     Args:
         schedules: of each stage, the first stage first.
@@ -34,28 +38,31 @@ def simulate(
         backward: time of a backward.
         hop: time of a message between two stages, in the same unit; sending keeps nobody busy. The control message of
             an update is summed from the last stage to the first, which tells all.
+        update: time of an update; a function of the stage and of the mini-batch, where it is one.
+        reduction: time from a stage's last backward of a mini-batch until its replicas' gradients are there, in which
+            it goes on; a function as for ``update``.
+        transfer: time for which an activation, or its gradient, takes up the link between a stage and the one after it,
+            before the hop: each direction carries one message at a time. Control messages are too small to count.
 
     Returns:
-        The spans of each stage; an update is one without length.
+        The spans of each stage.
 
     Raises:
         DeadlockError: the order cannot be run.
     """
     todo = [schedule.run(mini_batches, micro_batches)[::-1] for schedule in schedules]
     lanes: list[list[Span]] = [[] for _ in schedules]
-    ends: dict[tuple[Kind, int, int], float] = {}
-    lengths: dict[Kind, Duration] = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.UPDATE: 0.0}
-    shape = len(schedules), micro_batches, hop
+    lengths: dict[Kind, Duration] = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.UPDATE: update}
+    progress = _Progress(len(schedules), micro_batches, hop, reduction, transfer)
     while any(todo):
         moved = False
         for stage, actions in enumerate(todo):
-            while actions and (ready := _ready(ends, stage, actions[-1], shape)) is not None:
+            while actions and (ready := progress.ready(stage, actions[-1])) is not None:
                 action = actions.pop()
                 start = max(ready, lanes[stage][-1].end if lanes[stage] else 0.0)
-                lanes[stage].append(
-                    Span(action.kind, action.index, start, start + _length(lengths[action.kind], stage, action.index))
-                )
-                ends[action.kind, stage, action.index] = lanes[stage][-1].end
+                end = start + _length(lengths[action.kind], stage, action.index)
+                lanes[stage].append(Span(action.kind, action.index, start, end))
+                progress.note(stage, action, end)
                 moved = True
         if not moved:
             raise DeadlockError(f"stages wait for each other: {[str(actions[-1]) for actions in todo if actions]}")
@@ -82,25 +89,42 @@ def _length(duration: Duration, stage: int, index: int) -> float:
     return duration(stage, index) if callable(duration) else duration
 
 
-def _ready(
-    ends: dict[tuple[Kind, int, int], float], stage: int, action: Action, shape: tuple[int, int, float]
-) -> float | None:
-    """When what an action needs from other stages is there; None if that is not known yet."""
-    num_stages, micro_batches, hop = shape
-    if action.kind is Kind.FORWARD:
-        return _arrival(ends.get((Kind.FORWARD, stage - 1, action.index)), hop) if stage > 0 else 0.0
-    if action.kind is Kind.BACKWARD:
-        return _arrival(ends.get((Kind.BACKWARD, stage + 1, action.index)), hop) if stage + 1 < num_stages else 0.0
-    # The control message needs the complete gradient of every stage.
-    last = (action.index + 1) * micro_batches - 1
-    total = 0.0
-    for other in reversed(range(num_stages)):
-        end = ends.get((Kind.BACKWARD, other, last))
-        if end is None:
-            return None
-        total = max(total + hop, end)
-    return total + (hop if stage > 0 else 0.0)
+@dataclass
+class _Progress:
+    """What is done, and what has arrived; arguments as for :func:`simulate`."""
 
+    num_stages: int
+    micro_batches: int
+    hop: float
+    reduction: Duration
+    transfer: Callable[[int], float]
+    ends: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, stage, index) -> when it ended
+    arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # by the stage that sent it
+    free: dict[tuple[Kind, int], float] = field(default_factory=dict)  # direction, link -> from when on it is
 
-def _arrival(end: float | None, hop: float) -> float | None:
-    return None if end is None else end + hop
+    def note(self, stage: int, action: Action, end: float) -> None:
+        """An action has ended; what comes of it is sent."""
+        self.ends[action.kind, stage, action.index] = end
+        link = stage if action.kind is Kind.FORWARD else stage - 1
+        if action.kind is not Kind.UPDATE and 0 <= link < self.num_stages - 1:
+            sent = max(end, self.free.get((action.kind, link), 0.0)) + self.transfer(link)
+            self.free[action.kind, link] = sent
+            self.arrivals[action.kind, stage, action.index] = sent + self.hop
+
+    def ready(self, stage: int, action: Action) -> float | None:
+        """When what an action needs from other stages is there; None if that is not known yet."""
+        if action.kind is Kind.FORWARD:
+            return self.arrivals.get((Kind.FORWARD, stage - 1, action.index)) if stage > 0 else 0.0
+        if action.kind is Kind.BACKWARD:
+            is_last = stage == self.num_stages - 1
+            return 0.0 if is_last else self.arrivals.get((Kind.BACKWARD, stage + 1, action.index))
+        # The control message needs the complete gradient of every stage.
+        last = (action.index + 1) * self.micro_batches - 1
+        total = 0.0
+        for other in reversed(range(self.num_stages)):
+            end = self.ends.get((Kind.BACKWARD, other, last))
+            if end is None:
+                return None
+            arrived = total + self.hop if other < self.num_stages - 1 else 0.0
+            total = max(arrived, end + _length(self.reduction, other, action.index))
+        return total + (self.hop if stage > 0 else 0.0)

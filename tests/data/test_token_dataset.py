@@ -19,7 +19,7 @@ from lightning_asyncpp.data.token_dataset import read_metadata, verify_checksums
 @pytest.fixture
 def prepared(text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A prepared folder of several chunks."""
-    monkeypatch.setattr(token_dataset_module, "_CHUNK_BYTES", 8_000)
+    monkeypatch.setattr(token_dataset_module, "CHUNK_BYTES", 8_000)
     monkeypatch.setattr(token_dataset_module, "_GROUP_BYTES", 2_000)
     folder = tmp_path / "cache" / "prepared"
     write_token_dataset(folder, *split_files(find_text_files(text_folder), 0.2), ByteTokenizer())

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import builtins
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_asyncpp.data import BPETokenizer, ByteTokenizer, DataError
+from lightning_asyncpp.data import BPETokenizer, ByteTokenizer, DataError, tokenizer_of_definition
+from lightning_asyncpp.data.hf_tokenizer import hf_tokenizer_files
 
 TEXT = "def größe(x):\n    return x  # 日本\n"
 
@@ -32,6 +34,35 @@ def test_bpe_there_and_back(tmp_path: Path) -> None:
     loaded = BPETokenizer.load(tmp_path / "tokenizer.json")
     assert loaded.fingerprint == trained.fingerprint
     assert torch.equal(loaded.encode(TEXT), trained.encode(TEXT))
+
+
+def test_an_unusual_end_of_documents_is_kept(tmp_path: Path) -> None:
+    backend = BPETokenizer.train([TEXT * 3], vocab_size=300).backend
+    backend.add_special_tokens(["<|over|>"])
+    usual, unusual = BPETokenizer(backend), BPETokenizer(backend, "<|over|>")
+    assert (usual.end_of_document, unusual.end_of_document) == (0, backend.token_to_id("<|over|>"))
+    assert usual.fingerprint == BPETokenizer(backend, "<|endoftext|>").fingerprint != unusual.fingerprint
+    for tokenizer in (unusual, usual):
+        folder = tmp_path / str(tokenizer.end_of_document)
+        folder.mkdir()
+        tokenizer.save(folder)
+        again = BPETokenizer.load(folder / "tokenizer.json")
+        defined = tokenizer_of_definition(tokenizer.definition)
+        assert again.fingerprint == defined.fingerprint == tokenizer.fingerprint
+        assert again.end_of_document == defined.end_of_document == tokenizer.end_of_document
+        assert json.loads(hf_tokenizer_files(tokenizer, 8)["tokenizer.json"]) == json.loads(usual.definition)
+
+
+@pytest.mark.parametrize("written", ["<|over|>", {"content": "<|over|>", "special": True}])
+def test_the_end_of_a_published_tokenizer(written: object, tmp_path: Path) -> None:
+    backend = BPETokenizer.train([TEXT * 3], vocab_size=300).backend
+    backend.add_special_tokens(["<|over|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for eos, end in ((written, backend.token_to_id("<|over|>")), ("not in the vocabulary", 0), (None, 0)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        assert BPETokenizer.load(tmp_path / "tokenizer.json").end_of_document == end
+    (tmp_path / "tokenizer_config.json").write_text("[no")
+    assert BPETokenizer.load(tmp_path / "tokenizer.json").end_of_document == 0
 
 
 def test_training_bpe_twice_gives_the_same() -> None:

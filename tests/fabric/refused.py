@@ -87,6 +87,19 @@ def too_few_micro_batches() -> None:
     make_fabric(AsyncPipelineStrategy(micro_batches=1))
 
 
+def partition_of_another_model() -> None:
+    _, fabric, model = _parts(partition=[4, 4])
+    fabric.setup_module(model)
+
+
+def partition_for_more_stages() -> None:
+    make_fabric(AsyncPipelineStrategy(partition=[3, 3, 3]))
+
+
+def unknown_placement() -> None:
+    make_fabric(AsyncPipelineStrategy(placement="node"))  # type: ignore[arg-type]
+
+
 def train_without_optimizer() -> None:
     strategy, fabric, model = _parts()
     fabric.setup_module(model)

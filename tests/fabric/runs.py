@@ -38,11 +38,14 @@ class Run:
             fresh_last_stage=case.fresh,
             synchronous_start=case.start,
             data_parallel_size=case.data_parallel_size,
+            partition=case.counts(dist.get_world_size() // case.data_parallel_size),
+            placement=case.placement,
             nonfinite_gradients="skip" if case.nan_at is not None else "stop",
             micro_batch_weight=case.weight,
+            weight_dtype="bf16" if case.bf16 else None,
         )
         self.fabric = make_fabric(self.strategy, self.precision, seed=99 if self.spoilt else case.seed)
-        model = make_model(case.dropout, case.spare)
+        model = case.make_model()
         if self.spoilt:
             torch.nn.init.constant_(model[0].weight, 3.0)
         self.model = self.fabric.setup_module(model)
@@ -93,10 +96,14 @@ class Run:
         self.strategy.flush()
         stage = self.strategy.session.stage
         assert stage is not None
-        weights = {name: p.detach().float().numpy().copy() for name, p in stage.parameters.items()}
+        tensors = {**stage.parameters, **stage.buffers}
+        names = {tie.names[1]: tie.names[0] for tie in stage.whole.ties if tie.stages[1] == self.mesh.stage}
+        arrays = {name: p.detach().float().numpy().copy() for name, p in tensors.items()}
         return {
-            "weights": weights, "losses": self.losses, "norms": self.norms, "replica": self.mesh.replica,
-            "stage": self.mesh.stage,
+            "weights": {name: array for name, array in arrays.items() if name not in names},
+            "copies": {names[name]: array for name, array in arrays.items() if name in names},
+            "metrics": self.strategy.layer_metrics, "losses": self.losses, "norms": self.norms,
+            "replica": self.mesh.replica, "stage": self.mesh.stage,
         }  # fmt: skip
 
 
@@ -107,18 +114,20 @@ def train(case: Case, evaluate_after: tuple[int, ...] = (), precision: Any = "32
     return run.result()
 
 
-def save_and_go_on(case: Case, path: str, at: int) -> dict[str, Any]:
+def save_and_go_on(case: Case, path: str, at: int, precision: Any = "32-true") -> dict[str, Any]:
     """Save after mini-batch ``at`` - 1 and go on."""
-    run = Run(case)
+    run = Run(case, precision)
     run.train(stop=at)
     run.fabric.save(path, run.state)
     run.train(start=at)
     return run.result()
 
 
-def load_and_go_on(case: Case, path: str, one_after_the_other: tuple[str, ...] = ()) -> dict[str, Any]:
+def load_and_go_on(
+    case: Case, path: str, one_after_the_other: tuple[str, ...] = (), precision: Any = "32-true"
+) -> dict[str, Any]:
     """Go on from a checkpoint, in a run that began with other weights and another seed."""
-    run = Run(case, spoilt=True)
+    run = Run(case, precision, spoilt=True)
     state = run.state
     for name in one_after_the_other:
         run.fabric.load(path, {name: state.pop(name)})

@@ -18,6 +18,7 @@ from lightning_asyncpp.fabric.strategy import PipelineStrategy
 from lightning_asyncpp.models import GPT, GPTConfig
 from tests.fabric.runs import Run, make_fabric
 from tests.pipeline.cases import Case, make_model
+from tests.pipeline.test_partition_choice import Sleeping
 
 CONFIG = GPTConfig(vocab_size=11, context_length=4, num_layers=2, dim=8, num_heads=2)
 
@@ -32,6 +33,19 @@ def initial_weights(empty_init: bool) -> tuple[dict[str, Any], int, str]:
     wrapped = fabric.setup_module(model)
     state = strategy.full_state_dict()
     return {name: value.numpy() for name, value in state.items()}, len(list(wrapped.parameters())), device
+
+
+def measured_layers(given: bool) -> tuple[tuple[int, ...], str]:
+    """The cut of a model whose first layer is the slow one, with an example for the strategy or on the model."""
+    model = nn.Sequential(Sleeping(6, 10.0), *[Sleeping(6, 1.0) for _ in range(4)])
+    example = torch.ones(4, 6)
+    if not given:
+        model.example_input_array = example  # type: ignore[assignment]
+    strategy = AsyncPipelineStrategy(example_input_array=(example,) if given else None)
+    make_fabric(strategy, precision="bf16-true").setup_module(model)
+    partition = strategy.session.partition
+    assert partition is not None
+    return partition.counts, partition.source
 
 
 def seed_without_seed_everything() -> int:
@@ -52,6 +66,25 @@ def original_module_in_the_step(wrapped: bool) -> dict[str, Any]:
         run.strategy.training_step(case.step(model), case.batch(index))
         run.optimizer.step()
     return run.result()
+
+
+def compiled_as_a_whole(compiled: bool) -> dict[str, Any]:
+    """Train what was given to ``torch.compile`` before Fabric got it, or the same as it is."""
+    case = Case(3)
+    strategy = AsyncPipelineStrategy(micro_batches=case.micro_batches)
+    fabric = make_fabric(strategy)
+    model = case.make_model()
+    wrapped = fabric.setup_module(torch.compile(model, backend="eager") if compiled else model)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(wrapped.parameters(), lr=0.01))
+    for index in range(3):
+        strategy.training_step(case.step(wrapped), case.batch(index))
+        optimizer.step()
+    strategy.flush()
+    mesh, stage = strategy.session.mesh, strategy.session.stage
+    assert mesh is not None
+    assert stage is not None
+    weights = {name: p.detach().numpy().copy() for name, p in stage.parameters.items()}
+    return {"weights": weights, "replica": mesh.replica, "stage": mesh.stage}
 
 
 def by_name(name: str) -> list[Any]:

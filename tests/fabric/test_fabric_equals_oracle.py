@@ -23,15 +23,20 @@ CASES = {
     "plain": Case(4, batch_sizes=BATCHES),
     "clip-schedule": Case(4, max_norm=0.3, scheduler=True, batch_sizes=BATCHES),
     "muon-feedback-clip-schedule": Case(
-        3, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, batch_sizes=BATCHES
+        3, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, batch_sizes=BATCHES, cut="back"
     ),
-    "accumulate-dropout": Case(3, accumulate=2, dropout=0.2, random_input=True, max_norm=0.3, batch_sizes=BATCHES),
+    "accumulate-dropout": Case(
+        3, accumulate=2, dropout=0.2, random_input=True, max_norm=0.3, batch_sizes=BATCHES, cut="front"
+    ),
     "weights-skip": Case(4, unequal_weights=True, nan_at=1, max_norm=0.3, batch_sizes=BATCHES),
+    "shared-routed": Case(
+        3, tied=True, routed=True, optimizer="muon", error_feedback=1.0, max_norm=0.3, batch_sizes=BATCHES
+    ),
     "synchronous": Case(2, delay=0, optimizer="muon", error_feedback=1.0, scheduler=True, batch_sizes=BATCHES),
 }
 RESUMED = Case(
     3, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, dropout=0.2, accumulate=2,
-    batch_sizes=(8,) * 10,
+    batch_sizes=(8,) * 10, cut="front",
 )  # fmt: skip
 
 
@@ -47,6 +52,8 @@ def test_weights_are_the_oracles(pools: Pools, num_stages: int, name: str) -> No
     weights, losses = run_oracle(case)
     assert_same_weights(results, weights)
     assert_same_norms(results)
+    assert all(result["metrics"] == results[0]["metrics"] for result in results)
+    assert results[0]["metrics"].get("samples") == (2 * 5.0 if case.routed else None)
     if case.accumulate == 1:
         assert results[0]["losses"] == pytest.approx(losses, rel=1e-6, nan_ok=True)
 
@@ -54,7 +61,8 @@ def test_weights_are_the_oracles(pools: Pools, num_stages: int, name: str) -> No
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_fresh_last_stage_has_the_weights_of_the_oracle(pools: Pools, num_stages: int) -> None:
     case = Case(
-        3, fresh=True, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, batch_sizes=BATCHES
+        3, fresh=True, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, batch_sizes=BATCHES,
+        cut="back",
     )  # fmt: skip
     results = pools.run(num_stages, runs.train, case, (1, 2))
     assert_same_weights(results, run_oracle(case, num_stages)[0])
@@ -71,6 +79,19 @@ def test_a_loaded_run_goes_on_as_the_uninterrupted_one(
     assert_same_weights(pools.run(num_stages, runs.save_and_go_on, case, path, 3), expected)
     assert_same_weights(pools.run(num_stages, runs.load_and_go_on, case, path), expected)
     assert torch.load(path, weights_only=True).keys() == {"model", "optimizer", "scheduler", "step", "pipeline"}
+
+
+@pytest.mark.parametrize("options", [{"tied": True, "routed": True}, {"bf16": True}], ids=["shared-routed", "bf16"])
+def test_a_loaded_run_goes_on_with_all_that_versions_hold(
+    pools: Pools, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path, case = str(tmp_path / "run.ckpt"), replace(RESUMED, **options)
+    expected = run_oracle(case)[0]
+    precision = "bf16-mixed" if case.bf16 else "32-true"
+    assert_same_weights(pools.run(2, runs.save_and_go_on, case, path, 3, precision), expected)
+    assert_same_weights(pools.run(2, runs.load_and_go_on, case, path, (), precision), expected)
+    if case.bf16:
+        assert {v.dtype for v in torch.load(path, weights_only=True)["model"].values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("start", [0, 2, 4])
@@ -99,9 +120,9 @@ def test_evaluation_sees_the_newest_weights(pools: Pools, num_stages: int) -> No
         np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("delay", [1, 0])
-def test_replicas_equal_the_oracle_to_rounding(pools: Pools, delay: int) -> None:
-    case = Case(4, delay=delay, data_parallel_size=2, max_norm=0.3, scheduler=True)
+@pytest.mark.parametrize(("delay", "placement"), [(1, "pipeline_across_nodes"), (0, "pipeline_within_node")])
+def test_replicas_equal_the_oracle_to_rounding(pools: Pools, delay: int, placement: str) -> None:
+    case = Case(4, delay=delay, data_parallel_size=2, max_norm=0.3, scheduler=True, placement=placement)
     results = pools.run(4, runs.train, case, (1,))
     expected = run_oracle(case)[0]
     for replica in (0, 1):

@@ -40,6 +40,11 @@ def test_real_weights_are_kept(pools: Pools, num_stages: int) -> None:
     assert {device for _, _, device in results} == {"cpu"}
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_layers_are_measured_with_an_example(pools: Pools, given: bool) -> None:
+    assert pools.run(2, setups.measured_layers, given) == [((1, 4), "by measured times")] * 2
+
+
 def test_without_seed_everything_all_ranks_share_a_drawn_seed(pools: Pools) -> None:
     seeds = pools.run(3, setups.seed_without_seed_everything)
     assert len(set(seeds)) == 1
@@ -48,6 +53,12 @@ def test_without_seed_everything_all_ranks_share_a_drawn_seed(pools: Pools) -> N
 def test_the_step_may_call_the_original_module(pools: Pools) -> None:
     wrapped, original = (pools.run(2, setups.original_module_in_the_step, flag) for flag in (True, False))
     assert_same_weights(wrapped, {name: torch.tensor(value) for name, value in weights_of(original).items()})
+
+
+@pytest.mark.slow
+def test_a_model_that_was_compiled_trains_as_it_does_without(pools: Pools) -> None:
+    compiled, plain = (pools.run(2, setups.compiled_as_a_whole, flag) for flag in (True, False))
+    assert_same_weights(compiled, {name: torch.tensor(value) for name, value in weights_of(plain).items()})
 
 
 @pytest.mark.parametrize(("name", "delay"), [("async_pipeline", 1), ("sync_pipeline", 0)])

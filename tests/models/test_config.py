@@ -1,8 +1,21 @@
 from __future__ import annotations
 
-import pytest
+from dataclasses import asdict
+from typing import Any
 
-from lightning_asyncpp.models import GPT, GPTConfig
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_asyncpp.auxiliary import collecting
+from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig
+from lightning_asyncpp.models.experts import Experts
+
+SPARSE = [
+    MoEConfig(num_experts=4, top_k=3, expert_dim=20),
+    MoEConfig(num_experts=5, top_k=1, num_shared_experts=2, router="sigmoid", num_dense_layers=1, every=2),
+]
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
@@ -34,7 +47,15 @@ def test_all_problems_at_once() -> None:
     ("arguments", "named"),
     [
         ({"dim": 50, "num_heads": 4}, "num_heads=4: must divide dim=50"),
-        ({"dim": 12, "num_heads": 4}, "= 3 features"),
+        ({"dim": 12, "num_heads": 4}, "heads of 3 features"),
+        ({"dim": 50, "num_heads": 4, "head_dim": 7}, "head_dim=7: gives heads of 7 features"),
+        ({"head_dim": 0}, "head_dim=0"),
+        ({"head_dim": 20, "rotary_fraction": 0.25}, "rotary_fraction=0.25: turns 5.0 of the 20 features of a head"),
+        ({"head_dim": 20, "rotary_fraction": 0.01}, "rotary_fraction=0.01: turns 0.2 of"),
+        ({"rotary_fraction": 1.5}, "rotary_fraction=1.5: must be a number above 0 and at most 1"),
+        ({"norm_eps": "1e-5"}, "norm_eps='1e-5': must be a number above 0"),
+        ({"rope_base": float("inf")}, "rope_base=inf"),
+        ({"moe": True}, "moe=True: must be a MoEConfig"),
         ({"dim": 48, "num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3: must divide num_heads=4"),
         ({"context_length": 2.5}, "context_length=2.5"),
     ],
@@ -43,3 +64,119 @@ def test_sizes_that_do_not_fit(arguments: dict, named: str) -> None:
     with pytest.raises(ValueError, match="cannot be built") as caught:
         GPTConfig(**arguments)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("moe", SPARSE)
+@pytest.mark.parametrize(
+    "attention", [{}, {"qk_norm": True}, {"num_heads": 6, "num_kv_heads": 2, "head_dim": 10, "qkv_bias": True}]
+)
+def test_number_of_parameters_with_experts(moe: MoEConfig, attention: dict) -> None:
+    config = GPTConfig(
+        **{"vocab_size": 50, "num_layers": 6, "dim": 48, "num_heads": 4, "mlp_dim": 36, **attention}, moe=moe
+    )
+    model = GPT(config)
+    assert config.num_parameters() == sum(parameter.numel() for parameter in model.parameters())
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name]
+    assert len(stacks) == 3 * config.num_moe_layers > 0
+    idle = sum(p[moe.top_k :].numel() for p in stacks)
+    assert config.num_active_parameters() == config.num_parameters() - idle
+
+
+def _loop_flops(x_shape: Any, weight_shape: Any, ends_shape: Any, out_shape: Any = None, **_: Any) -> int:
+    return int(2 * x_shape[0] * weight_shape[1] * weight_shape[2])
+
+
+def _loop_backward_flops(grad_shape: Any, x_shape: Any, weight_shape: Any, ends: Any, out_shape: Any = None) -> int:
+    return 2 * _loop_flops(x_shape, weight_shape, ends)
+
+
+@pytest.mark.parametrize("head_dim", [None, 10])
+@pytest.mark.parametrize("moe", [None, *SPARSE])
+def test_flops_are_those_that_torch_counts(
+    moe: MoEConfig | None, head_dim: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Experts, "use_grouped", lambda self, device: False)
+    config = GPTConfig(
+        vocab_size=50,
+        context_length=12,
+        num_layers=4,
+        dim=24,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=36,
+        head_dim=head_dim,
+        moe=moe,
+    )
+    model = GPT(config)
+    loop = torch.ops.lightning_asyncpp
+    ours = {loop.loop_linear: _loop_flops, loop.loop_linear_backward: _loop_backward_flops}
+    tokens = torch.zeros(2, 12, dtype=torch.int64)
+    with FlopCounterMode(display=False, custom_mapping=ours) as counter, sdpa_kernel(SDPBackend.MATH), collecting():
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == tokens.numel() * config.flops_per_token()
+
+
+def test_which_blocks_have_experts() -> None:
+    def layers(**layout: int) -> list[int]:
+        config = GPTConfig(num_layers=6, moe=MoEConfig(**layout))
+        found = [layer for layer in range(6) if config.is_moe_layer(layer)]
+        assert config.num_moe_layers == len(found)
+        return found
+
+    assert layers() == [0, 1, 2, 3, 4, 5]
+    assert layers(every=2) == [1, 3, 5]
+    assert layers(num_dense_layers=1) == [1, 2, 3, 4, 5]
+    assert layers(num_dense_layers=2, every=3) == [4]
+    assert [GPTConfig().is_moe_layer(layer) for layer in range(6)] == [False] * 6
+
+
+def test_a_mapping_gives_the_config_back() -> None:
+    config = GPTConfig(qk_norm=True, moe=MoEConfig(num_experts=3, router="sigmoid", balance_bias_rate=0.001))
+    again = GPTConfig(**asdict(config))
+    assert again == config
+    assert isinstance(again.moe, MoEConfig)
+    with pytest.raises(ValueError, match=r"moe: no such field: experts; there are num_experts, top_k"):
+        GPTConfig(moe={"experts": 4})  # type: ignore[arg-type]
+
+
+def test_problems_of_the_experts_come_with_all_others() -> None:
+    moe = MoEConfig(
+        num_experts=2, top_k=3, routed_scaling=0.0, balance_loss=-1.0, z_loss=float("nan"), balance_bias_rate=0.1,
+        num_dense_layers=2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="GPTConfig") as caught:
+        GPTConfig(num_layers=2, norm_eps=0.0, moe=moe)
+    message = str(caught.value)
+    for named in (
+        "norm_eps=0.0",
+        "moe.top_k=3: must be at most num_experts=2",
+        "moe.num_dense_layers=2: must be below num_layers=2",
+        "moe.routed_scaling=0.0",
+        "moe.balance_loss=-1.0",
+        "moe.z_loss=nan",
+        "moe.balance_bias_rate=0.1: only scores of the sigmoid router take a bias",
+    ):
+        assert named in message
+    assert message.count("\n") == 7
+
+
+@pytest.mark.parametrize(
+    ("moe", "named"),
+    [
+        (MoEConfig(num_experts=0, top_k=1.5, expert_dim=0, every=0), "moe.every=0"),  # type: ignore[arg-type]
+        (MoEConfig(num_dense_layers=2, every=5), "moe.every=5: must be at most 4"),
+        (MoEConfig(router="top"), "moe.router='top': must be 'softmax' or 'sigmoid'"),  # type: ignore[arg-type]
+        (MoEConfig(num_shared_experts=-1), "moe.num_shared_experts=-1"),
+    ],
+)
+def test_experts_that_do_not_fit(moe: MoEConfig, named: str) -> None:
+    with pytest.raises(ValueError, match="cannot be built") as caught:
+        GPTConfig(num_layers=6, moe=moe)
+    assert named in str(caught.value)
+
+
+def test_wrong_sizes_of_the_model_do_not_hide_those_of_its_experts() -> None:
+    with pytest.raises(ValueError, match="cannot be built") as caught:
+        GPTConfig(num_layers="six", moe=MoEConfig(num_experts=2, top_k=3))  # type: ignore[arg-type]
+    assert "num_layers='six'" in str(caught.value)
+    assert "moe.top_k=3" in str(caught.value)

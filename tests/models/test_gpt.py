@@ -7,10 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig
 from lightning_asyncpp.models.rotary import RotaryEmbedding
 
 TINY = GPTConfig(vocab_size=31, context_length=16, num_layers=2, dim=24, num_heads=4, num_kv_heads=2, mlp_dim=40)
+
+EXPERTS = MoEConfig(num_experts=3, top_k=2, expert_dim=8, num_shared_experts=1, router="sigmoid", num_dense_layers=1)
+SPARSE = GPTConfig(
+    vocab_size=31, context_length=16, num_layers=2, dim=24, num_heads=4, mlp_dim=40, qk_norm=True, moe=EXPERTS
+)
 
 
 def tokens_of(config: GPTConfig, batch: int = 3, time: int = 11) -> Tensor:
@@ -26,17 +31,20 @@ def written_out(model: GPT, tokens: Tensor) -> Tensor:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps) * weights[name]
 
     def turn(x: Tensor) -> Tensor:  # (time, head_dim)
-        half = config.head_dim // 2
-        pairs = torch.complex(x[:, :half], x[:, half:])
+        half = config.rotary_dim // 2
+        pairs = torch.complex(x[:, :half], x[:, half : 2 * half])
         for position in range(len(x)):
             for pair in range(half):
-                angle = position * config.rope_base ** (-2 * pair / config.head_dim)
+                angle = position * config.rope_base ** (-pair / half)
                 pairs[position, pair] *= complex(math.cos(angle), math.sin(angle))
-        return torch.cat((pairs.real, pairs.imag), dim=-1)
+        return torch.cat((pairs.real, pairs.imag, x[:, 2 * half :]), dim=-1)
 
     def attend(x: Tensor, prefix: str) -> Tensor:  # (time, dim)
-        size, group = config.head_dim, config.num_heads // config.kv_heads
-        query, key, value = (x @ weights[f"{prefix}.{name}.weight"].T for name in ("query", "key", "value"))
+        size, group = config.head_width, config.num_heads // config.kv_heads
+        query, key, value = (
+            x @ weights[f"{prefix}.{name}.weight"].T + weights.get(f"{prefix}.{name}.bias", 0.0)
+            for name in ("query", "key", "value")
+        )
         heads = []
         for head in range(config.num_heads):
             own, shared = slice(head * size, (head + 1) * size), slice(head // group * size, (head // group + 1) * size)
@@ -62,17 +70,30 @@ def written_out(model: GPT, tokens: Tensor) -> Tensor:
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("num_kv_heads", [None, 2, 1])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 1},
+        {"head_dim": 10},
+        {"rotary_fraction": 1 / 3, "qkv_bias": True},
+        {"num_heads": 5, "num_kv_heads": 1, "head_dim": 8, "rotary_fraction": 0.25},
+    ],
+)
 @torch.no_grad()
-def test_against_the_model_written_out(num_kv_heads: int | None) -> None:
+def test_against_the_model_written_out(attention: dict) -> None:
     config = GPTConfig(
-        vocab_size=31, context_length=16, num_layers=2, dim=24, num_heads=4, num_kv_heads=num_kv_heads, init_std=0.3
+        **{"vocab_size": 31, "context_length": 16, "num_layers": 2, "dim": 24, "num_heads": 4, **attention},
+        init_std=0.3,
     )
     torch.manual_seed(0)
     model = GPT(config)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            parameter.uniform_(-0.5, 0.5)
     tokens = tokens_of(config)
     expected = written_out(model, tokens)
     assert expected.std() > 0.1
@@ -111,16 +132,17 @@ def built_on_meta(config: GPTConfig, order: list[int] | None = None) -> GPT:
     return model
 
 
-def test_initial_weights_of_a_unit_do_not_depend_on_the_others() -> None:
-    one_by_one, backwards = built_on_meta(TINY), built_on_meta(TINY, [3, 2, 1, 0])
-    whole = GPT(TINY)
+@pytest.mark.parametrize("config", [TINY, SPARSE])
+def test_initial_weights_of_a_unit_do_not_depend_on_the_others(config: GPTConfig) -> None:
+    one_by_one, backwards = built_on_meta(config), built_on_meta(config, [3, 2, 1, 0])
+    whole = GPT(config).eval()
     for index, unit in enumerate(whole.pipeline_layers()):
         torch.manual_seed(100 + index)
         unit.reset_parameters()
     for model in (one_by_one, backwards):
         for (name, value), expected in zip(model.state_dict().items(), whole.state_dict().values(), strict=True):
             assert torch.equal(value, expected), name
-        assert torch.equal(model(tokens_of(TINY)), whole(tokens_of(TINY)))
+        assert torch.equal(model.eval()(tokens_of(TINY)), whole(tokens_of(TINY)))
 
 
 def test_scale_of_the_initial_weights() -> None:
@@ -178,9 +200,10 @@ def test_rotary_tables_after_bf16_on_meta() -> None:
     assert torch.equal(rotary.cos, RotaryEmbedding(8, 64, 10_000.0).cos)
 
 
-def test_bf16_weights_and_autocast_are_near_fp32() -> None:
+@pytest.mark.parametrize("config", [TINY, SPARSE])
+def test_bf16_weights_and_autocast_are_near_fp32(config: GPTConfig) -> None:
     torch.manual_seed(0)
-    model, tokens = GPT(TINY), tokens_of(TINY)
+    model, tokens = GPT(config).eval(), tokens_of(TINY)
     expected = model(tokens).detach()
     with torch.autocast("cpu", torch.bfloat16):
         mixed = model(tokens)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig
 from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.optim.muon import lr_scale
 from lightning_asyncpp.optim.newton_schulz import COEFFICIENTS, orthogonalize
@@ -131,17 +132,46 @@ def test_batches_are_bounded(monkeypatch):
 
 @pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
 def test_experts_are_linear_weights_one_by_one(adjust_lr, monkeypatch):
-    experts = nn.Parameter(torch.randn(4, 8, 20, generator=torch.Generator().manual_seed(0)))  # (experts, in, out)
-    linears = [nn.Parameter(e.detach().T.clone()) for e in experts]
-    experts.grad = torch.randn(4, 8, 20, generator=torch.Generator().manual_seed(1))
+    experts = nn.Parameter(torch.randn(4, 20, 8, generator=torch.Generator().manual_seed(0)))  # (experts, out, in)
+    linears = [nn.Parameter(e.detach().clone()) for e in experts]
+    experts.grad = torch.randn(4, 20, 8, generator=torch.Generator().manual_seed(1))
     for linear, grad in zip(linears, experts.grad):
-        linear.grad = grad.T.clone()
+        linear.grad = grad.clone()
     monkeypatch.setattr("lightning_asyncpp.optim.muon.BATCH_ELEMENTS", 3 * 8 * 20)  # cut within the weight
     options = {"lr": 0.1, "adjust_lr": adjust_lr, "newton_schulz_dtype": "float32"}
     MuonAdamW([("experts.up", experts)], **options).step()
     MuonAdamW(named(linears), **options).step()
     for expert, linear in zip(experts, linears):
-        torch.testing.assert_close(expert.T, linear, rtol=0, atol=1e-6)
+        torch.testing.assert_close(expert, linear, rtol=0, atol=1e-6)
+
+
+def test_a_gpt_with_experts_goes_where_it_should():
+    """Every matrix of an expert alone, the router among the matrices, its bias nowhere."""
+    moe = MoEConfig(num_experts=3, top_k=1, expert_dim=12, num_shared_experts=1, router="sigmoid", num_dense_layers=1)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=16, context_length=8, num_layers=2, dim=8, num_heads=2, qk_norm=True, moe=moe))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options = {"lr": 0.1, "adjust_lr": "original", "newton_schulz_dtype": "float32"}
+    optimizer = MuonAdamW(model.named_parameters(), **options)
+    split = {group["algorithm"]: group["param_names"] for group in optimizer.param_groups}
+    assert [name for name in split["muon"] if "blocks.1.mlp." in name] == [
+        "blocks.1.mlp.router.weight",
+        *(f"blocks.1.mlp.experts.{name}" for name in ("gate", "up", "down")),
+        *(f"blocks.1.mlp.shared.{name}.weight" for name in ("gate", "up", "down")),
+    ]
+    assert {"head.weight", "embedding.token.weight", "blocks.1.attention.query_norm.weight"} < set(split["adamw"])
+    assert not any("balance_bias" in name for names in split.values() for name in names)
+    optimizer.step()
+    for name in ("gate", "up", "down"):
+        stack = getattr(model.blocks[1].mlp.experts, name)
+        for expert, gradient, before in zip(stack, stack.grad, weights[f"blocks.1.mlp.experts.{name}"]):
+            alone = nn.Parameter(before.clone())
+            alone.grad = gradient.clone()
+            MuonAdamW([("linear.weight", alone)], **options).step()
+            assert not torch.equal(alone.detach(), before)
+            torch.testing.assert_close(expert.detach(), alone.detach(), rtol=0, atol=1e-6)
 
 
 def test_lr_scale():

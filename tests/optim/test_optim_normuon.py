@@ -71,18 +71,18 @@ def test_an_update_has_the_published_size_and_evens_out_the_neurons():
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_experts_are_linear_weights_one_by_one(pieces, monkeypatch):
     monkeypatch.setattr("lightning_asyncpp.optim.muon.BATCH_ELEMENTS", (4 // pieces) * 5 * 7)
-    grads = gradients((4, 5, 7))  # (experts, in, out)
+    grads = gradients((4, 5, 7))  # (experts, out, in)
     experts, optimizer = run((4, 5, 7), grads)
     (state,) = optimizer.state.values()
-    assert state["second_moment_buffer"].shape == (4, 1, 7)
+    assert state["second_moment_buffer"].shape == (4, 5, 1)
     for i in range(4):
-        p = nn.Parameter(start((4, 5, 7))[i].T.clone())  # (out, in)
+        p = nn.Parameter(start((4, 5, 7))[i].clone())
         linear = NorMuonAdamW([("up", p)], lr=LR, weight_decay=DECAY, momentum=MOMENTUM, **EXACT)
         for grad in grads:
-            p.grad = grad[i].T.clone()
+            p.grad = grad[i].clone()
             linear.step()
-        assert linear.state[p]["second_moment_buffer"].shape == (7, 1)
-        torch.testing.assert_close(experts[i].T, p.detach(), rtol=0, atol=1e-12)
+        assert linear.state[p]["second_moment_buffer"].shape == (5, 1)
+        torch.testing.assert_close(experts[i], p.detach(), rtol=0, atol=1e-12)
 
 
 def test_joined_products_give_the_same_update():

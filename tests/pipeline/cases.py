@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_asyncpp.auxiliary import StatisticsLayer, add_auxiliary_loss, add_statistics
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.pipeline.units import pipeline_units, spread
 
 DIM = 6
 
@@ -55,13 +58,50 @@ class Spare(nn.Module):
         return x * self.sometimes if float(x.detach().sum()) > 0 else x
 
 
-def make_model(dropout: float = 0.0, spare: bool = False) -> nn.Sequential:
-    """Seven layers with parameters and two without; ``spare`` adds one whose parameters are not always used."""
+class Routed(StatisticsLayer):
+    """Sends every sample to one of three scales, adds a loss of its own, and learns a bias from counts."""
+
+    num_statistics = 4
+    versioned_buffers = ("bias",)
+    metrics = {"samples": "sum", "busiest": "max"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(3, DIM) / DIM**0.5)
+        self.scales = nn.Parameter(torch.rand(3, DIM) + 0.5)
+        self.register_buffer("bias", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (x @ self.router.T).softmax(-1)  # (samples, 3)
+        chosen = (scores + self.bias).argmax(-1)
+        add_auxiliary_loss(0.3 * scores.square().mean() + 0.1 * x.mean() ** 2)
+        add_auxiliary_loss(0.2 * scores[:, 0].mean())
+        add_statistics(self, torch.cat([torch.bincount(chosen, minlength=3), torch.tensor([len(x)])]))
+        return x + scores.gather(1, chosen[:, None]) * self.scales[chosen]
+
+    def update_from_statistics(self, totals: Tensor) -> None:
+        self.bias += 0.05 * torch.sign(totals[:3].mean() - totals[:3]).to(self.bias)
+
+    @classmethod
+    def compute_metrics(cls, totals: Tensor) -> dict[str, float]:
+        return {"samples": float(totals[3]), "busiest": float(totals[:3].max() / totals[:3].mean())}
+
+
+def make_model(dropout: float = 0.0, spare: bool = False, tied: bool = False, routed: bool = False) -> nn.Sequential:
+    """Seven layers with parameters and two without.
+
+    ``spare`` adds one whose parameters are not always used, ``tied`` one that has the weight of the first layer,
+    ``routed`` two that add to the loss and count.
+    """
     torch.manual_seed(11)
-    return nn.Sequential(
-        nn.Linear(DIM, DIM), nn.GELU(), Projection(), Experts(dropout), nn.Linear(DIM, DIM, bias=False),
-        nn.Tanh(), Projection(), Experts(dropout), *([Spare()] if spare else []), nn.Linear(DIM, 1),
+    model = nn.Sequential(
+        nn.Linear(DIM, DIM), nn.GELU(), Projection(), Experts(dropout), *([Routed()] if routed else []),
+        nn.Linear(DIM, DIM, bias=False), nn.Tanh(), Projection(), Experts(dropout), *([Spare()] if spare else []),
+        *([Routed()] if routed else []), *([nn.Linear(DIM, DIM)] if tied else []), nn.Linear(DIM, 1),
     )  # fmt: skip
+    if tied:
+        model[-2].weight = model[0].weight
+    return model
 
 
 class CountingSGD(torch.optim.Optimizer):
@@ -109,10 +149,32 @@ class Case:
     checkpointing: bool = False
     spare: bool = False
     same_data: bool = False  # all replicas read replica 0's batches
+    tied: bool = False
+    routed: bool = False
     fresh: bool = False  # a last stage without delay
     start: int = 0  # mini-batches at the beginning without delay
+    bf16: bool = False  # weight versions in bf16 beside masters
+    resumes: tuple[int, ...] = ()  # after these batches a new engine goes on from the state of the old one
+    evaluates: tuple[int, ...] = ()  # after these batches the pipeline is drained and evaluated
+    model: Callable[[float], nn.Sequential] | None = None  # dropout -> another model
+    cut: str | tuple[int, ...] = "even"  # or as long a stage as can be at the "front" or at the "back", or counts
+    placement: str = "pipeline_within_node"
     seed: int = 5
     device: str = "cpu"
+
+    def counts(self, num_stages: int) -> list[int]:
+        """Layers of each stage; with a long one all others have parameters in one layer only."""
+        if not isinstance(self.cut, str):
+            return list(self.cut)
+        units = pipeline_units(self.make_model())
+        heavy = [i for i, unit in enumerate(units) if any(True for _ in unit.module.parameters())]
+        if self.cut == "even":
+            return spread(units, num_stages)
+        if self.cut == "front":
+            starts = [0, *heavy[len(heavy) - num_stages + 1 :]]
+        else:  # layers without parameters begin stages
+            starts = [0, *[i + 1 for i in heavy[: num_stages - 1]]]
+        return [end - start for start, end in zip(starts, [*starts[1:], len(units)])]
 
     def batch(self, index: int, replica: int = 0) -> dict[str, Tensor]:
         """Batch ``index`` of a replica; some samples have a weight of their own, which may be 0."""
@@ -120,7 +182,7 @@ class Case:
         generator = torch.Generator().manual_seed(1000 + 31 * index + 7919 * replica)
         size = self.batch_sizes[index]
         x = torch.randn(size, DIM, generator=generator)
-        if index == self.nan_at:
+        if index == self.nan_at and size:
             x[size // 2] = float("nan")
         weight = torch.randint(0, 4, (size,), generator=generator).float() if self.unequal_weights else torch.ones(size)
         y = torch.randn(size, 1, generator=generator)
@@ -141,8 +203,15 @@ class Case:
 
         return step
 
+    def context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device, torch.bfloat16) if self.bf16 else nullcontext()
+
     def weight(self, micro_batch: dict[str, Tensor]) -> float:
         return float(micro_batch["weight"].sum())
+
+    def make_model(self) -> nn.Sequential:
+        model = self.model(self.dropout) if self.model else make_model(self.dropout, self.spare, self.tied, self.routed)
+        return model.to(self.device)
 
     def make_base(self, parameters: Any) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.optimizer](parameters)

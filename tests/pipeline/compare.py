@@ -27,6 +27,9 @@ def assert_same_weights(results: Results, expected: dict[str, Tensor]) -> None:
     assert sum(len(result["weights"]) for result in results) == len(expected)
     different = [name for name in expected if not np.array_equal(weights[name], expected[name].numpy(), equal_nan=True)]
     assert not different, f"not bitwise equal: {different}"
+    copies = [copy for result in results for copy in result.get("copies", {}).items()]
+    apart = [name for name, value in copies if not np.array_equal(np.asarray(value), weights[name], equal_nan=True)]
+    assert not apart, f"the copies of a shared parameter differ: {apart}"
 
 
 def assert_same_losses(results: Results, expected: list[float]) -> None:
@@ -39,3 +42,8 @@ def assert_same_losses(results: Results, expected: list[float]) -> None:
 def assert_same_norms(results: Results) -> None:
     """All ranks clip and log the same number."""
     assert all(result["norms"] == results[0]["norms"] for result in results)
+
+
+def assert_same_statistics(results: Results) -> None:
+    """All ranks log the same numbers."""
+    assert all(result["statistics"] == results[0]["statistics"] for result in results)

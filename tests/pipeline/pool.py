@@ -92,14 +92,14 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60))
-    meshes: dict[int, Mesh] = {}
+    meshes: dict[tuple[int, str], Mesh] = {}
     while (case := tasks.get()) is not None:
         try:
-            replicas = case.data_parallel_size
-            if replicas not in meshes:
-                meshes[replicas] = Mesh(world_size // replicas, replicas, rank)
-                meshes[replicas].connect()
-            outcome = run_case(case, meshes[replicas])
+            replicas, kind = case.data_parallel_size, (case.data_parallel_size, case.placement)
+            if kind not in meshes:
+                meshes[kind] = Mesh(world_size // replicas, replicas, rank, placement=case.placement)
+                meshes[kind].connect()
+            outcome = run_case(case, meshes[kind])
             results.put((rank, {k: _plain(v) for k, v in outcome.items()}, ""))
         except Exception:
             results.put((rank, None, traceback.format_exc()))

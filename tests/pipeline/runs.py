@@ -2,110 +2,203 @@
 
 from __future__ import annotations
 
+import io
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.pipeline import state
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.mini_batch import Update
+from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
 from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.pipeline.partition import Partition
+from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.pipeline.stage import cut
-from lightning_asyncpp.pipeline.ticket import TicketOffice
+from lightning_asyncpp.pipeline.tree import tensors_of
 from lightning_asyncpp.pipeline.units import stages_of_parameters
-from lightning_asyncpp.pipeline.update import clip_coefficient
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
-from tests.pipeline.cases import Case, make_model
+from tests.pipeline.cases import Case
 
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
 
 
 def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     """Run a case on this rank; returns this stage's final weights, its losses and its norms."""
-    settings = PipelineSettings(
-        micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
-        delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
-        fresh_last_stage=case.fresh, synchronous_start=case.start,
-    ).resolved(mesh.world_size)  # fmt: skip
-    device = torch.device(case.device)
-    model = make_model(case.dropout, case.spare).to(device)
-    stage = cut(model, mesh.stage, mesh.num_stages, case.seed, device)
-    if case.checkpointing:
-        _checkpoint_units(stage)
-    hooks = UserHooks(micro_batch_weight=case.weight)
-    engine = Engine(stage, mesh, settings, case.seed, device, hooks)
-    optimizer = case.make_optimizer(list(model.named_parameters()))
-    scheduler = case.make_scheduler(optimizer)
-    office = TicketOffice(optimizer)
-    norms: list[float] = []
-
-    def apply(update: Update) -> None:
-        if case.max_norm is not None:
-            factor = clip_coefficient(update.message.norm, case.max_norm)
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(factor)
-        lend = nullcontext()
-        if case.error_feedback is not None and update.weights_before is not None:
-            lend = optimizer.weights_before(update.weights_before)  # type: ignore[attr-defined]
-        with office.redeemed(update.ticket), lend:
-            optimizer.step()
-
-    def take(updates: list[Update]) -> None:
-        norms.extend(update.message.norm for update in updates if not update.skipped)
-
-    losses = []
+    training = Training(case, mesh)
     for mini_batch in case.mini_batches:
+        last = mini_batch[-1]
         outputs = []
         for i in mini_batch:
-            outputs.append(engine.run(case.batch(i, mesh.replica), case.step(model)))
-            if i in case.drains and i != mini_batch[-1]:
-                take(engine.drain(apply))
-        if mesh.is_last:
+            outputs.append(training.engine.run(case.batch(i, mesh.replica), case.step(training.model)))
+            if i in case.drains and i != last:
+                training.drain()
+        training.close(outputs)
+        if last in case.drains:
+            training.drain()
+        if last in case.evaluates:
+            training.evaluate(last)
+        if last in case.resumes:
+            training = training.resumed()
+    training.drain()
+    return training.results()
+
+
+class Training:
+    """What a strategy does with its session, for a case.
+
+    Args:
+        case: what to run.
+        mesh: this rank's place.
+    """
+
+    def __init__(self, case: Case, mesh: Mesh) -> None:
+        self.case, self.mesh = case, mesh
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.statistics: list[dict[str, float]] = []
+        settings = PipelineSettings(
+            micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
+            delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
+            fresh_last_stage=case.fresh, synchronous_start=case.start, weight_dtype="bf16" if case.bf16 else None,
+        )  # fmt: skip
+        self.session = session = PipelineSession(settings)
+        session.mesh = mesh
+        self.model = case.make_model()
+        counts, device = tuple(case.counts(mesh.num_stages)), torch.device(case.device)
+        self.stage = session.cut(self.model, case.seed, device, partition=Partition(counts, counts, "as given"))
+        if case.checkpointing:
+            _checkpoint_units(self.stage)
+        hooks = UserHooks(micro_batch_weight=case.weight, forward_context=case.context)
+        self.engine: Engine = session.start(hooks, device, training=True)
+        self.optimizer = case.make_optimizer(list(self.model.named_parameters()))
+        self.scheduler = case.make_scheduler(self.optimizer)
+        session.attach(self.optimizer)
+
+    def close(self, outputs: list[BatchOutput]) -> None:
+        """End the mini-batch."""
+        if self.mesh.is_last:
             sums = [(output.mean_loss() or 0.0) * sum(output.weights) for output in outputs]
-            losses.append(float(sum(sums)) / max(sum(sum(o.weights) for o in outputs), 1e-9))
-        if case.error_feedback is not None:
-            optimizer.set_delay(engine.delay_of_next_update)  # type: ignore[attr-defined]
-        engine.close(office.file())
-        take(engine.apply_due(apply))
-        if scheduler is not None:
-            scheduler.step()
-        if mini_batch[-1] in case.drains:
-            take(engine.drain(apply))
-    take(engine.drain(apply))
-    weights = {name: p.detach().cpu().clone() for name, p in stage.parameters.items()}
-    return {"weights": weights, "losses": losses, "norms": norms, "replica": mesh.replica, "stage": mesh.stage}
+            self.losses.append(float(sum(sums)) / max(sum(sum(o.weights) for o in outputs), 1e-9))
+        self.session.close()
+        self._take(self.session.apply_due(self._step))
+        check_what_is_kept(self.engine, outputs)
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def drain(self) -> None:
+        self._take(self.session.drain(self._step))
+
+    def evaluate(self, index: int) -> None:
+        self.drain()
+        with torch.no_grad():
+            self.engine.evaluate(self.case.batch(index, self.mesh.replica), self.case.step(self.model))
+
+    def resumed(self) -> Training:
+        """A new one, which goes on from what a checkpoint holds of this one."""
+        self.drain()
+        saved = {
+            "weights": state.gather_model_state(self.session, self.stage.state_dict()),
+            "pipeline": state.pipeline_state(self.session),
+            "optimizer": state.gather_optimizer_state(self.session, self.optimizer),
+        }  # fmt: skip
+        saved = self._from_first_rank(saved)
+        self.session.finish()
+        other = Training(self.case, self.mesh)
+        other.model.load_state_dict({name: saved["weights"][name] for name in other.model.state_dict()})
+        state.load_pipeline_state(other.session, saved["pipeline"])
+        other.optimizer.load_state_dict(state.own_optimizer_state(self.mesh, saved["optimizer"]))
+        if other.scheduler is not None and self.scheduler is not None:
+            other.scheduler.load_state_dict(self.scheduler.state_dict())
+        other.losses, other.norms, other.statistics = self.losses, self.norms, self.statistics
+        return other
+
+    def results(self) -> dict[str, Any]:
+        stage, mesh = self.stage, self.mesh
+        names = {tie.names[1]: tie.names[0] for tie in stage.whole.ties if tie.stages[1] == mesh.stage}
+        trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}
+        tensors = {name: p.detach().cpu().clone() for name, p in {**trained, **stage.buffers}.items()}
+        return {
+            "weights": {name: tensor for name, tensor in tensors.items() if name not in names},
+            "copies": {names[name]: tensor for name, tensor in tensors.items() if name in names},
+            "losses": self.losses, "norms": self.norms, "statistics": self.statistics,
+            "replica": mesh.replica, "stage": mesh.stage,
+        }  # fmt: skip
+
+    def _step(self) -> None:
+        if self.case.max_norm is not None:
+            self.session.clip(self.case.max_norm)
+        self.optimizer.step()
+
+    def _take(self, updates: list[Update]) -> None:
+        layout = self.stage.whole.statistics
+        for update in updates:
+            if not update.skipped:
+                self.norms.append(update.message.norm)
+                self.statistics.append(layout.metrics(update.message.statistics))
+
+    def _from_first_rank(self, saved: Any) -> Any:
+        """As written to a file and read again."""
+        file = io.BytesIO()
+        torch.save(saved, file)
+        content = [file.getvalue()]
+        if self.mesh.groups is not None:
+            dist.broadcast_object_list(content, 0, group=self.mesh.groups.host)
+        return torch.load(io.BytesIO(content[0]), weights_only=True)
+
+
+def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
+    """Nothing that is done with may hold on to memory until the next drain, or the end of the batch."""
+    results = [tensor for output in outputs for tensor in tensors_of(output.results)]
+    assert not any(tensor.requires_grad for tensor in results)
+    assert len(engine.updates._leaving) <= 3  # shared gradients on their way
+    stepped = [m.pending for m in engine.updates.closed if m.stepped and m.pending is not None]
+    assert not any(gradient is not None for pending in stepped for gradient in pending.gradients.values())
 
 
 def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list[float]]:
     """Run a case in this process; with replicas their micro-batches are simply more micro-batches.
 
-    The number of stages matters to a fresh last stage alone.
+    The number of stages and their cut matter to a fresh last stage alone.
     """
     assert case.data_parallel_size == 1 or (not case.dropout and not case.random_input)
-    model = make_model(case.dropout, case.spare).to(case.device)
+    model = case.make_model()
     optimizer = case.make_base(list(model.named_parameters()))
     scheduler = case.make_scheduler(optimizer)
     batches = [
         [case.batch(i, r) for i in indices for r in range(case.data_parallel_size)] for indices in case.mini_batches
     ]
     named = dict(model.named_parameters())
-    stages = stages_of_parameters(model, num_stages) if case.fresh else {}
+    stages = stages_of_parameters(model, case.counts(num_stages)) if case.fresh else {}
+
+    def step(micro_batch: dict[str, Tensor]) -> Tensor:
+        with case.context():
+            return case.step(model)(micro_batch)
+
     losses = train_reference(
-        model, case.step(model), batches, optimizer,
+        model, step, batches, optimizer,
         micro_batches=case.micro_batches, delay=case.delay, max_norm=case.max_norm,
         error_feedback=case.error_feedback if case.delay else None,
         after_update=scheduler.step if scheduler is not None else None,
         weight=case.weight, skip_nonfinite=case.nan_at is not None, seed=case.seed,
-        fresh=[named[name] for name, stage in stages.items() if stage == num_stages - 1],
-        synchronous_start=case.start,
+        fresh=[named[name] for name, stage in stages.items() if stage == num_stages - 1 and name in named],
+        synchronous_start=case.start, weight_dtype=torch.bfloat16 if case.bf16 else None,
     )  # fmt: skip
-    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}, losses
+    return {name: tensor.detach().cpu().clone() for name, tensor in versioned_tensors(model).items()}, losses
+
+
+def versioned_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a training changes: name -> parameter, or buffer of a layer that counts."""
+    tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, layer in model.named_modules():
+        if isinstance(layer, StatisticsLayer):
+            tensors |= {f"{name}.{key}": getattr(layer, key) for key in layer.versioned_buffers}
+    return tensors
 
 
 def _checkpoint_units(stage: Any) -> None:

@@ -10,7 +10,13 @@ import pytest
 
 from lightning_asyncpp.pipeline.schedule import largest_lookahead
 from tests.pipeline.cases import Case
-from tests.pipeline.compare import assert_same_losses, assert_same_norms, assert_same_weights, weights_of
+from tests.pipeline.compare import (
+    assert_same_losses,
+    assert_same_norms,
+    assert_same_statistics,
+    assert_same_weights,
+    weights_of,
+)
 from tests.pipeline.conftest import Pools
 from tests.pipeline.pairwise import pairwise
 from tests.pipeline.runs import run_oracle
@@ -38,6 +44,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "nan_at": (None, 2),
     "checkpointing": (False, True),
     "spare": (False, True),
+    "tied": (False, True),
+    "routed": (False, True),
+    "bf16": (False, True),
+    "cut": ("even", "front", "back"),
 }
 
 
@@ -47,6 +57,7 @@ def check(pools: Pools, num_stages: int, case: Case) -> None:
     assert_same_weights(results, weights)
     assert_same_losses(results, losses)
     assert_same_norms(results)
+    assert_same_statistics(results)
 
 
 def make_case(micro_batches: int, lookahead: int | None, options: dict[str, Any], delay: int = 1) -> Case:
@@ -105,9 +116,18 @@ def test_synchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None
     check(pools, num_stages, case)
 
 
+@pytest.mark.parametrize(("cut", "counts"), [("even", [6, 3]), ("front", [8, 1]), ("back", [1, 8])])
+def test_the_cut_is_the_one_that_was_asked_for(pools: Pools, cut: str, counts: list[int]) -> None:
+    case = Case(2, cut=cut, batch_sizes=(4, 4))
+    assert case.counts(2) == counts
+    last, first = pools.run(case, 2)
+    layers = {int(name.partition(".")[0]) for name in first["weights"]}
+    assert max(layers) < counts[0] <= min(int(name.partition(".")[0]) for name in last["weights"])
+
+
 def with_fresh_last_stage(num_stages: int) -> list[tuple[int, Case]]:
     kept = [case for _, case in asynchronous(num_stages) if case.nan_at is None]
-    return [(num_stages, replace(case, fresh=True, drains=(i % 3,))) for i, case in enumerate(kept)]
+    return [(num_stages, replace(case, fresh=True, tied=False, drains=(i % 3,))) for i, case in enumerate(kept)]
 
 
 @parametrized(over((2, 3), with_fresh_last_stage))
@@ -120,7 +140,9 @@ def with_synchronous_start(num_stages: int) -> list[tuple[int, Case]]:
     cases = []
     for i, (_, case) in enumerate(asynchronous(num_stages)):
         fresh = i % 3 == 0 and num_stages > 1 and case.nan_at is None
-        cases.append((num_stages, replace(case, start=1 + i % 3, fresh=fresh, drains=(i % 4,) if i % 2 else ())))
+        tied = case.tied and not fresh
+        drains = (i % 4,) if i % 2 else ()
+        cases.append((num_stages, replace(case, start=1 + i % 3, fresh=fresh, tied=tied, drains=drains)))
     return cases
 
 

@@ -14,6 +14,7 @@ from lightning_asyncpp.pipeline.header import (
     HEADER_BYTES,
     LENGTH,
     MAX_DIMENSIONS,
+    MAX_STRUCTURE_BYTES,
     MAX_TENSORS,
     Header,
     TensorInfo,
@@ -36,6 +37,7 @@ headers = st.builds(
     weight=st.floats(min_value=0, allow_nan=False, allow_infinity=False),
     fingerprint=st.integers(0, 2**62 - 1),
     tensors=st.lists(infos, max_size=MAX_TENSORS).map(tuple),
+    structure=st.binary(max_size=MAX_STRUCTURE_BYTES),
 )
 
 
@@ -56,7 +58,7 @@ def test_headers_that_announce_nothing(kind: int) -> None:
 
 
 VALID = Header(3, Header.TENSOR, 2.5, 77, (TensorInfo((2, 3), torch.float32, True),))
-FIRST_TENSOR = 6  # magic, kind, k, weight, fingerprint, count
+FIRST_TENSOR = 7  # magic, kind, k, weight, fingerprint, count, length of the structure
 MALFORMED = {
     "not a header": (0, 12345, "not an activation header"),
     "negative kind": (1, -1, "not an activation header"),
@@ -64,6 +66,9 @@ MALFORMED = {
     "another micro-batch": (2, 4, "expected micro-batch 3 from the stage before, got 4"),
     "negative count": (5, -1, "not an activation header"),
     "too many tensors": (5, MAX_TENSORS + 1, "not an activation header"),
+    "negative structure": (6, -1, "not an activation header"),
+    "too long a structure": (6, MAX_STRUCTURE_BYTES + 1, "not an activation header"),
+    "structure of one tensor": (6, 3, "contradict each other"),
     "unknown dtype": (FIRST_TENSOR, 10, "malformed description"),
     "negative dtype": (FIRST_TENSOR, -1, "malformed description"),
     "too many dimensions": (FIRST_TENSOR + 2, MAX_DIMENSIONS + 1, "malformed description"),
@@ -124,9 +129,10 @@ def test_describe() -> None:
     [
         ((torch.zeros(1),) * (MAX_TENSORS + 1), "returned 9 tensors; at most 8"),
         ((torch.zeros([1] * (MAX_DIMENSIONS + 1)),), "cannot cross a cut"),
-        ((torch.zeros(2, dtype=torch.complex64),), "dtype torch.complex64 cannot cross a cut"),
+        ((torch.zeros(2, dtype=torch.complex64),), "dtype torch.complex64 .* cannot cross a cut: .*view_as_real"),
+        ((torch.eye(3).to_sparse(),), "layout torch.sparse_coo cannot cross a cut: .* must be dense"),
     ],
-    ids=["tensors", "dimensions", "dtype"],
+    ids=["tensors", "dimensions", "dtype", "layout"],
 )
 def test_describe_refuses_what_a_header_cannot_say(tensors: tuple[torch.Tensor, ...], message: str) -> None:
     with pytest.raises(ProtocolError, match=message):

@@ -63,6 +63,10 @@ def leaves(count: int = 3) -> dict[str, Tensor]:
     return {f"w{i}": torch.full((4,), i + 1.0, requires_grad=True) for i in range(count)}
 
 
+def gradients_of(parameters: dict[str, Any]) -> Any:
+    return lambda name: parameters[name].grad
+
+
 def one_each(like: dict[str, Tensor]) -> list[Bucket]:
     return plan_buckets(like, bucket_bytes=1)
 
@@ -106,7 +110,7 @@ def test_buckets_leave_while_the_backward_runs(works: list[Work]) -> None:
     for parameter in parameters.values():
         x = x * parameter
         x.register_hook(lambda _: sent.append(len(works)))
-    with reduction.watching(parameters):
+    with reduction.watching(parameters, gradients_of(parameters)):
         x.sum().backward()
     assert sent == [0, 1, 2]
     assert len(works) == 3
@@ -119,7 +123,7 @@ def test_gradients_of_earlier_micro_batches_are_in_the_sum(works: list[Work]) ->
         reduction = Reduction(one_each(parameters), GROUP)
         loss = sum((p * (2.0 if last else 1.0)).sum() for p in parameters.values())
         if last:
-            with reduction.watching(parameters):
+            with reduction.watching(parameters, gradients_of(parameters)):
                 loss.backward()  # type: ignore[union-attr]
         else:
             loss.backward()  # type: ignore[union-attr]
@@ -137,7 +141,7 @@ def test_what_the_last_backward_does_not_reach_is_sent_after_it_in_order(works: 
     parameters = leaves()
     parameters["w1"].grad = torch.full((4,), 5.0)  # of an earlier micro-batch
     reduction = Reduction(one_each(parameters), GROUP)
-    with reduction.watching(parameters):
+    with reduction.watching(parameters, gradients_of(parameters)):
         (parameters["w0"] * parameters["w2"]).sum().backward()
     assert len(works) == 1, "w1 holds back w0"
     reduction.send_rest({name: p.grad for name, p in parameters.items()})
@@ -167,7 +171,7 @@ def test_nothing_is_waited_for_until_it_is_needed(works: list[Work]) -> None:
 def test_nobody_watches_afterwards(works: list[Work]) -> None:
     parameters = leaves()
     reduction = Reduction(one_each(parameters), GROUP)
-    with reduction.watching(parameters):
+    with reduction.watching(parameters, gradients_of(parameters)):
         pass
     sum(p.sum() for p in parameters.values()).backward()  # type: ignore[union-attr]
     assert not works
@@ -181,7 +185,7 @@ def test_a_gradient_that_grows_after_it_left_is_refused(works: list[Work], reent
     x = torch.ones(4, requires_grad=True)
     for _ in range(2):
         x = checkpoint(lambda x: x * parameters["w0"], x, use_reentrant=reentrant)  # type: ignore[assignment]
-    with reduction.watching(parameters):
+    with reduction.watching(parameters, gradients_of(parameters)):
         if reentrant:
             with pytest.raises(ConfigurationError, match=r"w0 grew after it was complete.*use_reentrant=False"):
                 x.sum().backward()
@@ -204,3 +208,10 @@ def test_a_lost_replica_is_named_so(works: list[Work], monkeypatch: pytest.Monke
 def test_squares_are_summed_in_double_precision() -> None:
     gradients = {"large": torch.tensor([1e4]), "none": None, "small": torch.full((1000,), 1e-2)}
     assert squares(gradients) == [1e8, pytest.approx(1000 * float(torch.tensor(1e-2)) ** 2, rel=1e-14)]
+
+
+def test_a_transposed_parameter_is_packed_by_rows() -> None:
+    weight = torch.arange(6.0).view(2, 3).t()
+    bucket = Bucket(["w"], {"w": weight})
+    assert bucket.pack({"w": None}).tolist() == [0.0] * 7
+    assert torch.equal(bucket.unpack(bucket.pack({"w": weight}))["w"], weight)

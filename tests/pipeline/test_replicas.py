@@ -25,9 +25,13 @@ CASES = {
     "error-feedback": Case(3, error_feedback=1.0, optimizer="counting", accumulate=2, max_norm=0.5),
     "skipped-step": Case(3, nan_at=2),
     "spare": Case(3, spare=True, optimizer="counting"),
+    "tied": Case(3, tied=True, unequal_weights=True, max_norm=0.5, drains=(1,)),
+    "routed": Case(3, routed=True, unequal_weights=True, max_norm=0.5),
+    "routed-fresh-last-stage": Case(3, routed=True, fresh=True, max_norm=0.5),
     "drains": Case(3, drains=(0, 2, 3), lookahead=1),
     "fresh-last-stage": Case(3, fresh=True, unequal_weights=True, max_norm=0.5, drains=(1,)),
     "synchronous": Case(2, delay=0, unequal_weights=True),
+    "uneven-cut": Case(3, cut="back", unequal_weights=True, max_norm=0.5),
 }
 
 
@@ -51,6 +55,23 @@ def test_replicas_hold_the_same_bits(pools: Pools) -> None:
     results = pools.run(Case(3, data_parallel_size=2, unequal_weights=True, max_norm=0.5, error_feedback=1.0), 2)
     first, second = weights_of(results, 0), weights_of(results, 1)
     assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("options", [{}, {"fresh": True}, {"delay": 0}], ids=["async", "fresh", "sync"])
+def test_the_placement_changes_no_bit(pools: Pools, options: dict[str, Any]) -> None:
+    """Norms over all ranks, and so clipped gradients, are added in the same order."""
+    within = Case(3, data_parallel_size=2, unequal_weights=True, max_norm=0.5, dropout=0.3, drains=(2,), **options)
+    across = dataclasses.replace(within, placement="pipeline_across_nodes")
+    results, moved = pools.run(within, 2), pools.run(across, 2)
+    assert [(r["stage"], r["replica"]) for r in results] == [(1, 0), (0, 0), (1, 1), (0, 1)]
+    assert [(r["stage"], r["replica"]) for r in moved] == [(1, 0), (1, 1), (0, 0), (0, 1)]
+    for replica in (0, 1):
+        first, second = weights_of(results, replica), weights_of(moved, replica)
+        assert first.keys() == second.keys()
+        assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert moved[0]["norms"] == results[0]["norms"]
+    assert moved[0]["losses"] == results[0]["losses"]
+    assert_same_norms(moved)
 
 
 def test_an_unused_parameter_has_no_gradient_on_any_replica(pools: Pools) -> None:

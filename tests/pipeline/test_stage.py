@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.private_names import PrivateNameError
 from lightning_asyncpp.pipeline.stage import OtherStage, Stage, _holder, cut
+from lightning_asyncpp.pipeline.units import apply_layers, model_problems
 from tests.pipeline.cases import DIM, make_model
 from tests.pipeline.test_units import Layered
 
@@ -61,6 +64,26 @@ def test_a_unit_of_another_stage_says_where_it_is() -> None:
         "layer 'head' lives on pipeline stage 1: call the whole model through self.model(...) in a *_step method,"
         " or gather it with strategy.full_state_dict()"
     )
+
+
+def test_an_attribute_of_a_unit_of_another_stage() -> None:
+    head = cut(Layered(), 0, 2, 0, CPU).model.head
+    with pytest.raises(AttributeError, match=r"no attribute 'weight': layer 'head' lives on pipeline stage 1: call"):
+        head.weight  # noqa: B018
+    assert not hasattr(head, "bias")
+    assert repr(copy.deepcopy(head)) == repr(head)
+
+
+def test_units_are_applied_by_their_functions() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Layered(lambda m: [m.embedding, *m.body["blocks"], (m.head, lambda head, x: head(x.relu()))])
+
+    x = torch.randn(5, 3)
+    expected = apply_layers(make(), x)
+    for stage in cut_all(make, 2):
+        x = stage.forward((x,), {}, 0, 0, 0)
+    assert torch.equal(x, expected)
 
 
 def test_an_activation_that_is_used_on_two_stages() -> None:
@@ -178,15 +201,16 @@ def test_parameters_that_came_beside_a_cut_model_are_refused() -> None:
 
 def test_all_reasons_are_named_and_the_model_is_left_whole() -> None:
     root = nn.Module()
-    root.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    root.model[1].weight = root.model[0].weight
+    root.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    root.model[1].weight = root.model[2].weight = root.model[0].weight
     root.log_scale = nn.Parameter(torch.ones(1))
     with pytest.raises(ConfigurationError) as caught:
-        cut(root.model, 0, 2, 0, CPU, root=root)
+        cut(root.model, 0, 3, 0, CPU, root=root)
     lines = str(caught.value).splitlines()
     assert lines[0] == "2 problems:"
     assert lines[1].startswith("  1. parameters outside the layers of self.model: log_scale; ")
-    assert lines[2].startswith("  2. 0.weight (stage 0) and 1.weight (stage 1) are the same parameter: ")
+    where = "0.weight (stage 0), 1.weight (stage 1), 2.weight (stage 2)"
+    assert lines[2].startswith(f"  2. {where} are the same parameter: two stages may share weights, not 3; ")
     assert not any(isinstance(module, OtherStage) for module in root.model)
 
 
@@ -207,5 +231,13 @@ def test_refusals(model: Any, num_stages: int, message: str) -> None:
 def test_a_torch_that_keeps_parameters_elsewhere_is_named() -> None:
     layer = nn.Linear(2, 2)
     weight = layer._parameters.pop("weight")
-    with pytest.raises(RuntimeError, match=r"torch 2\S+ has no parameter 'weight' in Linear\._parameters, which"):
-        _holder(layer, "weight", weight)
+    with pytest.raises(RuntimeError, match=r"torch 2\S+ has no 'weight' in Linear\._parameters, which"):
+        _holder(layer, "_parameters", "weight", weight)
+
+
+def test_a_private_name_of_torch_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert model_problems(model) == []
+    monkeypatch.delattr(nn.Module, "_compiled_call_impl")
+    with pytest.raises(PrivateNameError, match=r"torch .* has no Module\._compiled_call_impl"):
+        model_problems(model)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.units import Unit, ownership_problems, pipeline_units, sharing_problems, spread
+from lightning_asyncpp.pipeline.units import (
+    Unit,
+    apply_layers,
+    collective_problems,
+    meta_problems,
+    ownership_problems,
+    pipeline_units,
+    spread,
+)
 
 
 class Layered(nn.Module):
@@ -63,6 +71,17 @@ def test_a_model_that_cannot_be_cut() -> None:
     )
 
 
+def test_a_layer_may_be_applied_by_a_function() -> None:
+    def scaled(layer: nn.Module, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        return scale * layer(x)
+
+    model = Layered(lambda m: [(m.embedding, scaled), (m.head, lambda head, x: head(x.relu()))])
+    assert [unit.name for unit in pipeline_units(model)] == ["embedding", "head"]
+    x = torch.randn(5, 3)
+    assert torch.equal(apply_layers(model, x, scale=2.0), model.head((2.0 * model.embedding(x)).relu()))
+    assert torch.equal(apply_layers(nn.Sequential(model.embedding, model.head), x), model.head(model.embedding(x)))
+
+
 @pytest.mark.parametrize(
     ("layers", "problem"),
     [
@@ -71,12 +90,13 @@ def test_a_model_that_cannot_be_cut() -> None:
         (lambda m: [m.embedding, "head"], "it holds something that is not a submodule of the model"),
         (lambda m: [m], "it holds something that is not a submodule of the model"),
         (lambda m: [m.head, m.head], "it holds a layer twice"),
+        (lambda m: [m.embedding, (m.head, "call")], "the second of a pair is not a function"),
         (
             lambda m: [m.head, m.head, 3],
             "it holds something that is not a submodule of the model and it holds a layer twice",
         ),
     ],
-    ids=["empty", "stranger", "text", "itself", "twice", "both"],
+    ids=["empty", "stranger", "text", "itself", "twice", "no function", "both"],
 )
 def test_wrong_layers(layers: Any, problem: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -136,10 +156,20 @@ def test_many_parameters_outside_are_not_all_listed() -> None:
     assert "3.weight, 3.bias and more; " in problem
 
 
-def test_parameters_shared_between_stages() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    model[2].weight = model[0].weight
-    units = pipeline_units(model)
-    assert sharing_problems(units, [3]) == []
-    (problem,) = sharing_problems(units, [2, 1])
-    assert problem.startswith("0.weight (stage 0) and 2.weight (stage 1) are the same parameter: sharing weights")
+def test_layers_that_would_wait_for_other_stages() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2)), nn.SyncBatchNorm(2))
+    (problem,) = collective_problems(pipeline_units(model))
+    assert problem.startswith("SyncBatchNorm (1.1, 2) synchronises over all ranks, most of which hold other layers")
+    assert collective_problems(pipeline_units(model[:1])) == []
+
+
+def test_meta_tensors_outside_the_layers() -> None:
+    with torch.device("meta"):
+        model = Layered(lambda m: [m.embedding, m.head])
+        model.register_buffer("scale", torch.ones(1))
+    model.body.requires_grad_(False)
+    (problem,) = meta_problems(model, pipeline_units(model))
+    assert problem.startswith("meta tensors outside the layers of the model: body.blocks.0.weight, body.blocks.0.bias,")
+    assert "body.blocks.1.bias, scale; no stage would give them a value" in problem
+    model.body, model.scale = nn.Module(), torch.ones(1)
+    assert meta_problems(model, pipeline_units(model)) == []

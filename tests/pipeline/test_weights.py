@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.weights import WeightVersions
+from lightning_asyncpp.pipeline.weights import WeightVersions, writing
 
 
 def make(room: int = 2) -> tuple[WeightVersions, nn.Parameter]:
@@ -150,3 +150,54 @@ def test_restoring_without_older_weights_takes_the_newest_for_both() -> None:
     weights.restore(3, None)
     assert weights.leaves(2)["w"].tolist() == weights.leaves(3)["w"].tolist() == [4.0, 4.0]
     assert weights.leaves(2)["w"].data_ptr() != weights.leaves(3)["w"].data_ptr()
+
+
+def test_masters_stay_and_versions_are_kept_in_the_compute_dtype() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
+    weights = WeightVersions({"w": parameter}, 2, compute_dtype=torch.bfloat16)
+    memory = parameter.data_ptr()
+    assert weights.leaves(0)["w"].dtype == torch.bfloat16
+    assert weights.advance() is None  # nobody keeps the masters of before
+    with writing(None, weights.compute_weights()), torch.no_grad():
+        parameter.add_(1 / 1024)
+    assert parameter.data_ptr() == memory
+    assert parameter.tolist() == [1 + 1 / 1024, 2 + 1 / 1024]
+    assert weights.leaves(1)["w"].tolist() == [1.0, 2.0]  # rounded
+    weights.check_unwritten(1)
+    assert weights.shown()["w"].dtype == torch.bfloat16
+    assert torch.equal(weights.masters()["w"], parameter.detach())  # type: ignore[index]
+
+
+def test_gradients_of_bf16_leaves_are_summed_in_fp32() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    weights = WeightVersions({"w": parameter}, 2, compute_dtype=torch.bfloat16)
+    for factor in (256.0, 1.0):  # 257 is no number of bf16
+        (weights.leaves(0)["w"] * factor).sum().backward()
+    assert weights.leaves(0)["w"].grad is None
+    gradient = weights.take_gradients(0)["w"]
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+    assert gradient.tolist() == [257.0]
+    assert weights.take_gradients(0)["w"] is None
+
+
+def test_masters_are_restored_beside_the_versions() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    weights = WeightVersions({"w": parameter}, 2, compute_dtype=torch.bfloat16)
+    with torch.no_grad():
+        parameter.fill_(3.0)  # what a checkpoint shows
+    weights.restore(5, {"w": torch.tensor([2.0])}, {"w": torch.tensor([3.001])})
+    assert parameter.tolist() == torch.tensor([3.001]).tolist()
+    assert (weights.leaves(4)["w"].tolist(), weights.leaves(5)["w"].tolist()) == ([2.0], [3.0])
+
+
+def test_every_use_of_a_parameter_has_a_leaf_with_the_same_memory() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    weights = WeightVersions({"a": parameter}, 2, uses={"b": "a"})
+    leaves = weights.leaves(0)
+    assert leaves["a"].data_ptr() == leaves["b"].data_ptr()
+    (leaves["a"] * 2 + leaves["b"] * 3).sum().backward()
+    assert weights.take_gradients(0)["a"].tolist() == [5.0, 5.0]  # type: ignore[union-attr]
+    weights.advance()
+    assert weights.leaves(1)["b"].data_ptr() == weights.leaves(1)["a"].data_ptr() == parameter.data_ptr()
+    assert weights.older().keys() == {"a"}  # type: ignore[union-attr]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_asyncpp import GPTModule, PipelineModule
 from tests.pipeline.cases import DIM
@@ -64,6 +65,12 @@ class ParameterOutside(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.temperature = nn.Parameter(torch.ones(()))
+
+
+class Synchronises(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Sequential(nn.Linear(DIM, DIM), nn.SyncBatchNorm(DIM), nn.Linear(DIM, 1))
 
 
 class UsesParameter(Net):
@@ -141,6 +148,20 @@ def tied_gpt(run: Run) -> GPTModule:
     return small_gpt(run, tie_embeddings=True)
 
 
+def gpt_with_another_rate_for_the_head(run: Run) -> GPTModule:
+    module = tied_gpt(run)
+
+    def make(named: Any) -> torch.optim.Optimizer:
+        entries = list(named)
+        rest = [p for name, p in entries if "head.weight" not in name]
+        head = [p for name, p in entries if "head.weight" in name]
+        groups = [{"params": rest, "lr": 0.1}, {"params": head, "lr": 0.2}]
+        return torch.optim.SGD([group for group in groups if group["params"]], momentum=0.9)
+
+    module.optimizer = make
+    return module
+
+
 class ReturnsNone(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
@@ -202,19 +223,71 @@ class TakesIterator(Net):
         return None
 
 
-class ReturnsDictionary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+class Named(NamedTuple):
+    x: Tensor
 
+
+class ReturnsNamedTuple(nn.Linear):
     def forward(self, x: Tensor) -> Any:
-        return {"x": self.linear(x)}
+        return Named(super().forward(x))
 
 
-class DictionaryAtTheCut(Net):
+class NamedTupleAtTheCut(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.model = nn.Sequential(ReturnsDictionary(), nn.Linear(DIM, 1))
+        self.model = nn.Sequential(ReturnsNamedTuple(DIM, DIM), nn.Linear(DIM, 1))
+
+
+class ValidatesOnOneStage(Net):
+    """Fails on the first stage alone, before the model is called."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        if self.trainer.global_rank == self.trainer.world_size - 1:
+            raise LookupError("no such column" + " in the table" * 100)
+        super().validation_step(batch, batch_idx, dataloader_idx)
+
+
+class OwnBackward(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (3 * loss).backward()
+
+
+class ComputedExample(Net):
+    @property
+    def example_input_array(self) -> Any:
+        return torch.zeros(4, DIM)
+
+
+class Lazy(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Sequential(nn.LazyLinear(DIM), nn.LazyLinear(1))
+
+
+class CompiledInPlace(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model.compile(backend="eager")
+
+
+class CompiledModel(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = torch.compile(self.model, backend="eager")  # type: ignore[assignment]
+
+
+def compiled_module(run: Run) -> Any:
+    return torch.compile(Net(run), backend="eager")
+
+
+class MetricOfSeveralNumbers(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.accuracy = MulticlassAccuracy(3, average=None)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.accuracy(self.model(batch["x"]).repeat(1, 3), (batch["y"][:, 0] > 0).long())
+        self.log("accuracy", self.accuracy)
 
 
 class SumReduction(Net):

@@ -8,9 +8,10 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError
 
-from lightning_asyncpp import GPTModule
+from lightning_asyncpp import GPTModule, apply_layers
 from lightning_asyncpp.models import GPTConfig
 from tests.pipeline.cases import DIM
 from tests.trainer.runs import Net, Run
@@ -185,6 +186,28 @@ class BatchNormNet(Net):
         )
 
 
+class Recomputed(nn.Module):
+    """Computes again in the backward; its BatchNorm is frozen, as in fine-tuning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.norm = nn.BatchNorm1d(DIM).eval()
+        nn.init.uniform_(self.norm.running_var, 0.5, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.norm(self.linear(x)).tanh(), x, use_reentrant=False)
+
+
+class FrozenStatisticsNet(Net):
+    """A part of it stays in evaluation mode all through the training."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        torch.manual_seed(4)
+        self.model = nn.Sequential(Recomputed(), Recomputed(), nn.Dropout(0.2), Recomputed(), nn.Linear(DIM, 1))
+
+
 class StopsOnOneRank(L.Callback):
     """Sets ``trainer.should_stop`` where no other rank sees it."""
 
@@ -202,3 +225,68 @@ class BackboneNet(Net):
     @property
     def backbone(self) -> nn.Module:
         return self.model[0]  # type: ignore[index]
+
+
+class Embeds(nn.Module):
+    """A first layer that takes a mask by its name, and hands on a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, *, keep: Tensor, times: int) -> dict[str, Any]:
+        return {"h": self.linear(x), "keep": keep, "order": (torch.arange(len(x)), None), "times": times}
+
+
+class Carries(nn.Module):
+    """A layer that changes one entry of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, carried: dict[str, Any]) -> dict[str, Any]:
+        order, nothing = carried["order"]
+        assert nothing is None
+        h = self.linear(carried["h"]).tanh() * carried["times"] + order.unsqueeze(1) * 0.01
+        return {**carried, "h": h.masked_fill(~carried["keep"], 0.0)}
+
+
+class Carrying(nn.Module):
+    """Layers of somebody else's, cut by ``pipeline_layers()`` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = Embeds()
+        self.blocks = nn.ModuleList(Carries() for _ in range(3))
+        self.head = nn.Linear(DIM, 1)
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.embed, *self.blocks, (self.head, lambda head, carried: head(carried["h"]))]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return apply_layers(self, *args, **kwargs)
+
+
+class CarryingNet(Net):
+    """Sends dictionaries with a mask, positions, ``None`` and a number over its cuts."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = Carrying()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        x = batch["x"]
+        loss = F.mse_loss(self.model(x, keep=x > -1, times=2), batch["y"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class NormFirstNet(Net):
+    """The running statistics of its first layer depend on the batches alone."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        torch.manual_seed(4)
+        self.model = nn.Sequential(nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))

@@ -59,18 +59,26 @@ def test_every_correction_acts_in_the_pipeline_as_here(pools: Pools, correction:
     check_against_the_pipeline(pools, Run(Net, optimizer="muon", correction=correction))
 
 
-@pytest.mark.parametrize(("stages", "correction"), [(2, "feedback"), (3, "feedback"), (2, "prediction-ahead")])
-def test_a_fresh_last_stage_trains_in_the_pipeline_as_here(pools: Pools, stages: int, correction: str) -> None:
+@pytest.mark.parametrize(
+    ("stages", "correction", "partition"),
+    [(2, "feedback", "auto"), (3, "feedback", "uniform"), (2, "prediction-ahead", [8, 1])],
+)
+def test_a_fresh_last_stage_trains_in_the_pipeline_as_here(
+    pools: Pools, stages: int, correction: str, partition: Any
+) -> None:
+    options = {"micro_batches": 3, "fresh_last_stage": True, "partition": partition}
     run = Run(
-        Net, "async", {"micro_batches": 3, "fresh_last_stage": True}, optimizer="muon", correction=correction,
+        Net, "async", options, optimizer="muon", correction=correction,
         scheduler="decay-step", dropout=0.2, shuffle=True, samples=37, val_samples=(9,),
         trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "val_check_interval": 2, "logger": "list"},
     )  # fmt: skip
     pipeline = pools.run(stages, fit, run)
-    emulated = train(delayed(run, delay="fresh_last_stage", stages=stages, micro_batches=3))
+    ways = {"delay": "fresh_last_stage", "stages": stages, "micro_batches": 3}
+    emulated = train(delayed(run, **ways, partition=partition))
     assert_equal_weights(emulated["weights"], joined_weights(pipeline, stages))
-    other = train(delayed(run, delay=1, micro_batches=3))
-    assert not np.array_equal(other["weights"]["model.0.weight"], emulated["weights"]["model.0.weight"])
+    elsewhere = [1, 8] if stages == 2 else [2, 1, 6]
+    for other in (delayed(run, delay=1, micro_batches=3), delayed(run, **ways, partition=elsewhere)):
+        assert not np.array_equal(train(other)["weights"]["model.0.weight"], emulated["weights"]["model.0.weight"])
     assert emulated["callback_metrics"]["val_loss"] == pytest.approx(pipeline[0]["callback_metrics"]["val_loss"])
 
 

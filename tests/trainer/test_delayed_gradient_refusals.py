@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy
 from tests.trainer.delays import Branches, train
-from tests.trainer.runs import Run
+from tests.trainer.mistakes import Uncuttable
+from tests.trainer.runs import Net, Run
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,19 @@ from tests.trainer.runs import Run
             ["last_stage_norm='own' has a meaning only"],
         ),
         ({"micro_batches": 2, "last_stage_norm": "own"}, ["only with delay='fresh_last_stage' and micro_batches"]),
+        (
+            {"delay": "pipedream", "stages": 2, "micro_batches": 2, "partition": "even"},
+            ["partition='even' must be 'auto'"],
+        ),
+        (
+            {"delay": "pipedream", "stages": 3, "micro_batches": 2, "partition": [4, 5]},
+            ["partition=[4, 5] is for 2 stages, but there are 3"],
+        ),
+        (
+            {"delay": "pipedream", "stages": 2, "partition": [4, 5]},
+            ["partition=[4, 5] has a meaning only", "micro_batches"],
+        ),
+        ({"delay": 1, "micro_batches": 2, "partition": "uniform"}, ["partition='uniform' has a meaning only"]),
         ({"last_stage_norm": "old"}, ["last_stage_norm='old' must be one of before, own, exact"]),
         ({"delay": 1, "stages": 4}, ["stages has no meaning with delay=1"]),
         ({"delay": 1, "stage_of": len}, ["stage_of has no meaning with delay=1"]),
@@ -44,6 +58,15 @@ def test_wrong_arguments_are_named_all_at_once(options: dict[str, Any], messages
     with pytest.raises(ConfigurationError) as caught:
         DelayedGradientStrategy(**options)
     assert all(message in str(caught.value) for message in messages)
+
+
+def test_a_partition_that_does_not_fit_the_model() -> None:
+    ways: dict[str, Any] = {"delay": "fresh_last_stage", "stages": 2, "micro_batches": 2}
+    for partition, message in (([4, 4], "places 8 layers, but the model has 9"), ([9, 1], "places 10 layers")):
+        with pytest.raises(ConfigurationError, match=message):
+            train(Run(Net, "delayed", ways | {"partition": partition}))
+    with pytest.raises(ConfigurationError, match="which the pipeline cannot cut"):
+        train(Run(Uncuttable, "delayed", ways | {"partition": "uniform"}))
 
 
 class Manual(Branches):

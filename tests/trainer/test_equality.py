@@ -13,7 +13,16 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.trainer.modules import InPlaceNet, KeywordNet, NoisyNet, SummingNet, WeighingNet, small_gpt
+from tests.trainer.modules import (
+    CarryingNet,
+    FrozenStatisticsNet,
+    InPlaceNet,
+    KeywordNet,
+    NoisyNet,
+    SummingNet,
+    WeighingNet,
+    small_gpt,
+)
 from tests.trainer.pool import Pools
 from tests.trainer.reference import (
     assert_equal_weights,
@@ -46,7 +55,9 @@ def check(
 @pytest.mark.parametrize("stages", [1, 2, 3, FOUR])
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_adamw(pools: Pools, stages: int, strategy: str) -> None:
-    run = Run(Net, strategy, {"micro_batches": 4}, scheduler="decay-step", trainer={"max_epochs": 2})
+    """With the layers spread as unevenly as can be."""
+    options = {"micro_batches": 4, "partition": {1: [9], 2: [1, 8], 3: [6, 2, 1], 4: [1, 2, 1, 5]}[stages]}
+    run = Run(Net, strategy, options, scheduler="decay-step", trainer={"max_epochs": 2})
     check(pools, run, stages, list(mini_batches_of(run, 2)))
 
 
@@ -88,6 +99,12 @@ def test_validation_and_checkpoints_in_mid_epoch(pools: Pools, stages: int, tmp_
     assert all("val_loss" in result["callback_metrics"] for result in results)
 
 
+def test_layers_that_stay_in_evaluation_mode_when_the_pipeline_drains(pools: Pools) -> None:
+    """What backwards compute again, in an epoch or at a validation, runs in the mode of the forward."""
+    run = Run(FrozenStatisticsNet, val_samples=(10,), trainer={"max_epochs": 2, "val_check_interval": 2})
+    check(pools, run, 2, list(mini_batches_of(run, epochs=2)))
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize(
     ("trainer", "batches"),
@@ -116,6 +133,13 @@ def test_a_scheduler_that_steps_by_epoch(pools: Pools) -> None:
 def test_keyword_arguments_into_the_first_layer(pools: Pools) -> None:
     run = Run(KeywordNet)
     check(pools, run, 3, list(mini_batches_of(run)))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_dictionary_over_the_cuts(pools: Pools, stages: int) -> None:
+    """Of a mask, positions, None and a number; with batches of 8 and 5 samples."""
+    run = Run(CarryingNet, options={"micro_batches": 3}, samples=29, optimizer="muon", error_feedback=True)
+    check(pools, run, stages, list(mini_batches_of(run)))
 
 
 def test_step_that_draws_random_numbers_around_the_model(pools: Pools) -> None:
@@ -167,6 +191,21 @@ def test_two_replicas_of_two_stages(pools: Pools) -> None:
         losses, rel=1e-3
     )
     assert all(result["callback_metrics"] == results[0]["callback_metrics"] for result in results)
+
+
+def test_across_nodes_two_replicas_train_as_within(pools: Pools) -> None:
+    options = {"data_parallel_size": 2, "micro_batches": 3}
+    run = Run(Net, options=options, shuffle=True, scheduler="decay-step", optimizer="muon", error_feedback=True)
+    run = replace(run, trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "logger": "list"}, samples=44, batch_size=4)
+    run = replace(run, val_samples=(8,))
+    within = pools.run(4, fit, run)
+    across = pools.run(4, fit, replace(run, options=options | {"placement": "pipeline_across_nodes"}))
+    for replica in (0, 1):
+        moved = joined_parts([across[rank]["weights"] for rank in (replica, 2 + replica)])
+        assert_equal_weights(moved, joined_weights(within[2 * replica :], 2))
+    assert across[0]["weights"].keys() == across[1]["weights"].keys() != across[2]["weights"].keys()
+    assert across[0]["records"] == within[0]["records"]
+    assert all(result["callback_metrics"] == within[0]["callback_metrics"] for result in across)
 
 
 @pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])

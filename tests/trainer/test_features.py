@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from torch import nn
 
-from tests.trainer.modules import BatchNormNet, StopsOnOneRank
+from tests.pipeline.cases import DIM
+from tests.trainer.modules import BatchNormNet, NormFirstNet, StopsOnOneRank
 from tests.trainer.pool import Pools
 from tests.trainer.reference import (
     assert_equal_weights,
@@ -22,7 +24,7 @@ from tests.trainer.reference import (
     oracle,
     plain_module,
 )
-from tests.trainer.runs import Net, Run, Samples, evaluate, fit
+from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit
 
 # -- precision ----------------------------------------------------------------------------------------------------
 
@@ -194,6 +196,25 @@ def test_batch_norm_counts_micro_batches(pools: Pools) -> None:
     assert_equal_weights(buffers, one["buffers"])
     counts = [array for name, array in buffers.items() if name.endswith("num_batches_tracked")]
     assert [int(count) for count in counts] == [20, 20]
+
+
+def test_every_replica_has_running_statistics_of_its_own(pools: Pools) -> None:
+    """Those of its own micro-batches, in their order; the whole model gets those of the first replica."""
+    options = {"data_parallel_size": 2, "micro_batches": 3}
+    run = Run(NormFirstNet, options=options, shuffle=True, samples=36, batch_size=6)
+    results = pools.run(4, fit, run)
+    for replica, rank in enumerate((1, 3)):  # the first stages
+        norm = nn.BatchNorm1d(DIM)
+        for batch in batches_of(run, 0, replicas=2, replica=replica):
+            for x in batch["x"].tensor_split(3):
+                norm(x)
+        buffers = {name.removeprefix("model.0."): array for name, array in results[rank]["buffers"].items()}
+        assert_equal_weights(buffers, arrays(dict(norm.named_buffers())))
+    first, second = (results[rank]["buffers"]["model.0.running_mean"] for rank in (1, 3))
+    assert not np.array_equal(first, second)
+    whole = {name: array for name, array in results[0]["full_at_end"].items() if name in results[1]["buffers"]}
+    assert_equal_weights(whole, results[1]["buffers"])
+    assert_equal_weights(joined_weights(results, 2), joined_weights(results[2:], 2))
 
 
 # -- the whole model ----------------------------------------------------------------------------------------------

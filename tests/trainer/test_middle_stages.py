@@ -7,10 +7,12 @@ from typing import Any
 import lightning as L
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, val_loaders
+from tests.trainer.reference import assert_equal_weights, joined_weights
+from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer, val_loaders
 
 
 class Prepares:
@@ -60,3 +62,24 @@ def test_batches_are_prepared_as_with_one_stage(pools: Pools, module: Any, in_da
     for name, array in expected.items():
         np.testing.assert_array_equal(ranks[0][0][name], array)
     assert all(left == {"left": []} for _, left in ranks), "hooks were not given back"
+
+
+class TwoLoadersNet(Net):
+    """Trains on batches of two loaders at once, and takes them to pieces where they are prepared."""
+
+    def train_dataloader(self) -> Any:
+        return {"a": loader(self.run, 24), "b": loader(self.run, 16, seed=1)}
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "a": {**batch["a"], "x": batch["a"]["x"] * 2}} if self.trainer.training else batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {name: torch.cat([batch["a"][name], batch["b"][name]]) for name in ("x", "y")}
+
+
+def test_batches_of_several_loaders(pools: Pools) -> None:
+    run = Run(TwoLoadersNet, options={"micro_batches": 3}, batch_size=4)
+    (expected,) = pools.run(1, fit, run)
+    results = pools.run(3, fit, run)
+    assert_equal_weights(joined_weights(results, 3), expected["weights"])
+    assert [result["global_step"] for result in results] == [6] * 3

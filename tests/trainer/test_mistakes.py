@@ -55,6 +55,7 @@ MODULES = [
     (m.NoOptimizer, ["configure_optimizers returned no optimizer"]),
     (m.OptimizerOfAnotherModel, ["parameters that are not this stage's"]),
     (m.Manual, ["automatic_optimization=False", "use automatic optimization"]),
+    (m.Synchronises, ["SyncBatchNorm (1)", "GroupNorm"]),
     (m.ParameterOutside, ["parameters outside the layers of self.model: temperature"]),
     (m.UsesParameter, ["used directly in training_step"]),
     (m.CallsTwice, ["after calling twice self.model"]),
@@ -74,9 +75,36 @@ MODULES = [
     (m.LogsVector, ["self.log('x', ...) takes a number"]),
     (m.Gathers, ["all_gather was called inside a *_step method", "on_train_batch_end"]),
     (m.TakesIterator, ["training_step(dataloader_iter) is not supported"]),
-    (m.DictionaryAtTheCut, ["a layer at a cut returned dict"]),
+    (m.NamedTupleAtTheCut, ["a layer at a cut returned the named tuple Named (layer '0')", "tuples, lists and dict"]),
+    (m.OwnBackward, ["OwnBackward has a backward() of its own, which is not called", "on_before_optimizer_step"]),
+    (m.ComputedExample, ["example_input_array of ComputedExample is a property", "in __init__"]),
+    (m.Lazy, ["parameters have no shape yet (0.weight, 0.bias, 1.weight, 1.bias)", "run one forward"]),
+    (m.CompiledInPlace, ["self.model was compiled as a whole", "layer.compile()"]),
+    (m.CompiledModel, ["self.model was compiled as a whole", "layer.compile()"]),
+    (m.compiled_module, ["Net was compiled as a whole", "layer.compile()"]),
     (m.SumReduction, ["loss_reduction='median' must be 'mean' or 'sum'"]),
 ]
+
+
+IN_AN_EVALUATION: list[Any] = [
+    (m.NamedTupleAtTheCut, ["stage 0 failed", "a layer at a cut returned the named tuple Named (layer '0')"]),
+    (m.ValidatesOnOneStage, ["stage 0 failed at micro-batch 0: LookupError: no such column in the table in the"]),
+    # The others learn of it five seconds later.
+    pytest.param(
+        m.MetricOfSeveralNumbers,
+        ["self.log('accuracy', ...): compute() of the Metric returned a tensor of shape (3,)"],
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "parts"), IN_AN_EVALUATION)
+def test_rank_0_says_what_fails_in_an_evaluation(pools: Pools, module: Any, parts: list[str]) -> None:
+    """Lightning validates a little before it trains, so that a mistake shows there first."""
+    run = Run(module, val_samples=(8,), trainer={"num_sanity_val_steps": 1})
+    outcomes = refusals(pools, run, 3 if module is m.ValidatesOnOneStage else 2)
+    assert all(outcome.error for outcome in outcomes)
+    assert_refused(outcomes[:1], *parts)
 
 
 def test_fewer_samples_than_replicas(pools: Pools) -> None:
@@ -100,9 +128,14 @@ def test_more_stages_than_layers(pools: Pools) -> None:
     assert_refused(refusals(pools, Run(m.TwoLayers), 3), *parts)
 
 
-def test_tied_embeddings_over_stages(pools: Pools) -> None:
-    outcomes = refusals(pools, Run(m.tied_gpt, dataset="tokens"))
-    assert_refused(outcomes, "are the same parameter", "tie_embeddings=False")
+def test_tied_embeddings_with_a_fresh_last_stage(pools: Pools) -> None:
+    outcomes = refusals(pools, Run(m.tied_gpt, options={"fresh_last_stage": True}, dataset="tokens"))
+    assert_refused(outcomes, "fresh_last_stage=True steps the last stage before", "tie_embeddings=False")
+
+
+def test_groups_that_treat_the_copies_of_a_shared_parameter_differently(pools: Pools) -> None:
+    outcomes = refusals(pools, Run(m.gpt_with_another_rate_for_the_head, dataset="tokens"))
+    assert_refused(outcomes, "the optimizer treats them differently (initial_lr: 0.1 and 0.2; ", "the same options")
 
 
 def test_other_batches_on_the_last_stage(pools: Pools) -> None:
@@ -117,6 +150,7 @@ def test_more_names_logged_than_there_is_room_for(pools: Pools) -> None:
 
 TRAINERS = [
     ({"precision": "16-true"}, ["precision='16-true' is not supported", "bf16-mixed"]),
+    ({"sync_batchnorm": True}, ["sync_batchnorm=True", "GroupNorm"]),
     ({"val_check_interval": "00:00:10:00"}, ["val_check_interval is a time", "number of batches"]),
     ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "agnostic"}, ["gradient_clip_algorithm"]),
 ]

@@ -35,10 +35,22 @@ def indices(run: RecordedRun, kind: Kind | Wait | Beside, stage: int = 0) -> lis
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_utilisation_is_that_of_the_wall_clock(pools: Pools, tmp_path: Path, strategy: str) -> None:
-    """Layers that sleep tell how long they did, and a clock of its own how long training took."""
-    run = recorded(Run(Net, strategy, {"micro_batches": 4}, samples=48), tmp_path)
+    """Layers that sleep tell how long they did, and a clock of its own how long training took.
+
+    A machine that is busy elsewhere can hold a process up between the two clocks; a wrong figure is wrong each time.
+    """
+    for attempt in range(3):
+        try:
+            return assert_the_wall_clock_agrees(pools, tmp_path / str(attempt), strategy)
+        except AssertionError:
+            if attempt == 2:
+                raise
+
+
+def assert_the_wall_clock_agrees(pools: Pools, folder: Path, strategy: str) -> None:
+    run = recorded(Run(Net, strategy, {"micro_batches": 4}, samples=48), folder)
     slept = pools.run(2, fit_asleep, run)
-    summary = summarise(read_run(tmp_path / "trace"))
+    summary = summarise(read_run(folder / "trace"))
     assert summary.violated == 0
     assert summary.total.staleness == {"async": "0, 1", "sync": "0"}[strategy]
     for row, stage in zip(summary.rows, slept[::-1]):  # rank 0 is the last stage

@@ -28,6 +28,8 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_should_check_val_fx": (lambda t: type(t.fit_loop.epoch_loop), private.validation_is_due),
     "_data_fetcher": (lambda t: t.fit_loop, private.validation_is_due),
     "_val_check_time_interval": (lambda t: t, private.has_timed_validation),
+    "_layer_sync": (lambda t: t._accelerator_connector, private.synchronizes_batch_norm),
+    "_compiler_ctx": (lambda t: t.lightning_module, lambda t: private.is_compiled(t.lightning_module)),
     "_every_n_train_steps": (
         lambda t: t.checkpoint_callback, lambda t: private.checkpoint_is_due(t.checkpoint_callback, 1)
     ),

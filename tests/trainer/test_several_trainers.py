@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import numpy as np
 
+from lightning_asyncpp.pytorch.module_hooks import _WRAPPED_EPOCH_ENDS
 from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, val_loaders
+from tests.trainer.reference import assert_equal_weights, joined_weights
+from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer, val_loaders
+
+
+class Averages(L.Callback):
+    """Keeps a mean of the weights in a copy of the module, as users write it."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.mean = copy.deepcopy(module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        for mean, parameter in zip(self.mean.parameters(), module.parameters()):
+            mean.data.lerp_(parameter.data, 0.5)
+
 
 RUN = Run(Net, optimizer="muon", error_feedback=True, samples=24, val_samples=(16,), options={"micro_batches": 3})
 
@@ -47,3 +62,28 @@ def other_number_of_stages(run: Run) -> None:
     module = run.module(run)
     make_trainer(run).fit(module, loader(run))
     make_trainer(replace(run, options={**run.options, "data_parallel_size": 2})).fit(module, loader(run))
+
+
+def train_with_a_mean(run: Run) -> dict[str, Any]:
+    """What a copy of the module holds, made while it trains, and whether its methods are its own."""
+    averages = Averages()
+    L.seed_everything(run.seed, verbose=False)
+    module = run.module(run)
+    make_trainer(run, callbacks=[averages]).fit(module, loader(run))
+    methods = [getattr(averages.mean, name) for name in ("log", *_WRAPPED_EPOCH_ENDS)]
+    return {
+        "weights": arrays(dict(module.named_parameters())),
+        "mean": arrays(dict(averages.mean.named_parameters())),
+        "own": all(m.__self__ is averages.mean and m.__func__ is getattr(Net, m.__name__) for m in methods),
+    }
+
+
+def test_a_copy_of_the_module_is_a_plain_one(pools: Pools) -> None:
+    (whole,) = pools.run(1, train_with_a_mean, RUN)
+    results = pools.run(2, train_with_a_mean, RUN)
+    assert_equal_weights(joined_weights(results, 2), joined_weights(pools.run(2, fit, RUN), 2))
+    assert all(result["own"] for result in results)
+    for result in results:
+        assert result["mean"].keys() == result["weights"].keys()
+        assert all(not np.array_equal(result["mean"][name], result["weights"][name]) for name in result["mean"])
+    assert whole["own"]

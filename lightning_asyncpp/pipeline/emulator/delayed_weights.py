@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,14 +22,17 @@ class DelayedWeights:
 
     Args:
         delays: parameter -> its delay, for every parameter that may be trained.
+        buffers: buffer -> its delay, for those that change with an update and so belong to a version.
     """
 
-    def __init__(self, delays: Mapping[nn.Parameter, int]) -> None:
-        self.delays = dict(delays)
-        self._versions: dict[nn.Parameter, deque[Tensor]] = {}  # oldest first, the newest last
+    def __init__(self, delays: Mapping[nn.Parameter, int], buffers: Mapping[Tensor, int] | None = None) -> None:
+        self.buffers = dict(buffers or {})
+        self.delays: dict[Tensor, int] = dict(chain(delays.items(), self.buffers.items()))
+        self._versions: dict[Tensor, deque[Tensor]] = {}  # oldest first, the newest last
         self._stale = False
-        self._writes: dict[nn.Parameter, int] = {}  # how often each was written to in place, before it went back
-        self._written: set[nn.Parameter] = set()
+        self._writes: dict[Tensor, int] = {}  # how often each was written to in place, before it went back
+        self._written: set[Tensor] = set()
+        self.track(self.buffers)
 
     @property
     def is_stale(self) -> bool:
@@ -40,7 +44,7 @@ class DelayedWeights:
         """Whether any parameter has a delay."""
         return bool(self._versions)
 
-    def track(self, parameters: Iterable[nn.Parameter]) -> None:
+    def track(self, parameters: Iterable[Tensor]) -> None:
         """Keep versions of these parameters from now on; so far they were not moved, so all versions are equal."""
         for parameter in parameters:
             if self.delays[parameter] and parameter not in self._versions:
@@ -50,7 +54,7 @@ class DelayedWeights:
         """Let the parameters hold the weights that their next gradient is taken at."""
         if self._stale:
             return
-        for parameter in [p for p in self._versions if not p.requires_grad]:
+        for parameter in [p for p in self._versions if not p.requires_grad and p not in self.buffers]:
             del self._versions[parameter]  # no gradient is taken of it; what moves it moves the newest weights
         for parameter, versions in self._versions.items():
             versions[-1] = parameter.data  # somebody may have given it other memory
@@ -66,8 +70,8 @@ class DelayedWeights:
                 self._written.add(parameter)
         self._stale = False
 
-    def take_written(self) -> set[nn.Parameter]:
-        """Parameters that were written to in place while they held older weights, since the last call: it is lost."""
+    def take_written(self) -> set[Tensor]:
+        """What was written to in place while it held older weights, since the last call: that is lost."""
         self.come_forward()
         written, self._written = self._written, set()
         return written
@@ -93,11 +97,11 @@ class DelayedWeights:
                 self.go_back()
 
     @torch.no_grad()
-    def advance(self) -> dict[nn.Parameter, Tensor]:
+    def advance(self) -> dict[Tensor, Tensor]:
         """Make W_{t+1}, equal to W_t, the newest version: the optimizer then steps on it.
 
         Returns:
-            parameter -> its weights W_t, which stay alive; without the parameters of delay 0.
+            parameter or buffer -> its weights W_t, which stay alive; without those of delay 0.
         """
         self.come_forward()
         before = {}
@@ -109,12 +113,12 @@ class DelayedWeights:
             parameter.data = newest
         return before
 
-    def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, list[Tensor]]:
+    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, list[Tensor]]:
         """Weights older than the newest, oldest first, by parameter name; parameters whose versions are equal lack."""
         return {names[p]: [v.detach().clone() for v in versions][:-1] for p, versions in self._versions.items()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, list[Tensor]], names: Mapping[nn.Parameter, str]) -> None:
+    def load_state_dict(self, state: Mapping[str, list[Tensor]], names: Mapping[Tensor, str]) -> None:
         """Take the parameters, as they were just loaded, for the newest weights, and ``state`` for those before.
 
         The state belongs to the same delays.
@@ -140,7 +144,7 @@ def check_same_delay(saved: Mapping[str, Any], present: Mapping[str, Any]) -> No
     moved = [name for name in now if before.get(name, now[name]) != now[name]]
     problems = [
         f"in the checkpoint the gradients of {name!r} were {before[name]} updates old, in this run they are"
-        f" {now[name]}: use the stage_of that it was written with"
+        f" {now[name]}: use the stage_of, or the partition, that it was written with"
         for name in moved[:1]
         if saved.get("delay") == present["delay"] and saved.get("stages") == present["stages"]
     ]

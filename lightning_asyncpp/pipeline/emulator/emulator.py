@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from lightning_asyncpp.pipeline.emulator.delayed_weights import DelayedWeights, check_same_delay
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
+from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
+from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.reduction import squares
 from lightning_asyncpp.pipeline.units import stages_of_parameters
 from lightning_asyncpp.pipeline.update import clip_coefficient
@@ -34,9 +36,11 @@ class DelayEmulator:
         optimizer: over them; it is told the delay if it wants to know.
         micro_batches: sums the gradients as a pipeline does; None leaves them as the backward left them.
         state: of a checkpoint to go on from; the optimizer's may have been loaded before.
+        partition: how a pipeline cuts the model that ``micro_batches`` calls; None where delays do not go by that.
 
     Attributes:
         weights: the weight versions.
+        counts: what layers counted since the last update.
         mini_batch: index t of the next update.
     """
 
@@ -47,15 +51,20 @@ class DelayEmulator:
         optimizer: Optimizer,
         micro_batches: MicroBatchGradient | None = None,
         state: Mapping[str, Any] | None = None,
+        partition: Partition | None = None,
     ) -> None:
         _check_parameters(module)
         self.settings, self.optimizer, self.micro_batches = settings, optimizer, micro_batches
         self.mini_batch = 0
         self._last_norm: float | None = None
         self._updating = False
-        self.names = {parameter: name for name, parameter in module.named_parameters()}
-        delays = settings.of_parameters(list(self.names.values()), self._pipeline_stages())
-        self.weights = DelayedWeights(dict(zip(self.names, delays)))
+        self.counts = MiniBatchCounts(module)
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        stages = self._pipeline_stages(partition)
+        delays = dict(zip(self.names, settings.of_parameters(list(self.names.values()), stages)))
+        buffers = self.counts.buffer_delays(delays)
+        self.names |= self.counts.buffer_names
+        self.weights = DelayedWeights({p: d for p, d in delays.items() if isinstance(p, nn.Parameter)}, buffers)
         self._track()
         if state is None:
             self._tell_delay()
@@ -89,8 +98,9 @@ class DelayEmulator:
         try:
             before = {} if self._is_starting else self.weights.advance()
             if finite and (micro_batches is None or micro_batches.weight):
-                with lent(self.optimizer, before):
+                with lent(self.optimizer, {p: w for p, w in before.items() if isinstance(p, nn.Parameter)}):
                     step()
+                self._update_from_counts()
             else:
                 leave_out(self.optimizer)
         finally:
@@ -99,6 +109,7 @@ class DelayEmulator:
             if micro_batches.weight:
                 self._last_norm = micro_batches.norm()
             micro_batches.clear()
+        self.counts.clear()
         self.mini_batch += 1
         return finite
 
@@ -160,6 +171,12 @@ class DelayEmulator:
             self.micro_batches.seed = int(state["seed"])
             self._last_norm = state["norm"]
 
+    def _update_from_counts(self) -> None:
+        if self.micro_batches is not None:
+            for layer, counts in self.micro_batches.counted.take_statistics().items():
+                self.counts.counted.add(layer, counts)
+        self.counts.update()
+
     @property
     def _is_starting(self) -> bool:
         """Whether the next update is one of a synchronous start: there are no older weights yet."""
@@ -183,18 +200,15 @@ class DelayEmulator:
             "delays": {name: self.weights.delays[p] for p, name in self.names.items()},
         }  # fmt: skip
 
-    def _pipeline_stages(self) -> dict[str, int] | None:
-        """Stages as a pipeline cuts the model, where batches are cut as a pipeline does and the model can be, too."""
-        stages, model = self.settings.stages, None if self.micro_batches is None else self.micro_batches.model
-        if stages is None or model is None or self.settings.stage_of is not None:
-            return None
-        try:
-            of_model = stages_of_parameters(model, stages)
-        except ConfigurationError:
+    def _pipeline_stages(self, partition: Partition | None) -> dict[str, int] | None:
+        """Stages of the parameters as a pipeline cuts the model, where it does."""
+        model = None if self.micro_batches is None else self.micro_batches.model
+        if partition is None or model is None:
             return None
         names = {id(p): name for p, name in self.names.items()}
         parameters = dict(model.named_parameters())
-        return {names[id(parameters[name])]: stage for name, stage in of_model.items() if name in parameters}
+        stages = stages_of_parameters(model, partition.counts)
+        return {names[id(parameters[name])]: stage for name, stage in stages.items() if name in parameters}
 
     def _track(self) -> None:
         # Anew at every update: a callback may have added a group of parameters that were frozen until now.

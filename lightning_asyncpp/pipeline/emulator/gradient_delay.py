@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.settings import is_whole, problems_of_start
+from lightning_asyncpp.pipeline.settings import is_whole, problems_of_partition, problems_of_start
 
 Delay = int | Literal["pipedream", "fresh_last_stage"]
 StageOf = Callable[[str], int]
@@ -36,6 +36,8 @@ class DelaySettings:
             the norm of the whole gradient, which no pipeline could know in time. ``None``: ``"before"`` with
             ``micro_batches``, else exact, as Lightning clips.
         synchronous_start: number N of mini-batches at the beginning without delay; W_N counts as W_0 after them.
+        partition: how a pipeline cuts the model, where ``stage_of`` goes by that: ``"auto"``, ``"uniform"``, or the
+            number of layers of each stage.
     """
 
     delay: Delay = 1
@@ -45,6 +47,7 @@ class DelaySettings:
     nonfinite_gradients: str = "stop"
     last_stage_norm: str | None = None
     synchronous_start: int = 0
+    partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
 
     def problems(self) -> list[str]:
         """What is wrong with the settings, each with its mend."""
@@ -60,7 +63,12 @@ class DelaySettings:
             )
         if self.nonfinite_gradients not in POLICIES:
             problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
-        return problems + self._norm_problems()
+        return problems + self._norm_problems() + self._partition_problems()
+
+    @property
+    def cuts_as_a_pipeline(self) -> bool:
+        """Whether delays go by stages as a pipeline has them, if the model can be cut."""
+        return isinstance(self.delay, str) and self.stage_of is None and self.micro_batches is not None
 
     @property
     def is_plain(self) -> bool:
@@ -135,6 +143,14 @@ class DelaySettings:
                 " out, or give those"
             ]
         return []
+
+    def _partition_problems(self) -> list[str]:
+        if self.partition == "auto" or self.cuts_as_a_pipeline:
+            return problems_of_partition(self.partition, self.stages)
+        return [
+            f"partition={self.partition!r} has a meaning only where delays go by stages as a pipeline cuts them: with"
+            f" delay={' or '.join(map(repr, KINDS))} and micro_batches, and without stage_of; leave it out"
+        ]
 
     def _stages_of(self, names: Sequence[str]) -> list[int]:
         assert self.stages is not None

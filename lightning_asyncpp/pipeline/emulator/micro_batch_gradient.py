@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.buckets import plan_buckets
+from lightning_asyncpp.pipeline.emulator.uses_apart import uses_apart
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
@@ -54,7 +57,9 @@ class MicroBatchGradient:
         self.seed, self.device, self.replica, self.replicas = seed, device, replica, replicas
         self.next_micro_batch = 0
         self.weight = 0.0
+        self.counted = Collected()
         self._sums: dict[str, Tensor | None] = {}
+        self._further_uses: list[tuple[str, Tensor | None]] = []  # name, sum of a later unit that shares a parameter
         self._norms: dict[str, float] = {}
         self._complete = False
 
@@ -80,12 +85,16 @@ class MicroBatchGradient:
         for name, parameter in self.parameters.items():
             parameter.grad = self._sums.get(name)
         results, weights = [], []
-        with preserved_generators(self.device):
+        name_of = {id(parameter): name for name, parameter in self.parameters.items()}
+        with preserved_generators(self.device), uses_apart(self.model) as further_uses:
+            for (_, use), (_, gradient) in zip(further_uses, self._further_uses):
+                use.grad = gradient
             for k, slot in enumerate(slots, self.next_micro_batch):
                 weight = 0.0 if slot is None else float(self.hooks.micro_batch_weight(slot))
                 if weight:
                     results.append(self._run_micro_batch(k, slot, weight, step))
                     weights.append(weight)
+            self._further_uses = [(name_of[id(parameter)], use.grad) for parameter, use in further_uses]
         self.next_micro_batch += len(slots)
         self.weight += sum(weights)
         self._sums = {name: parameter.grad for name, parameter in self.parameters.items()}
@@ -101,6 +110,10 @@ class MicroBatchGradient:
         if self._complete:
             return
         gradients = {name: gradient for name, gradient in self._sums.items() if self.parameters[name].requires_grad}
+        for name, gradient in self._further_uses:
+            if gradient is not None:
+                own = gradients[name]
+                gradients[name] = gradient if own is None else own + gradient
         sparse = [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]
         if sparse:
             raise ConfigurationError(
@@ -134,12 +147,15 @@ class MicroBatchGradient:
     def clear(self) -> None:
         """Begin the next mini-batch."""
         self._sums, self.weight, self._complete = {}, 0.0, False
+        self._further_uses, self.counted = [], Collected()
 
     def _run_micro_batch(self, k: int, slot: Any, weight: float, step: Step) -> Any:
         with _units_seeded(self.model, lambda unit: derive(self.seed, "layer", unit, self.replica, k), self.device):
             seed_generators(derive(self.seed, "train", self.replica, k), self.device)
-            with self.hooks.forward_context():
+            with self.hooks.forward_context(), collecting() as said:
                 result = step(slot, weight)
+                for layer, counts in said.take_statistics().items():
+                    self.counted.add(layer, counts)
         loss = loss_of(result)
         if not loss.requires_grad:
             raise ConfigurationError(
@@ -147,7 +163,8 @@ class MicroBatchGradient:
                 " compute it without detach() or no_grad()"
             )
         seed_generators(derive(self.seed, "backward", 0, self.replica, k), self.device)
-        (loss if self.hooks.loss_reduction == "sum" else loss * weight).backward()
+        weighed = [loss if self.hooks.loss_reduction == "sum" else loss * weight]
+        torch.autograd.backward(weighed + [auxiliary * weight for auxiliary in said.losses])
         return result
 
     def _reduced(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -174,8 +191,8 @@ def _units_seeded(model: nn.Module | None, seed_of: Callable[[int], int], device
     def leave(*_: Any) -> None:
         outside.pop().__exit__(None, None, None)
 
-    def seed(unit: int) -> Callable[..., None]:
-        return lambda *_: seed_generators(seed_of(unit), device)
+    def seed(in_turn: Iterator[int]) -> Callable[..., None]:
+        return lambda *_: seed_generators(seed_of(next(in_turn)), device)
 
     try:
         units = pipeline_units(model) if model is not None else []
@@ -183,7 +200,10 @@ def _units_seeded(model: nn.Module | None, seed_of: Callable[[int], int], device
         units = []  # it cannot be cut: its layers draw from the step's generator
     if model is not None and units:
         hooks.append(model.register_forward_pre_hook(enter))
-        hooks += [unit.module.register_forward_pre_hook(seed(index)) for index, unit in enumerate(units)]
+        places: dict[nn.Module, list[int]] = {}  # one module may be several units
+        for index, unit in enumerate(units):
+            places.setdefault(unit.module, []).append(index)
+        hooks += [m.register_forward_pre_hook(seed(itertools.cycle(indices))) for m, indices in places.items()]
         hooks.append(model.register_forward_hook(leave))
     try:
         yield

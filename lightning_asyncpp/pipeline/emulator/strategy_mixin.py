@@ -7,13 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.partition import Partition
+from lightning_asyncpp.pipeline.partition_choice import can_be_cut, choose_partition
 from lightning_asyncpp.pipeline.randomness import seed_of_run
+from lightning_asyncpp.pipeline.stage import OtherStage
+from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 
 
@@ -25,6 +30,7 @@ class DelayedStrategyMixin:
         emulator: keeps the older weights; ``None`` before there is an optimizer.
     """
 
+    applies_statistics = True  # a module need not look after its StatisticsLayers itself
     settings: DelaySettings
     emulator: DelayEmulator | None
 
@@ -38,7 +44,16 @@ class DelayedStrategyMixin:
             super()._configure_launcher()  # type: ignore[misc]
 
     def _share_weights(self, module: nn.Module) -> None:
-        """Take rank 0's weights, as DDP does; for gradients that are reduced once, at the update."""
+        """Take rank 0's weights, as DDP does; for gradients that are reduced once, at the update.
+
+        Raises:
+            ConfigurationError: a pipeline has left this process a part of the module alone.
+        """
+        if any(isinstance(layer, OtherStage) for layer in module.modules()):
+            raise ConfigurationError(
+                "the module was cut into stages by a pipeline before, and each process has a part of it: build it anew;"
+                " a checkpoint, which holds all stages, brings its weights back"
+            )
         for tensor in module.state_dict().values():
             dist.broadcast(tensor.detach(), src=0)
 
@@ -59,6 +74,34 @@ class DelayedStrategyMixin:
         rank, ranks = self.global_rank, self.world_size  # type: ignore[attr-defined]
         parameters = dict(module.named_parameters())
         return MicroBatchGradient(parameters, network, hooks, self.settings.micro_batches, seed, device, rank, ranks)
+
+    def _partition(self, network: nn.Module | None, example: Example | None) -> Partition | None:
+        """How a pipeline cuts the model, where delays go by that; None where they do not, or it could not cut it.
+
+        Rank 0 chooses.
+
+        Raises:
+            ConfigurationError: the partition that was asked for does not fit the model.
+        """
+        settings = self.settings
+        if network is None or settings.stages is None or not settings.cuts_as_a_pipeline:
+            return None
+        if settings.partition == "auto" and not can_be_cut(network, settings.stages):
+            return None
+        partition: Partition | None = None
+        failure: Exception | None = None
+        if self.global_rank == 0:  # type: ignore[attr-defined]
+            try:
+                partition = choose_partition(network, 0, settings.stages, settings.partition, example)
+            except Exception as error:
+                failure = error
+        partition, problem = self.broadcast((partition, str(failure)))  # type: ignore[attr-defined]
+        if partition is None:
+            raise failure or ConfigurationError(problem)
+        rank_zero_info(f"Emulated pipeline: {settings.stages} stages, {partition.describe()}")
+        if partition.remark:
+            rank_zero_warn(partition.remark)
+        return partition
 
     def _checked(self, closure: Callable[[], Any], precision: Any) -> Callable[[], Any]:
         """The closure, for optimizers that may evaluate it several times; it raises if the gradient is not finite."""

@@ -42,6 +42,7 @@ class Meta:
         started: when the recording began, in seconds since 1970.
         package, torch: versions.
         synchronous_start: number of mini-batches at the beginning of the run without delay.
+        layers: how many layers of the model this stage has; 0 if it is not known.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Meta:
     package: str
     torch: str
     synchronous_start: int = 0
+    layers: int = 0
 
 
 def file_name(rank: int) -> str:

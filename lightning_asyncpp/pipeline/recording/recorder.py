@@ -183,6 +183,7 @@ class Recorder:
             mesh.rank, mesh.stage, mesh.replica, mesh.num_stages, mesh.num_replicas, settings.micro_batches,
             settings.lookahead, self._engine.delay, host_name().split()[0], time.perf_counter(), offset.seconds,
             offset.error, time.time(), _package_version(), torch.__version__, settings.synchronous_start,
+            len(self._engine.runner.stage.units),
         )  # fmt: skip
         file, error = None, None
         try:

@@ -23,7 +23,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.units import pipeline_units, spread
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.partition_choice import choose_partition
+from lightning_asyncpp.pipeline.units import pipeline_units
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy, PipelineTrace, SyncPipelineStrategy
 from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B
 from lightning_asyncpp.tools.bench.processes import end_with_parent
@@ -98,11 +100,10 @@ def train_with_trainer(run: dict[str, Any], folder: Path) -> dict[str, Any]:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
-    replica, place = divmod(int(os.environ["RANK"]), run["stages"])
-    trainer.fit(Module(run), DataLoader(read_batches(run, replica), batch_size=None))  # type: ignore[arg-type]
-    stage = run["stages"] - 1 - place
+    mesh = Mesh(run["stages"], run["replicas"], int(os.environ["RANK"]))
+    trainer.fit(Module(run), DataLoader(read_batches(run, mesh.replica), batch_size=None))  # type: ignore[arg-type]
     loss = float(trainer.callback_metrics["train_loss"]) if trainer.global_rank == 0 else None
-    return {"stage": stage, "marks": clock.marks, "loss": loss}
+    return {"stage": mesh.stage, "marks": clock.marks, "loss": loss}
 
 
 def train_with_torch(run: dict[str, Any]) -> dict[str, Any]:
@@ -145,8 +146,9 @@ def average_gradients(layers: nn.Module, group: dist.ProcessGroup, num_replicas:
 
 def own_layers(run: dict[str, Any], stage: int) -> nn.Sequential:
     """The layers of a stage, cut as our strategies cut."""
-    units = pipeline_units(build_model(run))
-    counts = spread(units, run["stages"])
+    model = build_model(run)
+    units = pipeline_units(model)
+    counts = choose_partition(model, stage, run["stages"], "auto").counts
     first = sum(counts[:stage])
     return nn.Sequential(*(unit.module for unit in units[first : first + counts[stage]]))
 

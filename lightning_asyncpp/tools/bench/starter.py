@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ def main(argv: list[str]) -> None:
     job = Job.load(folder / JOB)
     per_host = job.stages // job.hosts
     children: dict[int, int] = {}
+    # A rank's first collection of what it shares with the others would copy it, for a second, amid what is measured.
+    gc.freeze()
     try:
         for local_rank in range(per_host):
             rank = host * per_host + local_rank

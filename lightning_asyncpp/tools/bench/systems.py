@@ -132,8 +132,9 @@ def run_fabric(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
         optimizer.step()
         marks.append(time.perf_counter())
     strategy.flush()
-    stage = job.stages - 1 - fabric.global_rank
-    return RankRun(system, stage, meter.spans, marks, [])
+    mesh = strategy.session.mesh
+    assert mesh is not None
+    return RankRun(system, mesh.stage, meter.spans, marks, [])
 
 
 def run_floor(job: Job, system: str, make_layer: LayerFactory) -> RankRun:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Beside
+from lightning_asyncpp.tools.trace.balance import Balance, balance_of
 from lightning_asyncpp.tools.trace.hidden import Underway, underway
 from lightning_asyncpp.tools.trace.ideal import Ideal, ideal_of
 from lightning_asyncpp.tools.trace.phases import Episode, find_episodes, phases_of
@@ -63,6 +64,7 @@ class Summary:
         violations: what breaks the promise of the staleness, in words; at most a handful per stage.
         violated: how often it is broken.
         notes: what a reader should know of the recording.
+        balance: how evenly the stages compute; None with one stage, or if recordings of stages are missing.
     """
 
     seconds: float
@@ -73,6 +75,7 @@ class Summary:
     violations: Sequence[str]
     violated: int
     notes: Sequence[str]
+    balance: Balance | None = None
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for other programs."""
@@ -98,7 +101,18 @@ def summarise(run: RecordedRun) -> Summary:
     return Summary(
         run.seconds, (batches.start, batches.stop - 1), rows, _total(rows, underways, versions), _longest(ideals),
         [problem for found in versions for problem in found.violations], sum(v.violated for v in versions), run.notes,
+        _balance(run, rows),
     )  # fmt: skip
+
+
+def _balance(run: RecordedRun, rows: Sequence[Row]) -> Balance | None:
+    if not run.is_whole:
+        return None
+    metas = [rank.meta for stages in run.replicas() for rank in stages]
+    seconds = dict.fromkeys(range(run.meta.num_stages), 0.0)
+    for meta, row in zip(metas, rows):
+        seconds[meta.stage] += row.utilisation * run.seconds
+    return balance_of(seconds, {meta.stage: meta.layers for meta in metas})
 
 
 def _row(

@@ -90,6 +90,8 @@ def statements(run: RecordedRun, summary: Summary) -> list[str]:
             f"Ideal: the same actions with each stage's median times, without messages, updates and framework, take"
             f" {summary.ideal_seconds:.3f} s; this run took {ratio:.2f} times as long."
         )
+    if summary.balance is not None:
+        lines.append(summary.balance.sentence())
     lines.append(_staleness(run, summary))
     lines += [f"  - {problem}" for problem in summary.violations]
     if summary.total.hidden is None:

@@ -67,6 +67,25 @@ def test_a_slow_stage_is_waited_for(tmp_path: Path) -> None:
     assert middle.rows[2].forward_ms == pytest.approx(15, abs=1e-3)
 
 
+def test_the_busiest_stage_is_named_with_its_share(tmp_path: Path) -> None:
+    """Where it is also in a run that waits: 1.5 * 30 ms against three stages of 30."""
+    slow = replace(ASYNC, replicas=2, forward=[0.01, 0.01, 0.02, 0.01], backward=[0.02, 0.02, 0.025, 0.02])
+    run = slow.read(tmp_path)
+    summary = summarise(run)
+    assert summary.balance is not None
+    assert (summary.balance.busiest, summary.balance.layers) == (2, ())
+    assert summary.balance.imbalance == pytest.approx(45 / ((45 + 3 * 30) / 4))
+    assert "Balance: the busiest stage, stage 2, computes 1.33 times the mean of the stages." in table(run, summary)
+    cut = [replace(rank, meta=replace(rank.meta, layers=5 - rank.meta.stage)) for rank in run.ranks]
+    assert "of the stages; layers per stage: 5, 4, 3, 2." in table(run, summarise(replace(run, ranks=cut)))
+    assert summarise(replace(run, ranks=run.ranks[1:])).balance is None
+    assert summary.as_json()["balance"]["busiest"] == 2
+
+
+def test_one_stage_has_nothing_to_balance(tmp_path: Path) -> None:
+    assert summary_of(Recording(stages=1), tmp_path).balance is None
+
+
 def test_bytes_add_up(tmp_path: Path) -> None:
     summary = summary_of(replace(ASYNC, replicas=2), tmp_path)
     assert [row.bytes_sent for row in summary.rows] == [48_000, 96_000, 96_000, 48_000] * 2

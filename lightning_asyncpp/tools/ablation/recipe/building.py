@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,8 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from torch import nn
+
+from lightning_asyncpp.tools.instantiating import instantiated
 
 
 def parameter_names(model: Mapping[str, Any]) -> list[str] | None:
@@ -27,7 +28,7 @@ def parameter_names(model: Mapping[str, Any]) -> list[str] | None:
     try:
         # Without memory for the weights, as far as the module follows.
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            module: LightningModule = _built(parser, "model", model)
+            module: LightningModule = instantiated(parser, "model", model)
             module.configure_model()
     except Exception:  # the user's code; the training will tell what is wrong with it, if anything is
         return None
@@ -47,15 +48,9 @@ def refusal(optimizer: Mapping[str, Any]) -> str | None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--optimizer", type=OptimizerCallable)
     try:
-        _built(parser, "optimizer", optimizer)([("weight", nn.Parameter(torch.zeros(2, 2)))])
+        instantiated(parser, "optimizer", optimizer)([("weight", nn.Parameter(torch.zeros(2, 2)))])
     except ValueError as error:
         return str(error)
     except Exception:  # it may want other parameters; the training will tell what is wrong, if anything is
         return None
     return None
-
-
-def _built(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer versions of jsonargparse call it `instantiate`
-        return parser.instantiate_classes(parser.parse_object({key: dict(value)}))[key]

@@ -1,0 +1,167 @@
+"""What layers say beside their output: losses of their own, and counts from which they learn without a gradient.
+
+Only the last stage of a pipeline computes the loss, and a layer of another stage cannot add to it. So it says what it
+has to add to whoever runs the model, who :func:`collects <collecting>` it: a pipeline on every stage, an emulated
+pipeline or a plain training step in one process. The meaning is the same everywhere: an auxiliary loss of micro-batch k
+adds to that micro-batch's mean loss, and counts are summed over the micro-batches and the replicas of an update.
+
+What a backward computes again (``torch.utils.checkpoint``) was said in the forward and does not count twice. That needs
+``use_reentrant=False``: the other kind runs its forward without gradients, where nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+class StatisticsLayer(nn.Module):
+    """A layer that counts something in every forward, and may change buffers of its own once per update.
+
+    Its forward, or a layer around it, calls :func:`add_statistics`.
+
+    Attributes:
+        num_statistics: length of the vector that it counts in.
+        versioned_buffers: names of its own buffers that :meth:`update_from_statistics` changes. They belong to a weight
+            version as the parameters do: a mini-batch runs on those of the version that it runs on.
+        metrics: name -> how :meth:`compute_metrics` of several layers become one number for the logger.
+    """
+
+    num_statistics: int
+    versioned_buffers: ClassVar[tuple[str, ...]] = ()
+    metrics: ClassVar[Mapping[str, Literal["mean", "max", "min", "sum"]]] = {}
+
+    def update_from_statistics(self, totals: Tensor) -> None:
+        """Change the versioned buffers; called once per update that is applied, without gradients.
+
+        Args:
+            totals: (num_statistics,) fp64 on the host, summed over the micro-batches and replicas of the mini-batch.
+        """
+
+    @classmethod
+    def compute_metrics(cls, totals: Tensor) -> dict[str, float]:
+        """Numbers for the logger, by the names in ``metrics``.
+
+        Args:
+            totals: (num_statistics,) fp64 on the host, as above.
+        """
+        return {}
+
+
+@dataclass
+class Collected:
+    """What the layers of a forward said.
+
+    Attributes:
+        losses: tensors without dimensions, with their graph, in the order in which they were added.
+        statistics: layer -> what it counted, (num_statistics,) fp64.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    statistics: dict[StatisticsLayer, Tensor] = field(default_factory=dict)
+
+    def total_loss(self) -> Tensor | float:
+        """Sum of the losses, to be added to a mean loss; 0.0 if there are none."""
+        return sum(self.losses[1:], start=self.losses[0]) if self.losses else 0.0
+
+    def take_statistics(self) -> dict[StatisticsLayer, Tensor]:
+        """Hand over the statistics: whoever encloses this collection will not see them."""
+        taken, self.statistics = self.statistics, {}
+        return taken
+
+    def add(self, layer: StatisticsLayer, counts: Tensor) -> None:
+        """Add ``counts`` (num_statistics,) to those of a layer."""
+        counts = counts.detach().to(torch.float64)
+        before = self.statistics.get(layer)
+        self.statistics[layer] = counts if before is None else before + counts
+
+
+_collected: ContextVar[Collected | None] = ContextVar("collected", default=None)
+
+
+class collecting:  # noqa: N801 - used as a function is, as torch.no_grad; a generator costs every micro-batch more
+    """Context in which what layers say is collected: ``with collecting() as said``.
+
+    Losses go to the innermost collection alone: exactly one adds them to a loss. Statistics that it did not take go on
+    to the collection around it at the end.
+    """
+
+    __slots__ = ("_said", "_token")
+
+    def __enter__(self) -> Collected:
+        """Begin a collection."""
+        self._said = Collected()
+        self._token = _collected.set(self._said)
+        return self._said
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        outer = None if self._token.old_value is Token.MISSING else self._token.old_value
+        _collected.reset(self._token)
+        if outer is not None:
+            for layer, counts in self._said.take_statistics().items():
+                outer.add(layer, counts)
+
+
+def add_auxiliary_loss(loss: Tensor) -> None:
+    """Add a layer's own loss to the loss of the micro-batch that runs; without gradients it is left out.
+
+    Args:
+        loss: a tensor without dimensions; a mean over the micro-batch, as the loss itself.
+
+    Raises:
+        RuntimeError: a gradient is to be computed, and nobody would add the loss.
+    """
+    if not (torch.is_grad_enabled() and loss.requires_grad) or _in_backward():
+        return
+    if loss.ndim:
+        raise ValueError(f"an auxiliary loss must be a tensor without dimensions, got shape {tuple(loss.shape)}")
+    _current("an auxiliary loss").losses.append(loss)
+
+
+def add_statistics(layer: StatisticsLayer, counts: Tensor) -> None:
+    """Add what a layer counted in this forward; without gradients it is left out.
+
+    Args:
+        layer: whose counts they are.
+        counts: (layer.num_statistics,), on any device.
+
+    Raises:
+        RuntimeError: training runs, and nobody would use them.
+        ValueError: they have another shape.
+    """
+    if not torch.is_grad_enabled() or _in_backward():
+        return
+    if counts.shape != (layer.num_statistics,):
+        raise ValueError(
+            f"{type(layer).__name__} counts in {layer.num_statistics} numbers (num_statistics), but add_statistics got"
+            f" a tensor of shape {tuple(counts.shape)}"
+        )
+    _current("statistics").add(layer, counts)
+
+
+def _in_backward() -> bool:
+    """Whether a backward runs on this thread: a private name of torch, looked for here alone."""
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    if current is None:
+        raise RuntimeError(
+            "torch._C._current_graph_task_id is gone from this version of torch: lightning_asyncpp needs it to tell"
+            " what activation checkpointing computes again; use another version of torch"
+        )
+    return bool(current() != -1)
+
+
+def _current(what: str) -> Collected:
+    collected = _collected.get()
+    if collected is None:
+        raise RuntimeError(
+            f"a layer has {what} that nobody collects: run the model inside `with lightning_asyncpp.auxiliary"
+            ".collecting() as said:` and add said.total_loss() to the loss (the pipeline strategies and GPTModule do"
+            " so by themselves), or under torch.no_grad()"
+        )
+    return collected

@@ -1,0 +1,128 @@
+"""One linear map per group of rows, in two ways: torch's grouped matmul, and a loop over the groups.
+
+Which one runs is decided by a trial of the grouped matmul on the device and in the dtype at hand, with groups of all
+sizes and both gradients: it takes some dtypes only, and rows of a multiple of 16 bytes, and what it does not refuse
+must be right. The loop is an operator of its own, so that a compiler need not look into it, although it reads the sizes
+of the groups on the host; on a GPU it therefore waits, which the grouped matmul in bf16 does not.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_grouped_mm = getattr(F, "grouped_mm", None)  # since torch 2.10
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, grouped: bool) -> Tensor:
+    """Multiply rows of ``x`` with the transposed weight of their group, as ``F.linear`` does with one.
+
+    Args:
+        x: (rows, in), those of a group next to each other, the groups in their order.
+        weight: (groups, out, in), of the dtype of ``x``.
+        ends: (groups,) int32: where each group ends; the last one with the rows.
+        grouped: use torch's grouped matmul; see :func:`serves_grouped`.
+
+    Returns:
+        (rows, out).
+    """
+    if grouped:
+        assert _grouped_mm is not None
+        product: Tensor = _grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+        return product
+    looped: Tensor = loop_linear(x, weight, ends)
+    return looped
+
+
+@torch.library.custom_op("lightning_asyncpp::loop_linear", mutates_args=())
+def loop_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The same, by a loop over the groups."""
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    for group, rows in enumerate(_slices(ends)):
+        torch.mm(x[rows], weight[group].T, out=y[rows])
+    return y
+
+
+@torch.library.custom_op("lightning_asyncpp::loop_linear_backward", mutates_args=())
+def _loop_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of rows (rows, in) and weights (groups, out, in) from that of the result (rows, out)."""
+    grad = grad.contiguous()
+    grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+    for group, rows in enumerate(_slices(ends)):
+        torch.mm(grad[rows], weight[group], out=grad_x[rows])
+        torch.mm(grad[rows].T, x[rows], out=grad_weight[group])  # zeros for a group without rows
+    return grad_x, grad_weight
+
+
+def _slices(ends: Tensor) -> list[slice]:
+    stops = ends.tolist()
+    return [slice(start, stop) for start, stop in zip([0, *stops], stops)]
+
+
+@loop_linear.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_loop_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep(ctx, inputs: tuple, output: Tensor) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+    grad_x, grad_weight = _loop_linear_backward(grad, *ctx.saved_tensors)
+    return grad_x, grad_weight, None
+
+
+loop_linear.register_autograd(_backward, setup_context=_keep)
+
+
+def serves_grouped(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> bool:
+    """Whether torch's grouped matmul gives the loop's results for such weights; found out once by trying."""
+    # What matters of a width is what is left over 16 bytes; a trial with all of it would cost the memory of experts.
+    small = (width if width < 128 else 64 + width % 64 for width in (in_features, out_features))
+    return _trial(device, dtype, *small)
+
+
+@cache
+def _trial(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> bool:
+    if _grouped_mm is None:
+        return False
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            tried = _results(torch.device("meta"), dtype, in_features, out_features, grouped=True)  # a compiler's view
+            if device.type != "meta":
+                tried = _results(device, dtype, in_features, out_features, grouped=True)
+        except (RuntimeError, NotImplementedError):
+            return False
+        looped = _results(device, dtype, in_features, out_features, grouped=False)
+    return device.type == "meta" or all(map(_close, tried, looped))
+
+
+def _results(
+    device: torch.device, dtype: torch.dtype, in_features: int, out_features: int, grouped: bool
+) -> list[Tensor]:
+    """The product and both gradients of three groups of rows; a fourth is empty, and one is of a single row."""
+    ends = torch.tensor([3, 3, 8, 9], dtype=torch.int32, device=device)
+    x = _numbers((9, in_features), device, dtype).requires_grad_()
+    weight = _numbers((4, out_features, in_features), device, dtype).requires_grad_()
+    y = grouped_linear(x, weight, ends, grouped)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), _numbers((9, out_features), device, dtype))]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    tolerance = 16 * torch.finfo(b.dtype).eps
+    return torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance * float(b.abs().max()))
+
+
+def _numbers(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Values between -1 and 1 that take no random numbers."""
+    size = torch.Size(shape).numel()
+    return torch.arange(size, device=device, dtype=torch.float32).mul(0.7).sin().view(shape).to(dtype)

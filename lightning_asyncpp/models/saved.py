@@ -1,0 +1,95 @@
+"""A GPT that was saved: its config, its weights under the names of its ``state_dict``, its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.models.config import GPTConfig
+from lightning_asyncpp.models.errors import WeightsError
+from lightning_asyncpp.models.gpt import GPT
+
+
+@dataclass(frozen=True)
+class SavedGPT:
+    """A saved model; its tensors stay in their files until they are read."""
+
+    origin: str
+    """Where it lies, for messages."""
+    config: GPTConfig
+    """The model's shape."""
+    tensors: Mapping[str, Tensor]
+    """Name in the model's ``state_dict`` -> tensor, read when it is asked for."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Name -> shape, known without reading the tensor."""
+    tokenizer: str | None = None
+    """Definition of the tokenizer: ``"byte"``, or the content of a tokenizer.json; ``None`` if nobody wrote it down."""
+    data: Mapping[str, Any] | None = None
+    """Arguments of the ``TextDataModule`` that it was trained with; ``None`` if nobody wrote them down."""
+
+    def check(self) -> None:
+        """Compare names and shapes with those of a GPT of this config.
+
+        Raises:
+            WeightsError: they differ; all differences are named.
+        """
+        problems = tensor_problems(self.shapes, expected_shapes(self.config))
+        if problems:
+            raise WeightsError.from_problems(f"{self.origin} does not hold the weights of its config", problems)
+
+    def build(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> GPT:
+        """Make the model, ready to evaluate; weights that need no conversion are mapped from their file.
+
+        Args:
+            device: where to put it.
+            dtype: of its weights.
+
+        Raises:
+            WeightsError: as :meth:`check` says.
+        """
+        self.check()
+        with torch.device("meta"):
+            model = GPT(self.config)
+        model.load_state_dict({name: self.tensors[name].float() for name in self.shapes}, assign=True)
+        model.head.tie_weights()
+        for module in model.modules():
+            _fill_buffers(module)
+        # Not tensor by tensor: modules know what stays in fp32.
+        return model.to(device, dtype).eval().requires_grad_(False)
+
+
+def expected_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of all that the ``state_dict`` of a GPT holds."""
+    with torch.device("meta"):
+        model = GPT(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def tensor_problems(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], limit: int = 8
+) -> list[str]:
+    """How tensors differ from those that there should be, by name and shape."""
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    problems = [
+        f"{what}: {', '.join(names[:limit])}{f' and {len(names) - limit} more' if len(names) > limit else ''}"
+        for what, names in (("lacks", missing), ("holds what the model has not", unexpected))
+        if names
+    ]
+    shapes = [
+        f"{name} has the shape {found[name]} instead of {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    return problems + shapes[:limit] + ([f"and {len(shapes) - limit} more shapes"] if len(shapes) > limit else [])
+
+
+def _fill_buffers(module: nn.Module) -> None:
+    """Give a module its buffers that are in no ``state_dict``, such as rotary tables."""
+    if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()  # type: ignore[operator]

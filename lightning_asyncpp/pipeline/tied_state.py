@@ -1,0 +1,142 @@
+"""Shared parameters of two stages in checkpoints, where they count once, and in optimizers, where they must agree."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_asyncpp.pipeline.agreement import exchange
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ties import Tie
+from lightning_asyncpp.pipeline.tree import map_tensors, tensors_of
+
+_NOT_OPTIONS = ("params", "param_names")
+_TRAINED = "requires_grad"
+
+
+class CopiesDifferError(RuntimeError):
+    """The two copies of a shared parameter are no longer equal."""
+
+
+def keep_once(state: dict[str, Any], ties: Sequence[Tie], prefix: str = "") -> dict[str, Any]:
+    """Let both names of every shared parameter stand for the same tensor, which a file then holds once.
+
+    Args:
+        state: name -> tensor, of the whole model; it is changed in place. Names that it lacks are left alone.
+        ties: of the whole model.
+        prefix: of the model's names in ``state``.
+
+    Raises:
+        CopiesDifferError: the copies are not equal.
+    """
+    for tie in ties:
+        present = [prefix + name for name in tie.names if prefix + name in state]
+        for other in present[1:]:
+            if not torch.equal(state[present[0]], state[other]):
+                raise CopiesDifferError(
+                    f"{present[0]} and {other} are one parameter, but their copies on the stages {tie.stages} differ:"
+                    " something changed one of them outside the optimizer, or the optimizer treats them differently"
+                )
+            state[other] = state[present[0]]
+    return state
+
+
+def keep_optimizers_once(states: list[Any], ties: Sequence[Tie], shapes: Mapping[str, torch.Size]) -> list[Any]:
+    """Let equal tensors in the optimizer states of two stages that share a parameter be the same tensor.
+
+    Args:
+        states: one per stage, gathered.
+        ties: of the whole model.
+        shapes: name -> shape of the parameters that the gathering rank's stage shares.
+    """
+    for tie in ties:
+        shape = next((shapes[name] for name in tie.names if name in shapes), None)
+        if shape is None or not states:
+            continue
+        first, *others = tie.stages
+        for other in others:
+            known = [tensor for tensor in tensors_of(states[first]) if tensor.shape == shape]
+            states[other] = map_tensors(functools.partial(_equal_one, known), states[other])
+    return states
+
+
+def _equal_one(known: list[Tensor], tensor: Tensor) -> Tensor:
+    """An equal one of ``known``, which is taken out: two tensors of a stage must not become one, changed twice."""
+    for position, other in enumerate(known):
+        if other.shape == tensor.shape and other.dtype == tensor.dtype and torch.equal(other, tensor):
+            return known.pop(position)
+    return tensor
+
+
+def check_copies(state: Mapping[str, Any], ties: Sequence[Tie], prefix: str = "") -> None:
+    """Refuse weights to load whose two entries of a shared parameter differ.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    pairs = [(prefix + tie.names[0], prefix + other) for tie in ties for other in tie.names[1:]]
+    problems = [
+        f"{first} and {other} are one parameter in this model, but differ in the checkpoint: it was written by a model"
+        " that does not share them; build the model so (for a GPT: tie_embeddings=False)"
+        for first, other in pairs
+        if first in state and other in state and not torch.equal(state[first], state[other])
+    ]
+    if problems:
+        raise ConfigurationError.from_problems(problems)
+
+
+def tied_group_problems(
+    mesh: Mesh, ties: Sequence[Tie], parameters: Mapping[str, Tensor], optimizer: Optimizer, fresh_stage: int | None
+) -> list[str]:
+    """Shared parameters whose copies would be stepped differently, or cannot be trained; a blocking collective.
+
+    Args:
+        mesh: this rank's place.
+        ties: of the whole model, the same on all ranks; without any nothing is exchanged.
+        parameters: name -> parameter of this stage.
+        optimizer: of this stage.
+        fresh_stage: a last stage without delay, if there is one.
+    """
+    if not ties:
+        return []
+    own = {tie.names[0]: _options(parameters[tie.name_on(mesh.stage)], optimizer) for tie in _own(mesh, ties)}
+    by_stage: dict[int, dict[str, dict[str, str]]] = {}
+    for text in exchange(mesh, json.dumps([mesh.stage, own])):
+        stage, options = json.loads(text)
+        by_stage[stage] = options
+    return [problem for tie in ties for problem in _problems(tie, by_stage, fresh_stage)]
+
+
+def _own(mesh: Mesh, ties: Sequence[Tie]) -> list[Tie]:
+    return [tie for tie in ties if mesh.stage in tie.stages]
+
+
+def _options(parameter: Tensor, optimizer: Optimizer) -> dict[str, str]:
+    """What the optimizer's group says about a parameter, as text; its class counts too, and whether it is trained."""
+    kind = {"optimizer": type(optimizer).__name__, _TRAINED: repr(parameter.requires_grad)}
+    for group in optimizer.param_groups:
+        if any(p is parameter for p in group["params"]):
+            return kind | {name: repr(value) for name, value in group.items() if name not in _NOT_OPTIONS}
+    return kind | {"held": "no"}
+
+
+def _problems(tie: Tie, by_stage: Mapping[int, Mapping[str, Mapping[str, str]]], fresh_stage: int | None) -> list[str]:
+    first, *others = (by_stage[stage][tie.names[0]] for stage in tie.stages)
+    if all(options[_TRAINED] == repr(False) for options in (first, *others)):
+        return []
+    for stage, name, options in zip(tie.stages[1:], tie.names[1:], others):
+        if differing := sorted(key for key in first.keys() | options.keys() if first.get(key) != options.get(key)):
+            values = "; ".join(f"{key}: {first.get(key)} and {options.get(key)}" for key in differing)
+            return [
+                f"{tie.names[0]} (stage {tie.stages[0]}) and {name} (stage {stage}) are one parameter, but the"
+                f" optimizer treats them differently ({values}): their copies would drift apart; put both names into"
+                " groups with the same options, and freeze or train both"
+            ]
+    return tie.problems(fresh_stage)

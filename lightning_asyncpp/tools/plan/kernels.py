@@ -1,0 +1,107 @@
+"""What a GPU keeps for the backward where the CPU keeps something else: plans for GPUs stand for the former.
+
+There is no GPU where a plan is made, so operators run as on the CPU. The few that torch runs otherwise on CUDA, and
+that language models are made of, are replaced: RMSNorm in one kernel, dropout with a mask of bytes, attention with
+dropout without a matrix of scores, and what CUDA's autocast computes in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from lightning_asyncpp.optim import feedback_update, newton_schulz
+from lightning_asyncpp.optim.symmetric import full_product
+
+
+@contextmanager
+def kernels_of_gpu(on_gpu: bool) -> Iterator[None]:
+    """Replace operations meanwhile, if the plan is for a GPU."""
+    if not on_gpu:
+        yield
+        return
+    # Not by a mode of torch: what a checkpoint computes again in the backward would not see it.
+    replacements: list[tuple[Any, str, Any]] = [(F, name, function) for name, function in _REPLACEMENTS.items()]
+    # Optimizers that handle small pieces on a CPU: the Triton kernel of symmetric products is one operator here.
+    replacements += [
+        (feedback_update, "CPU_CHUNK_ELEMENTS", feedback_update.CHUNK_ELEMENTS),
+        (newton_schulz, "symmetric_product", full_product),
+    ]
+    with ExitStack() as stack:
+        for owner, name, value in replacements:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def as_on_gpu(optimizer: Optimizer) -> None:
+    """Set what optimizers choose by themselves on a GPU: many tensors, or many matrices, in one kernel."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+        if "batched" in group and group["batched"] is None:
+            group["batched"] = True
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What CUDA's kernel takes: input, weight and one number per row are kept. It computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None) -> Tensor:
+        rows = input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(input, weight, rows)
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), None if weight is None else torch.empty_like(weight)
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    normed: Tensor = _FusedRMSNorm.apply(_widened(input), weight)
+    return normed
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0.0:
+        return input
+    kept: Tensor = torch.native_dropout(input, p, True)[0]
+    return kept
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # As positional arguments a mask and the dropout come first.
+    names = ("attn_mask", "dropout_p", "is_causal")
+    kwargs = {**dict(zip(names, args)), **kwargs, "dropout_p": 0.0}
+    mixed: Tensor = _plain_attention(query, key, value, **kwargs)
+    return mixed
+
+
+def _in_fp32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+
+
+def _widened(value: Any) -> Any:
+    """A tensor of 16 bits as one of fp32 under autocast; everything else as it is."""
+    if not isinstance(value, Tensor) or not torch.is_autocast_enabled("cpu"):
+        return value
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+_plain_attention = F.scaled_dot_product_attention
+_WIDENED = (F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss)
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    **{function.__name__: partial(_in_fp32, function) for function in _WIDENED},
+    "rms_norm": _rms_norm,
+    "dropout": _dropout,
+    "scaled_dot_product_attention": _attention,
+}
+"""Name in torch.nn.functional -> what stands for it."""

@@ -1,0 +1,47 @@
+"""Neighbours that are not there: what a stage would be sent is made up, what it sends is noted and let go of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_asyncpp.pipeline.header import Header
+from lightning_asyncpp.pipeline.transport import Arrival
+
+
+class Loopback:
+    """Takes the place of a stage's :class:`~lightning_asyncpp.pipeline.transport.Transport`.
+
+    Args:
+        arriving: header of what the stage before sends; None on the first stage.
+
+    Attributes:
+        sent: header of what this stage sent last.
+    """
+
+    def __init__(self, arriving: Header | None) -> None:
+        self.arriving = arriving
+        self.sent: Header | None = None
+        self._expected: dict[int, list[Tensor]] = {}
+
+    def receive_activation(self, k: int) -> Arrival:
+        """New tensors as the stage before sends them."""
+        assert self.arriving is not None
+        tensors = tuple(torch.empty(i.shape, dtype=i.dtype, device="cpu") for i in self.arriving.tensors)
+        return Arrival(self.arriving, tensors)
+
+    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
+        """Note what is sent."""
+        self.sent = header
+
+    def expect_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
+        """Make room, as the transport does."""
+        wanted = [t for t in outputs if t.requires_grad]
+        self._expected[k] = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
+
+    def receive_gradients(self, k: int) -> list[Tensor]:
+        """What room was made for."""
+        return self._expected.pop(k)
+
+    def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
+        """They leave."""

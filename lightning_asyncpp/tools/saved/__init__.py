@@ -1,0 +1,1 @@
+"""Commands on saved models: ``asyncpp export``, ``import``, ``generate`` and ``evaluate``."""

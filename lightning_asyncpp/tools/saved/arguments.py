@@ -1,0 +1,146 @@
+"""What the commands on saved models share: their arguments, the model and the tokenizer that these name, and errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import yaml  # type: ignore[import-untyped, unused-ignore]
+from jsonargparse import ArgumentParser, Namespace, get_loader
+
+from lightning_asyncpp.data import DataError, Tokenizer, tokenizer_of_definition
+from lightning_asyncpp.data.source import load_tokenizer
+from lightning_asyncpp.data.tokenizer import end_of_text_in
+from lightning_asyncpp.models import GPTConfig, SavedGPT, WeightsError, open_saved
+from lightning_asyncpp.models.checkpoint import config_of_values
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_model(parser: ArgumentParser) -> None:
+    """Add what names a model and its tokenizer."""
+    parser.add_argument(
+        "model", type=str, help="a checkpoint of the Trainer or of Fabric, or a folder with config.json and safetensors"
+    )
+    parser.add_argument(
+        "--config",
+        type=str | None,
+        default=None,
+        help="YAML or JSON file with the fields of GPTConfig, or a recipe, for a checkpoint that does not hold them",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=str | None,
+        default=None,
+        help="'byte' or a tokenizer.json, for a checkpoint that does not hold its tokenizer",
+    )
+
+
+def add_execution(parser: ArgumentParser) -> None:
+    """Add where and how the model is computed."""
+    parser.add_argument("--device", type=str, default="cpu", help="where the model runs: cpu, cuda, cuda:1, ...")
+    parser.add_argument(
+        "--dtype", type=str, default="float32", help=f"of the weights while it runs, of {', '.join(DTYPES)}"
+    )
+
+
+def check_choice(parser: ArgumentParser, arguments: Namespace, name: str) -> None:
+    """End with the choices if the argument names no dtype."""
+    if arguments[name] is not None and arguments[name] not in DTYPES:
+        parser.error(f"--{name} {arguments[name]}: choose one of {', '.join(DTYPES)}")
+
+
+def check_device(parser: ArgumentParser, arguments: Namespace) -> None:
+    """End if there is no such device, or none that computes."""
+    try:
+        torch.zeros(1, device=arguments.device).item()
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device {arguments.device}: {str(error).splitlines()[0]}")
+
+
+@contextmanager
+def reported(command: str) -> Iterator[None]:
+    """End the command with what is wrong, without a traceback, and code 2."""
+    try:
+        yield
+    except (WeightsError, DataError, ImportError, OSError) as error:
+        print(f"asyncpp {command}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def read_model(arguments: Namespace) -> SavedGPT:
+    """Open the model that the arguments name.
+
+    Raises:
+        WeightsError: there is none.
+    """
+    return open_saved(arguments.model, None if arguments.config is None else read_config(Path(arguments.config)))
+
+
+def read_config(path: Path) -> GPTConfig:
+    """Read a GPT's config from a file with its fields, or from a recipe that has them under ``model``.
+
+    Raises:
+        WeightsError: it holds none.
+    """
+    try:
+        content = get_loader("yaml")(path.read_text(encoding="utf-8"))  # as `asyncpp fit` reads it: 1e-5 is a number
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise WeightsError(f"--config {path} is neither YAML nor JSON: {error}") from error
+    for key in ("model", "init_args", "config"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping):
+        raise WeightsError(f"--config {path} holds no fields of a GPTConfig")
+    return config_of_values(content, str(path))
+
+
+def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
+    """The tokenizer that a model was trained with, as far as anybody says so.
+
+    Args:
+        saved: the model; what it was saved with counts.
+        given: what the user says.
+
+    Raises:
+        WeightsError: the two differ, or the vocabulary is not the model's; with both sizes.
+    """
+    end = end_of_text_in(Path(saved.origin))
+    recorded = None if saved.tokenizer is None else tokenizer_of_definition(saved.tokenizer, end)
+    if given is None:
+        tokenizer = recorded
+    else:
+        tokenizer = load_tokenizer(given)
+        if recorded is not None and recorded.fingerprint != tokenizer.fingerprint:
+            raise WeightsError(
+                f"{saved.origin} was trained with another tokenizer ({recorded.fingerprint}, {recorded.vocab_size}"
+                f" token ids) than --tokenizer {given} ({tokenizer.fingerprint}, {tokenizer.vocab_size} token ids);"
+                " leave --tokenizer out"
+            )
+    if tokenizer is not None:
+        # A model may have rows that pad its matrices, but only who trained it can know that.
+        check_vocabulary(saved, tokenizer.vocab_size, exactly=recorded is None, what="the tokenizer")
+    return tokenizer
+
+
+def check_vocabulary(saved: SavedGPT, vocab_size: int, exactly: bool, what: str) -> None:
+    """Compare a vocabulary with the model's.
+
+    Args:
+        saved: the model.
+        vocab_size: number of token ids.
+        exactly: whether the model may not have more.
+        what: has this vocabulary.
+
+    Raises:
+        WeightsError: they differ; with both numbers.
+    """
+    model = saved.config.vocab_size
+    if vocab_size > model or (exactly and vocab_size != model):
+        raise WeightsError(
+            f"{what} has {vocab_size} token ids, and {saved.origin} has vocab_size={model}: it was trained on other"
+            " tokens"
+        )

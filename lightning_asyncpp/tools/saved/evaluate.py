@@ -1,0 +1,232 @@
+"""``asyncpp evaluate``: loss, perplexity and bits per byte of a saved model on tokens, in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import PositiveInt
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lightning_asyncpp.data import TextDataModule, Tokenizer
+from lightning_asyncpp.data.source import is_token_source
+from lightning_asyncpp.models import GPT, SavedGPT, WeightsError
+from lightning_asyncpp.pytorch.gpt_module import IGNORED
+from lightning_asyncpp.tools.saved.arguments import (
+    DTYPES,
+    add_execution,
+    add_model,
+    check_choice,
+    check_device,
+    check_vocabulary,
+    find_tokenizer,
+    read_model,
+    reported,
+)
+
+_SPLITS = ("validation", "train", "all")
+_DATA = ("val_source", "val_fraction", "context_length", "batch_size", "max_bytes", "cache_dir")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model lost on tokens."""
+
+    loss: float
+    """Mean over the targets, in nats per token."""
+    perplexity: float
+    """exp of the loss."""
+    bits_per_byte: float | None
+    """Loss of all targets in bits, over the bytes of text that they stand for; ``None`` if nobody knows these."""
+    tokens: int
+    """Number of targets."""
+    bytes: int | None
+    """Bytes of text that they stand for."""
+    sequences: int
+    """Number of sequences, each with a context of its own."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Evaluate, print the figures, and write them if it is asked for."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    check_choice(parser, arguments, "dtype")
+    check_device(parser, arguments)
+    if arguments.split not in _SPLITS:
+        parser.error(f"--split {arguments.split}: choose one of {', '.join(_SPLITS)}")
+    if arguments.json is not None and not Path(arguments.json).resolve().parent.is_dir():
+        parser.error(f"--json {arguments.json}: there is no such folder")
+    with reported("evaluate"), ExitStack() as stack:
+        saved = read_model(arguments)
+        tokenizer = find_tokenizer(saved, arguments.tokenizer)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        data = make_data(saved, tokenizer, arguments, folder)
+        batches = batches_of(data, arguments.split)
+        model = saved.build(arguments.device, DTYPES[arguments.dtype])
+        total = min(len(batches), arguments.limit_batches or len(batches))
+        shown = tqdm(batches, total=total, desc="evaluating", unit="batch", leave=False)
+        result = evaluate(model, shown, arguments.device, tokenizer, total)
+        settings = {"model": arguments.model, "data": data.source, "split": arguments.split}
+        content = {**settings, "context_length": data.context_length, **asdict(result)}
+        print(_table(content))
+        if arguments.json is not None:
+            Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def make_data(saved: SavedGPT, tokenizer: Tokenizer | None, arguments: Namespace, folder: Path) -> TextDataModule:
+    """The data to evaluate on, set up: what the arguments name, or what the model was trained with.
+
+    Args:
+        saved: the model.
+        tokenizer: its tokenizer; ``None`` if nobody knows it.
+        arguments: of the command.
+        folder: where the tokenizer can be written for the data module to read.
+
+    Raises:
+        WeightsError: neither names any, or it is not the model's; with both numbers.
+        DataError: it cannot be read.
+    """
+    given = {name: arguments[name] for name in _DATA if arguments[name] is not None}
+    options = _recorded(saved) if arguments.data is None else {"source": arguments.data}
+    options = {"context_length": saved.config.context_length, **options, **given}
+    source = str(options["source"])
+    if arguments.split == "all":
+        if is_token_source(source):
+            raise WeightsError(f"{source} is divided already: give --split validation or train")
+        options["val_fraction"] = 0.0
+    # In order and to the last sequence, also of the training split.
+    options |= {"shuffle": False, "drop_last": False, "num_workers": 0}
+    options |= _tokens_of(saved, tokenizer, source, folder)
+    if options["context_length"] > saved.config.context_length:
+        raise WeightsError(
+            f"context_length={options['context_length']} of the data is longer than that of the model,"
+            f" {saved.config.context_length}: lower it, --context-length {saved.config.context_length}"
+        )
+    data = TextDataModule(**options)
+    data.prepare_data()
+    data.setup()
+    check_vocabulary(saved, data.vocab_size, exactly=tokenizer is None, what=source)
+    return data
+
+
+def batches_of(data: TextDataModule, split: str) -> Any:
+    """The batches of a split, in their order.
+
+    Raises:
+        WeightsError: there are none.
+    """
+    loader = data.val_dataloader() if split == "validation" else data.train_dataloader()
+    if not loader or not len(loader):
+        raise WeightsError(
+            f"{data.source} has nothing to validate on: give --split all or train, or --val-fraction above 0"
+        )
+    return loader
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT, batches: Iterable[Tensor], device: str, tokenizer: Tokenizer | None = None, limit: int | None = None
+) -> Evaluation:
+    """Measure a model's loss.
+
+    Args:
+        model: in evaluation mode, on ``device``.
+        batches: of tokens, (batch, time + 1) int64; -100 does not count as a target.
+        device: where to compute.
+        tokenizer: says how many bytes a token stands for, if it is known.
+        limit: most batches to take; ``None`` for all.
+    """
+    lengths = None if tokenizer is None else tokenizer.byte_lengths()
+    loss = tokens = num_bytes = sequences = 0.0
+    for number, batch in enumerate(batches):
+        if limit is not None and number >= limit:
+            break
+        inputs, targets = batch[:, :-1].to(device), batch[:, 1:].to(device)
+        logits = model(inputs.clamp_min(0)).flatten(0, 1).float()  # (batch * time, vocab_size)
+        # Each sum in fp32, as it is trained with; their sum, which can be millions of tokens, in fp64.
+        loss += float(F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
+        counted = batch[:, 1:][batch[:, 1:] != IGNORED]
+        tokens += counted.numel()
+        sequences += len(batch)
+        if lengths is not None:
+            num_bytes += int(lengths[counted].sum())
+    mean = loss / max(tokens, 1)
+    bits = loss / math.log(2) / num_bytes if num_bytes else None
+    known = None if lengths is None else int(num_bytes)
+    perplexity = math.exp(mean) if mean < 700 else math.inf
+    return Evaluation(mean, perplexity, bits, int(tokens), known, int(sequences))
+
+
+def _recorded(saved: SavedGPT) -> dict[str, Any]:
+    if saved.data is None:
+        raise WeightsError(f"{saved.origin} does not say what it was trained on; name what to evaluate it on: --data")
+    known = TextDataModule.__init__.__annotations__
+    return {name: value for name, value in saved.data.items() if name in known}
+
+
+def _tokens_of(saved: SavedGPT, tokenizer: Tokenizer | None, source: str, folder: Path) -> dict[str, Any]:
+    """Arguments of the data module that make its tokens the model's, and have it refuse others."""
+    are_tokens = is_token_source(source)
+    if tokenizer is None and not are_tokens:
+        raise WeightsError(
+            f"{saved.origin} holds no tokenizer, and {source} is text; name it: --tokenizer byte, or a tokenizer.json"
+        )
+    known = saved.config if tokenizer is None else tokenizer
+    vocab_size = known.vocab_size if are_tokens else None
+    if tokenizer is None or tokenizer.definition == "byte":
+        return {"tokenizer": tokenizer and "byte", "vocab_size": vocab_size}
+    tokenizer.save(folder)
+    return {"tokenizer": str(folder / "tokenizer.json"), "vocab_size": vocab_size}
+
+
+def _table(content: dict[str, Any]) -> str:
+    bits = content["bits_per_byte"]
+    rows = {
+        "loss": f"{content['loss']:.4f} nats per token",
+        "perplexity": f"{content['perplexity']:.3f}",
+        "bits per byte": "not known" if bits is None else f"{bits:.4f}",
+        "tokens": f"{content['tokens']:,} in {content['sequences']:,} sequences of up to {content['context_length']}",
+        "data": f"{content['data']}, split {content['split']}",
+    }
+    return "\n".join(f"{name:<14}{text}" for name, text in rows.items())
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="asyncpp evaluate",
+        description="Measure a saved model on tokens, in one process: the loss that the Trainer's validation reports.",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--data",
+        type=str | None,
+        default=None,
+        help="folder of text or of tokens, 'stdlib', or a URI of tokens (default: what the model was trained with)",
+    )
+    parser.add_argument("--split", type=str, default="validation", help=f"which part, of {', '.join(_SPLITS)}")
+    parser.add_argument(
+        "--val-source", type=str | None, default=None, help="tokens to validate on, if --data are tokens"
+    )
+    parser.add_argument("--val-fraction", type=float | None, default=None, help="share of text files to validate on")
+    parser.add_argument("--context-length", type=PositiveInt | None, default=None, help="tokens per sequence")
+    parser.add_argument("--batch-size", type=PositiveInt | None, default=None, help="sequences per batch")
+    parser.add_argument("--max-bytes", type=PositiveInt | None, default=None, help="most bytes of text to take")
+    parser.add_argument("--cache-dir", type=str | None, default=None, help="folder for prepared tokens")
+    parser.add_argument("--limit-batches", type=PositiveInt | None, default=None, help="most batches to evaluate")
+    parser.add_argument("--json", type=str | None, default=None, help="write the figures to this file")
+    add_execution(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""``asyncpp import``: a model folder of `transformers` as a checkpoint of this package, in fp32."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import lightning
+import torch
+import yaml  # type: ignore[import-untyped, unused-ignore]
+from jsonargparse import ArgumentParser
+
+from lightning_asyncpp.models import SavedGPT, WeightsError
+from lightning_asyncpp.models.hf import read_hf
+from lightning_asyncpp.tools.saved.arguments import reported
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the config for a recipe, and write the checkpoint if it is asked for."""
+    arguments = _parser().parse_args(argv)
+    with reported("import"):
+        saved = read_hf(Path(arguments.folder).expanduser())
+        saved.check()
+        if arguments.output is not None:
+            write_checkpoint(saved, Path(arguments.output).expanduser())
+    print("# What the model of a recipe needs; `initial_weights` takes the folder or the checkpoint.")
+    config = asdict(saved.config)
+    shown = {"config": config, "initial_weights": arguments.output or arguments.folder}
+    print(yaml.safe_dump({"model": {"class_path": "lightning_asyncpp.GPTModule", "init_args": shown}}, sort_keys=False))
+
+
+def write_checkpoint(saved: SavedGPT, path: Path) -> None:
+    """Write weights that ``GPTModule`` loads: a checkpoint of the Trainer without a state of training.
+
+    Raises:
+        WeightsError: there is such a file already.
+    """
+    if path.exists():
+        raise WeightsError(f"{path} exists already; name another file, or remove it")
+    content = {
+        "state_dict": {f"model.{name}": saved.tensors[name].float() for name in saved.shapes},
+        # With the class, or LightningCLI takes the config for arguments of LightningModule.
+        "hyper_parameters": {"_class_path": "lightning_asyncpp.GPTModule", "config": asdict(saved.config)},
+        "pytorch-lightning_version": lightning.__version__,
+        "epoch": 0,
+        "global_step": 0,
+    }
+    if saved.tokenizer is not None:
+        content["TextDataModule"] = {"tokenizer": saved.tokenizer}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        torch.save(content, Path(folder) / path.name)
+        os.replace(Path(folder) / path.name, path)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="asyncpp import",
+        description="Read a model folder of Hugging Face transformers (Llama, Qwen3, Mixtral, Qwen3-MoE, GLM-4-MoE"
+        " without what a GPT lacks): print the config that a recipe needs, and write the weights as a checkpoint.",
+    )
+    parser.add_argument("folder", type=str, help="with config.json and model.safetensors, or shards and their index")
+    parser.add_argument(
+        "--output",
+        type=str | None,
+        default=None,
+        help="checkpoint to write, in fp32 (default: none; training can start from the folder itself)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

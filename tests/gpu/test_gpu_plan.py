@@ -1,0 +1,57 @@
+"""What a plan says of a GPU, against the memory that torch hands out there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_asyncpp.cli import parsed_recipe
+from lightning_asyncpp.tools.plan.recipe import build
+from lightning_asyncpp.tools.plan.stages import Stages
+from tests.tools.plan.cases import ADAMW, MUON, Case, feedback
+
+GPT: dict[str, Any] = {"vocab_size": 8000, "context_length": 512, "num_layers": 6, "dim": 512, "num_heads": 8}
+CASES = {
+    "adamw": Case(1, GPT, ADAMW, 16, {"micro_batches": 4}),
+    "mixed": Case(1, GPT, feedback(MUON), 16, {"micro_batches": 4}, precision="bf16-mixed"),
+    "bf16-versions": Case(
+        1, GPT, feedback(ADAMW), 16, {"micro_batches": 4, "weight_dtype": "bf16"}, precision="bf16-mixed"
+    ),
+    "checkpointed": Case(
+        1, GPT, ADAMW, 16, {"micro_batches": 4}, precision="bf16-mixed", model={"activation_checkpointing": "block"}
+    ),
+}
+SCRIPT = """
+import json, sys
+import torch
+from lightning_asyncpp.cli import main
+main(["fit", "--config", sys.argv[1]])
+print("PEAK" + json.dumps(torch.cuda.max_memory_allocated()))
+"""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_hands_out_what_was_planned(name: str, tmp_path: Path) -> None:
+    recipe = CASES[name].recipe()
+    recipe["trainer"]["accelerator"] = "gpu"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    plan = build(parsed_recipe(["--config", str(path)]).as_dict())
+    settings = plan.settings.resolved(1)
+    (memory,) = Stages(plan, settings, on_gpu=True).memory(4, settings.lookahead, plan.batch_size)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    command = [sys.executable, str(script), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=root, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("PEAK"))
+    assert memory.total == pytest.approx(json.loads(line.removeprefix("PEAK")), rel=0.1)

@@ -1,0 +1,232 @@
+"""A GPT with experts under strategies that know nothing of them: what is differentiated, learnt and logged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_asyncpp.auxiliary import collecting
+from lightning_asyncpp.models import GPTConfig, MoEConfig
+from lightning_asyncpp.models.router import SigmoidRouter
+from lightning_asyncpp.pytorch.gpt_module import GPTModule
+from lightning_asyncpp.pytorch.taken_steps import watch_steps
+
+MOE = MoEConfig(
+    num_experts=4, top_k=2, expert_dim=8, router="sigmoid", balance_loss=0.5, z_loss=0.01, balance_bias_rate=0.01
+)  # fmt: skip
+TINY = GPTConfig(vocab_size=32, context_length=16, num_layers=2, dim=16, num_heads=2, mlp_dim=32, init_std=0.2, moe=MOE)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in parameters], lr=0.1)
+
+
+def batches(count: int = 6, size: int = 4) -> DataLoader:
+    tokens = torch.randint(0, 32, (size * count, 17), generator=torch.Generator().manual_seed(1))
+    return DataLoader(tokens, batch_size=size)  # type: ignore[arg-type]
+
+
+class Seen(L.Callback):
+    """What was logged at each batch, and the routers' biases after it."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.biases: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self.metrics.append({name: float(value) for name, value in trainer.logged_metrics.items()})
+        self.biases.append(torch.stack([block.mlp.router.balance_bias.clone() for block in pl_module.model.blocks]))
+
+
+def fit(folder: Path, module: GPTModule, loader: DataLoader, **options: Any) -> tuple[L.Trainer, Seen]:
+    seen = Seen()
+    trainer = L.Trainer(
+        **{"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1, **options}, default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False, logger=False, callbacks=[seen],
+    )  # fmt: skip
+    trainer.fit(module, loader)
+    return trainer, seen
+
+
+def made(optimizer: Any = sgd, **options: Any) -> GPTModule:
+    L.seed_everything(0, verbose=False)
+    return GPTModule(TINY, optimizer=optimizer, decay="constant", **options)
+
+
+def by_hand(groups: list[list[Tensor]]) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Train on groups of batches, an update for each: the model, and what each update was made of."""
+    module = made()
+    module.configure_model()
+    model = module.model
+    assert model is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = []
+    for group in groups:
+        counts: dict[Any, Tensor] = {}
+        for batch in group:
+            with collecting() as said:
+                cross_entropy = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            ((cross_entropy + said.total_loss()) / len(group)).backward()
+            for layer, counted in said.statistics.items():
+                counts[layer] = counts.get(layer, 0) + counted
+        optimizer.step()
+        optimizer.zero_grad()
+        for layer, counted in counts.items():
+            layer.update_from_statistics(counted)
+        metrics = [layer.compute_metrics(counted) for layer, counted in counts.items()]
+        updates.append({
+            "train_loss": cross_entropy.item(),
+            "moe_load_max": max(m["moe_load_max"] for m in metrics),
+            "moe_load_min": min(m["moe_load_min"] for m in metrics),
+            "moe_entropy": sum(m["moe_entropy"] for m in metrics) / 2,
+            "moe_dropped": 0.0,
+            "tokens": float(next(iter(counts.values()))[4]),
+        })  # fmt: skip
+    return model, updates
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_process(tmp_path: Path, accumulate: int) -> None:
+    module, loader = made(), batches(4)
+    _, seen = fit(tmp_path, module, loader, accumulate_grad_batches=accumulate)
+    all_batches = list(loader)
+    groups = [all_batches[i : i + accumulate] for i in range(0, 4, accumulate)]
+    model, updates = by_hand(groups)
+    assert module.model is not None
+    for (name, tensor), expected in zip(module.model.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(tensor, expected), name
+    for update, metrics in zip(updates, seen.metrics[accumulate - 1 :: accumulate], strict=True):
+        assert update.pop("tokens") == 64 * accumulate
+        assert {name: metrics[name] for name in update} == pytest.approx(update, rel=1e-6)
+    assert 0 < seen.biases[-1].abs().max() <= 0.01 * 4 / accumulate + 1e-6
+
+
+def test_steps_that_are_left_out_teach_nothing() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    for optimizer in (torch.optim.SGD([weight], fused=True), torch.optim.Adam([weight], fused=True)):
+        with watch_steps(optimizer) as steps:
+            pass
+        assert not steps.taken
+        with watch_steps(optimizer) as steps:
+            optimizer.step()
+        assert steps.taken
+        for found in (0.0, 1.0):
+            optimizer.found_inf = torch.tensor(found)  # type: ignore[attr-defined]
+            with watch_steps(optimizer) as steps:
+                optimizer.step()
+            assert steps.taken == (found == 0)
+        del optimizer.found_inf  # type: ignore[attr-defined]
+        assert not optimizer._optimizer_step_post_hooks
+
+
+class Overflows(MixedPrecision):
+    """Leaves the second of three steps out, as a scaler does that found infinite gradients."""
+
+    steps = 0
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+        closure_result = closure()
+        self.steps += 1
+        if self.steps != 2:
+            optimizer.step()
+        return closure_result
+
+
+def test_an_update_that_overflowed_is_not_counted(tmp_path: Path) -> None:
+    module, loader = made(), batches(3)
+    strategy = SingleDeviceStrategy(torch.device("cpu"), precision_plugin=Overflows("bf16-mixed", "cpu"))
+    _, seen = fit(tmp_path, module, loader, strategy=strategy)
+    assert torch.equal(seen.biases[1], seen.biases[0])
+    assert not torch.equal(seen.biases[2], seen.biases[1])
+    assert seen.biases[2].abs().max() <= 0.02 + 1e-6
+    assert "moe_load_max" in seen.metrics[0]
+    assert module._counted.statistics == {}
+
+
+def test_without_a_trainer_the_caller_collects_the_counts() -> None:
+    """As in a loop of one's own, under Fabric and in check_model."""
+    module, batch = made(), next(iter(batches(1)))
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    module.configure_model()
+    with collecting() as said:
+        module.training_step(batch, 0)
+    assert len(said.statistics) == 2
+    assert said.losses == []
+
+
+def test_evaluation_has_the_cross_entropy_alone(tmp_path: Path) -> None:
+    module, loader = made(), batches(2)
+    trainer, _ = fit(tmp_path, module, loader)
+    (metrics,) = trainer.validate(module, loader, verbose=False)
+    module.eval()
+    with torch.no_grad():
+        expected = sum(float(module._mean_loss(batch)) for batch in loader) / 2
+    assert metrics == pytest.approx({"val_loss": expected}, rel=1e-5)
+
+
+def test_a_checkpoint_gives_the_config_and_the_biases_back(tmp_path: Path) -> None:
+    module = made(activation_checkpointing="block", compile_blocks=False)
+    trainer, seen = fit(tmp_path, module, batches(3), enable_checkpointing=False)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = GPTModule.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert loaded.config == TINY
+    assert loaded.activation_checkpointing == "none"
+    assert loaded.model is not None
+    routers = [module for module in loaded.model.modules() if isinstance(module, SigmoidRouter)]
+    assert torch.equal(torch.stack([router.balance_bias for router in routers]), seen.biases[-1])
+    assert float(seen.biases[-1].abs().max()) > 0
+
+
+def test_the_command_line_reads_experts() -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(GPTModule, "model")
+    text = """
+model:
+  config:
+    num_layers: 4
+    qk_norm: true
+    moe:
+      num_experts: 16
+      router: sigmoid
+      num_dense_layers: 1
+  activation_checkpointing: selective
+  compile_blocks:
+    mode: max-autotune-no-cudagraphs
+"""
+    module = parser.instantiate_classes(parser.parse_string(text)).model
+    assert module.config.moe == MoEConfig(num_experts=16, router="sigmoid", num_dense_layers=1)
+    assert module.activation_checkpointing == "selective"
+    assert module.compile_blocks == {"mode": "max-autotune-no-cudagraphs"}
+    assert parser.parse_string("model: {config: {moe: null}, compile_blocks: true}").model.compile_blocks is True
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(GPTModule, "model")
+    with pytest.raises(Exception, match="num_expert"):
+        parser.parse_string("model: {config: {moe: {num_expert: 4}}}")
+
+
+def test_the_example_of_the_documentation_is_a_model() -> None:
+    page = Path(__file__).parents[2] / "docs" / "moe.md"
+    (example,) = re.findall(r"(?ms)^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"))
+    arguments = yaml.safe_load(example)["model"]["init_args"]
+    config = GPTModule(**arguments).config
+    assert config.num_moe_layers == 11
+    assert config.num_active_parameters() < 0.5 * config.num_parameters()
+
+
+def test_wrong_options_are_named_with_the_others() -> None:
+    with pytest.raises(ValueError, match="GPTModule cannot be built") as caught:
+        GPTModule(TINY, warmup_steps=-1, activation_checkpointing="all", compile_blocks=3)  # type: ignore[arg-type]
+    assert str(caught.value).count("\n") == 3

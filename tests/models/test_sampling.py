@@ -1,0 +1,157 @@
+"""Drawing tokens: by the definitions, with and without a cache, and as transformers generates."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_asyncpp.models import WeightsError
+from lightning_asyncpp.models.cache import KeyValueCache
+from lightning_asyncpp.models.cached_logits import CachedLogits
+from lightning_asyncpp.models.sampling import Sampling, draw, generate_tokens
+from tests.models.hf_cases import CASES, exported, make_model
+
+PROMPT = [3, 14, 15, 92, 65, 35]
+LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.0, 2.5, float("-inf")])
+
+
+def shares(sampling: Sampling, draws: int = 2500) -> Tensor:
+    """How often each token was drawn."""
+    generator = torch.Generator().manual_seed(sampling.seed)
+    drawn = torch.tensor([draw(LOGITS, sampling, generator) for _ in range(draws)])
+    return torch.bincount(drawn, minlength=len(LOGITS)) / draws
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    [
+        (Sampling(), [0, 1, 2, 3, 4]),
+        (Sampling(temperature=2.0, seed=1), [0, 1, 2, 3, 4]),
+        (Sampling(top_k=2), [1, 4]),
+        (Sampling(top_k=99, top_p=1.0), [0, 1, 2, 3, 4]),
+        (Sampling(top_p=0.1), [1]),
+        (Sampling(top_p=0.7), [1, 4]),  # 0.46, then 0.28
+        (Sampling(top_k=3, top_p=0.9, temperature=0.5), [1, 4]),
+        (Sampling(temperature=0), [1]),
+    ],
+)
+def test_shares_of_tokens(sampling: Sampling, allowed: list[int]) -> None:
+    logits = LOGITS / (sampling.temperature or 1)
+    kept = torch.full_like(logits, float("-inf"))
+    kept[allowed] = logits[allowed]
+    expected = kept.softmax(0)
+    found = shares(sampling)
+    assert set(found.nonzero().flatten().tolist()) <= set(allowed)
+    torch.testing.assert_close(found, expected, atol=0.04, rtol=0)
+
+
+def test_the_smallest_temperature_takes_the_most_likely_token() -> None:
+    assert draw(LOGITS, Sampling(temperature=1e-320), torch.Generator()) == 1
+
+
+def test_wrong_settings_at_once() -> None:
+    with pytest.raises(ValueError, match="no token can be drawn so") as caught:
+        Sampling(temperature=-1.0, top_k=0, top_p=1.5)
+    assert str(caught.value).count("\n") == 3
+
+
+def never(tokens: Tensor) -> Tensor | None:
+    raise AssertionError(tokens)
+
+
+def test_the_window_slides_and_the_end_ends() -> None:
+    seen: list[list[int]] = []
+
+    def count(tokens: Tensor) -> Tensor:
+        seen.append(tokens[0].tolist())
+        return torch.nn.functional.one_hot(tokens[:, -1] + 1, 20).float()
+
+    tokens = generate_tokens(count, [1, 2], 3, 50, Sampling(0), end=7)
+    assert list(tokens) == [3, 4, 5, 6, 7]
+    assert seen == [[1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
+    # Ids beyond the vocabulary are not drawn.
+    assert list(generate_tokens(count, [1, 2], 3, 3, Sampling(0), vocab_size=4)) == [3, 0, 1]
+    with pytest.raises(ValueError, match="the prompt has no token"):
+        next(generate_tokens(never, [], 3, 3, Sampling()))
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "glm4.5"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0), Sampling(0.8, top_k=40, top_p=0.95, seed=3)], ids=["greedy", "drawn"]
+)
+@torch.no_grad()
+def test_the_cache_changes_nothing(name: str, sampling: Sampling) -> None:
+    """Also where the window slides; and every token is computed once as long as it does not."""
+    config = CASES[name][1]
+    model = make_model(config)
+    computed: list[int] = []
+    model.embedding.register_forward_hook(lambda module, args, output: computed.append(args[0].shape[1]))
+    cached = CachedLogits(model)
+    compared: list[float] = []
+
+    def both(tokens: Tensor) -> Tensor:
+        ours, plain = cached(tokens), model(tokens)[:, -1]
+        compared.append(float((ours - plain).abs().max() / plain.abs().max()))
+        return ours
+
+    count = config.context_length
+    found = list(generate_tokens(both, PROMPT, config.context_length, count, sampling))
+    assert max(compared) < 1e-5
+    computed.clear()
+    assert found == list(generate_tokens(CachedLogits(model), PROMPT, config.context_length, count, sampling))
+    within = config.context_length - len(PROMPT)
+    assert computed == [len(PROMPT), *[1] * within, *[config.context_length] * (count - within - 1)]
+    plain = generate_tokens(lambda tokens: model(tokens)[:, -1], PROMPT, config.context_length, count, sampling)
+    assert found == list(plain)
+    assert all(block.attention.cache is None for block in model.blocks)  # type: ignore[union-attr]
+
+
+def test_several_tokens_behind_cached_ones() -> None:
+    """At once they are refused; a sequence that grew by several is computed one by one."""
+    cache = KeyValueCache()
+    keys = torch.randn(1, 2, 3, 4)
+    cache.extend(keys, keys)
+    with pytest.raises(ValueError, match="3 tokens for a cache that holds 3"):
+        cache.extend(keys, keys)
+    model = make_model(CASES["llama"][1])
+    cached = CachedLogits(model)
+    cached(torch.tensor([PROMPT[:2]]))
+    with torch.no_grad():
+        torch.testing.assert_close(cached(torch.tensor([PROMPT])), model(torch.tensor([PROMPT]))[:, -1])
+
+
+def test_no_more_tokens_than_the_model_takes() -> None:
+    model = make_model(CASES["llama"][1])
+    cached = CachedLogits(model)
+    tokens = torch.arange(model.config.context_length + 1).unsqueeze(0)
+    cached(tokens[:, :-1])
+    with pytest.raises(ValueError, match="sequences of 49 tokens do not fit context_length=48"):
+        cached(tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("highest", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_nothing_can_be_drawn_from(highest: float, temperature: float) -> None:
+    logits = torch.tensor([float("-inf"), highest])
+    with pytest.raises(WeightsError, match=f"the highest logit is {highest}, and no token can be drawn"):
+        draw(logits, Sampling(temperature), torch.Generator())
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
+@torch.no_grad()
+def test_greedy_is_what_transformers_generates(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = CASES[name][1]
+    model = exported(config, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with caplog.at_level(logging.ERROR):
+        output = theirs.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=40)
+    expected = output[0].tolist()
+    found = generate_tokens(CachedLogits(model), PROMPT, config.context_length, 40, Sampling(0))
+    assert [*PROMPT, *found] == expected
+    assert len(set(expected)) > 10

@@ -1,0 +1,133 @@
+"""Steps of fp32 masters that write the weights of forwards and backwards in bf16."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.optim import ErrorFeedback, WeightPrediction
+from tests.optim.test_optim_memory import ELEMENTS, MODEL_BYTES, allocated
+
+BASE = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def gradient(t: int, shape: torch.Size) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(t))
+
+
+def run(optimizer: Any, parameters: list[nn.Parameter], compute: list[Tensor], steps: range, idle: int = -1) -> None:
+    """Step with fixed gradients; at step ``idle`` the last parameter has none."""
+    for t in steps:
+        for i, p in enumerate(parameters):
+            p.grad = None if t == idle and p is parameters[-1] else gradient(10 * t + i, p.shape)
+        with optimizer.compute_weights(dict(zip(parameters, compute))):
+            optimizer.step()
+
+
+def make(count: int = 2) -> tuple[list[nn.Parameter], list[Tensor]]:
+    parameters = [nn.Parameter(gradient(100 + i, torch.Size((3, 4)))) for i in range(count)]
+    return parameters, [p.detach().to(torch.bfloat16) for p in parameters]
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+@pytest.mark.parametrize("idle", [-1, 2])
+def test_error_feedback_moves_the_base_trajectory_and_writes_the_extrapolated_one(strength: float, idle: int) -> None:
+    parameters, compute = make()
+    optimizer = ErrorFeedback(parameters, BASE, strength=strength)
+    plain, _ = make()
+    reference = ErrorFeedback(plain, BASE, strength=strength)
+    for t in range(5):
+        run(optimizer, parameters, compute, range(t, t + 1), idle)
+        for i, p in enumerate(plain):
+            p.grad = None if t == idle and p is plain[-1] else gradient(10 * t + i, p.shape)
+        reference.step()
+        for written, p in zip(compute, plain):
+            torch.testing.assert_close(written.float(), p.detach(), rtol=2**-8, atol=1e-6)
+    assert not any(torch.allclose(p, q) for p, q in zip(parameters, plain))  # masters are elsewhere
+
+
+def test_masters_are_the_base_trajectory_moved_by_the_first_step() -> None:
+    parameters, compute = make(1)
+    optimizer = ErrorFeedback(parameters, BASE)
+    base = make(1)[0]
+    alone = BASE(base)
+    start = base[0].detach().clone()
+    first = torch.zeros(())
+    for t in range(4):
+        run(optimizer, parameters, compute, range(t, t + 1))
+        base[0].grad = gradient(10 * t, base[0].shape)
+        alone.step()
+        if t == 0:
+            first = start - base[0].detach()
+        torch.testing.assert_close(parameters[0].detach(), base[0].detach() + first)
+
+
+def test_an_interrupted_run_goes_on() -> None:
+    parameters, compute = make()
+    optimizer = ErrorFeedback(parameters, BASE)
+    run(optimizer, parameters, compute, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    again = [nn.Parameter(p.detach().clone()) for p in parameters]
+    resumed = ErrorFeedback(again, BASE)
+    resumed.load_state_dict(state)
+    written = [torch.empty_like(c) for c in compute]
+    run(resumed, again, written, range(2, 4))
+    run(optimizer, parameters, compute, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip([*written, *again], [*compute, *parameters]))
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        partial(ErrorFeedback, base=BASE, anneal=True, strength=2.0),
+        partial(ErrorFeedback, base=BASE, match_lr=True),
+        partial(ErrorFeedback, base=BASE, buffer_dtype="bfloat16"),
+        partial(WeightPrediction, base=BASE),
+    ],
+    ids=["anneal", "match_lr", "bf16 buffer", "prediction"],
+)
+def test_other_forms_correct_the_masters_and_round_them(make_optimizer: Any) -> None:
+    parameters, compute = make()
+    plain, _ = make()
+    run(make_optimizer(parameters), parameters, compute, range(4))
+    reference = make_optimizer(plain)
+    for t in range(4):
+        for i, p in enumerate(plain):
+            p.grad = gradient(10 * t + i, p.shape)
+        reference.step()
+    assert all(torch.equal(p, q) for p, q in zip(parameters, plain))
+    assert all(torch.equal(written, p.detach().to(torch.bfloat16)) for written, p in zip(compute, plain))
+
+
+def test_without_a_delay_the_masters_are_rounded() -> None:
+    parameters, compute = make()
+    optimizer = ErrorFeedback(parameters, BASE)
+    optimizer.set_delay(0)
+    run(optimizer, parameters, compute, range(2))
+    assert all(torch.equal(written, p.detach().to(torch.bfloat16)) for written, p in zip(compute, parameters))
+    optimizer.set_delay(1)  # as after a synchronous start
+    run(optimizer, parameters, compute, range(2, 3))
+    assert not any(torch.equal(written, p.detach().to(torch.bfloat16)) for written, p in zip(compute, parameters))
+
+
+def test_it_takes_one_buffer_and_no_temporary(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_asyncpp.optim.feedback_update.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
+    p = nn.Parameter(torch.ones(1024, ELEMENTS // 1024))
+    p.grad = torch.ones_like(p)
+    compute = {p: p.detach().to(torch.bfloat16)}
+    optimizer = ErrorFeedback([p], partial(torch.optim.SGD, lr=0.1, foreach=False))
+
+    def step() -> None:
+        with optimizer.compute_weights(compute):
+            optimizer.step()
+
+    _, kept = allocated(step, tmp_path / "first.json")
+    peak, kept_later = allocated(step, tmp_path / "second.json")
+    assert kept == pytest.approx(MODEL_BYTES, rel=0.01)
+    assert kept_later == pytest.approx(0, abs=0.01 * MODEL_BYTES)
+    assert peak < 0.1 * MODEL_BYTES

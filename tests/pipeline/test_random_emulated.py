@@ -1,0 +1,103 @@
+"""The same random cases by the emulator of the delay, in one process: bitwise the oracle's, too."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
+from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
+from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
+from lightning_asyncpp.pipeline.partition import Partition
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from tests.pipeline.cases import Case
+from tests.pipeline.random_cases import draw
+from tests.pipeline.runs import run_oracle, versioned_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
+DEFAULT = range(20)
+
+
+class Emulated:
+    """What a strategy does with an emulator, for a case."""
+
+    def __init__(self, case: Case, num_stages: int, saved: Any = None) -> None:
+        self.case, self.num_stages = case, num_stages
+        self.model = case.make_model()
+        self.optimizer = case.make_optimizer(list(self.model.named_parameters()))
+        self.scheduler = case.make_scheduler(self.optimizer)
+        counts = tuple(case.counts(num_stages))
+        settings = DelaySettings(
+            delay="fresh_last_stage" if case.fresh else case.delay, stages=num_stages if case.fresh else None,
+            micro_batches=case.micro_batches, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
+            synchronous_start=case.start, partition=counts if case.fresh else "auto",
+        )  # fmt: skip
+        settings.check()
+        if saved is not None:
+            self.model.load_state_dict(saved["weights"])
+        hooks = UserHooks(micro_batch_weight=case.weight)
+        parameters = dict(self.model.named_parameters())
+        self.gradient = MicroBatchGradient(
+            parameters, self.model, hooks, case.micro_batches, case.seed, torch.device("cpu")
+        )
+        self.emulator = DelayEmulator(
+            settings, self.model, self.optimizer, self.gradient,
+            None if saved is None else saved["emulator"], Partition(counts, counts, "as given") if case.fresh else None,
+        )  # fmt: skip
+        if saved is not None:
+            self.optimizer.load_state_dict(saved["optimizer"])
+
+    def train(self, mini_batch: list[int]) -> None:
+        for i in mini_batch:
+            with self.emulator.weights.stale():
+                self.gradient.run(self.case.batch(i), self.case.step(self.model))
+            self.optimizer.zero_grad()
+            self.gradient.restore()
+        self.emulator.update(self._step)
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def resumed(self) -> Emulated:
+        file = io.BytesIO()
+        weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        torch.save({"weights": weights, "optimizer": optimizer, "emulator": self.emulator.state_dict()}, file)
+        other = Emulated(self.case, self.num_stages, torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+        if other.scheduler is not None and self.scheduler is not None:
+            other.scheduler.load_state_dict(self.scheduler.state_dict())
+        return other
+
+    def _step(self) -> None:
+        if self.case.max_norm is not None:
+            self.emulator.clip(self.case.max_norm)
+        self.optimizer.step()
+
+
+def check(seed: int) -> None:
+    num_stages, case = draw(seed)
+    case = replace(case, bf16=False, data_parallel_size=1, checkpointing=False)
+    expected, _ = run_oracle(case, num_stages)
+    run = Emulated(case, num_stages)
+    for mini_batch in case.mini_batches:
+        run.train(mini_batch)
+        if mini_batch[-1] in case.resumes:
+            run = run.resumed()
+    weights = versioned_tensors(run.model)
+    assert weights.keys() == expected.keys()
+    different = [name for name, value in expected.items() if not torch.equal(weights[name].detach(), value)]
+    assert not different, f"not bitwise equal: {different}"
+
+
+@pytest.mark.parametrize("seed", DEFAULT)
+def test_random_case(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(len(DEFAULT), 300))
+def test_more_random_cases(seed: int) -> None:
+    check(seed)

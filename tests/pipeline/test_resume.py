@@ -1,0 +1,75 @@
+"""What a checkpoint must hold for a run to go on as it would have, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.state import load_pipeline_state, pipeline_state
+from tests.pipeline.cases import DIM, Case
+from tests.pipeline.compare import assert_same_weights
+from tests.pipeline.conftest import Pools
+from tests.pipeline.random_layers import make
+from tests.pipeline.runs import Training, run_oracle
+
+SHARING_INSIDE = partial(make, (("linear", "tensor"), ("inside", "tensor")))
+ALONE = Mesh(1, 1, 0)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_weights_that_have_two_names_in_one_layer_are_saved_as_one(pools: Pools, bf16: bool) -> None:
+    """With masters, both names stand for what gradients are taken at."""
+    case = Case(3, model=SHARING_INSIDE, bf16=bf16, error_feedback=1.0, resumes=(2,))
+    assert_same_weights(pools.run(case, 2), run_oracle(case)[0])
+
+
+def frozen_and_shared(_: float) -> nn.Sequential:
+    torch.manual_seed(4)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)), nn.Linear(DIM, 1))
+    model[1].weight = model[2].weight = model[0].weight
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def test_frozen_weights_may_be_shared_by_any_number_of_stages(pools: Pools) -> None:
+    case = Case(4, model=frozen_and_shared, cut=(1, 1, 2), bf16=True, error_feedback=1.0, resumes=(1,))
+    assert_same_weights(pools.run(case, 3), run_oracle(case)[0])
+
+
+def trained(case: Case) -> Training:
+    training = Training(case, ALONE)
+    for i in range(2):
+        training.close([training.engine.run(case.batch(i), case.step(training.model))])
+    training.drain()
+    return training
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_stages": 2}, r"written by 2 stages, this run has 1.*use devices=2"),
+        ({"older_weights": {"0.inner.weight": 0}}, "no older weights of 0.inner.bias, 1.inner.first.weight"),
+        ({"partition": [1, 2]}, r"written with partition=\[1, 2\], this run has \[3\]"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    case = Case(3, model=SHARING_INSIDE)
+    state = {**pipeline_state(trained(case).session), **changes}
+    with pytest.raises(ConfigurationError, match=message):
+        load_pipeline_state(Training(case, ALONE).session, state)
+
+
+@pytest.mark.parametrize("name", ["0.inner.weight", "1.inner.weight"])
+def test_freezing_while_versions_are_alive_is_refused(name: str) -> None:
+    case = Case(3, model=partial(make, (("linear", "tensor"), ("frozen", "tensor"))))
+    training = trained(case)
+    parameter = training.model.get_parameter(name)
+    parameter.requires_grad_(not parameter.requires_grad)
+    with pytest.raises(ConfigurationError, match=rf"{name}: frozen or unfrozen"):
+        training.close([training.engine.run(case.batch(2), case.step(training.model))])

@@ -1,0 +1,86 @@
+"""Trainings whose memory is planned and measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
+ADAMW = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}}
+MUON = {"class_path": "lightning_asyncpp.optim.MuonAdamW", "init_args": {"newton_schulz_dtype": "float32"}}
+
+
+def feedback(base: dict[str, Any]) -> dict[str, Any]:
+    return {"class_path": "lightning_asyncpp.optim.ErrorFeedback", "init_args": {"base": base}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A GPT, an optimizer and a pipeline."""
+
+    stages: int
+    config: dict[str, Any]
+    optimizer: dict[str, Any]
+    batch_size: int = 8
+    strategy: dict[str, Any] = field(default_factory=dict)
+    synchronous: bool = False
+    precision: str = "32-true"
+    model: dict[str, Any] = field(default_factory=dict)
+    accumulated: int = 1
+    steps: int = 4
+
+    @property
+    def devices(self) -> int:
+        return self.stages * int(self.strategy.get("data_parallel_size", 1))
+
+    def recipe(self) -> dict[str, Any]:
+        name = "SyncPipelineStrategy" if self.synchronous else "AsyncPipelineStrategy"
+        data = {"batch_size": self.batch_size, "batches": self.steps * self.accumulated * 2}
+        data |= {key: self.config[key] for key in ("context_length", "vocab_size")}
+        return {
+            "seed_everything": 1,
+            "trainer": {
+                "accelerator": "cpu", "devices": self.devices, "max_steps": self.steps, "precision": self.precision,
+                "strategy": {"class_path": f"lightning_asyncpp.{name}", "init_args": self.strategy},
+                "accumulate_grad_batches": self.accumulated, "logger": False, "enable_checkpointing": False,
+                "enable_progress_bar": False, "enable_model_summary": False,
+            },
+            "model": {
+                "class_path": "lightning_asyncpp.GPTModule",
+                "init_args": {"config": self.config, "optimizer": self.optimizer, "decay": "constant", **self.model},
+            },
+            "data": {"class_path": "tests.tools.plan.tokens.Tokens", "init_args": data},
+        }  # fmt: skip
+
+
+GPT: dict[str, Any] = {"vocab_size": 512, "context_length": 128, "num_layers": 6, "dim": 256, "num_heads": 4}
+
+CASES = {
+    "adamw": Case(2, GPT, ADAMW, 16, {"micro_batches": 4, "lookahead": 1}),
+    "muon-feedback": Case(2, {**GPT, "dim": 384, "num_kv_heads": 2}, feedback(MUON), 8, {"micro_batches": 2}),
+    "one-stage": Case(1, {**GPT, "num_layers": 4, "dim": 384}, feedback(ADAMW), 4, {"micro_batches": 2}),
+    "bf16-mixed": Case(2, {**GPT, "dim": 384}, ADAMW, 16, {"micro_batches": 4}, precision="bf16-mixed"),
+    "bf16-versions": Case(
+        2, {**GPT, "dim": 384}, feedback(ADAMW), 8, {"micro_batches": 2, "weight_dtype": "bf16"}, precision="bf16-mixed"
+    ),
+    "checkpointed": Case(
+        2, {**GPT, "num_layers": 10}, ADAMW, 32, {"micro_batches": 4}, model={"activation_checkpointing": "block"}
+    ),
+    "selective": Case(2, GPT, ADAMW, 24, {"micro_batches": 4}, model={"activation_checkpointing": "selective"}),
+    "uneven": Case(3, {**GPT, "vocab_size": 20000, "num_layers": 5}, ADAMW, 12, {"micro_batches": 3, "lookahead": 0}),
+    # A small matrix: whether the other stage's gradient of it is there at the peak depends on who is ahead.
+    "tied": Case(2, {**GPT, "vocab_size": 3000, "tie_embeddings": True}, ADAMW, 12, {"micro_batches": 4}, steps=8),
+    "synchronous": Case(3, GPT, feedback(MUON), 40, {"micro_batches": 5}, synchronous=True, steps=3),
+    "fresh": Case(
+        2, {**GPT, "vocab_size": 20000, "num_layers": 3}, ADAMW, 4, {"micro_batches": 4, "fresh_last_stage": True}
+    ),
+    "replicas": Case(1, {**GPT, "dim": 384}, ADAMW, 4, {"micro_batches": 2, "data_parallel_size": 2}),
+    "accumulated": Case(2, GPT, ADAMW, 14, {"micro_batches": 3}, accumulated=2),
+    "experts": Case(
+        2,
+        {**GPT, "num_layers": 4, "mlp_dim": 512, "moe": {"num_experts": 8, "top_k": 2, "expert_dim": 256}},
+        feedback(MUON),
+        8,
+        {"micro_batches": 4},
+    ),
+}

@@ -1,0 +1,96 @@
+"""What a training really takes: each rank a process of its own, whose resident memory is read.
+
+``python -m tests.tools.plan.measured RECIPE OUTPUT`` is one rank, in an environment like torchrun's: it trains a model
+of few layers first, so that every library is there and has what it keeps for itself (kernels of each shape), and
+then the recipe; what counts is the highest resident size of the second training above that before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# Every tensor of some size is mapped by itself and given back when it is let go of.
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "32768",
+          "MALLOC_TOP_PAD_": "0", "MALLOC_MMAP_MAX_": "1000000"}  # fmt: skip
+
+
+def measure(recipe: dict[str, Any], world_size: int, timeout: int = 500) -> list[int]:
+    """Train a recipe in ``world_size`` processes; bytes that each stage of the first replica took, first to last."""
+    from tests.pipeline.pool import free_port
+    from tests.trainer.pool import elastic_environment
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        port = free_port()
+        processes = []
+        for rank in range(world_size):
+            environment = {**os.environ, **elastic_environment(rank, world_size, port), **MALLOC}
+            environment |= {"OMP_NUM_THREADS": "1", "MKL_DISABLE_FAST_MM": "1"}
+            environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+            command = ["timeout", "-k", "5", str(timeout), sys.executable, "-m", "tests.tools.plan.measured"]
+            processes.append(
+                subprocess.Popen(
+                    [*command, str(path), str(Path(folder) / f"{rank}.json")],
+                    env=environment,
+                    cwd=folder,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        printed = [process.communicate()[0] for process in processes]
+        assert all(process.returncode == 0 for process in processes), "\n".join(p[-3000:] for p in printed)
+        peaks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)]
+    stages = world_size // recipe["trainer"]["strategy"]["init_args"].get("data_parallel_size", 1)
+    return list(reversed(peaks[:stages]))  # rank 0 is the last stage
+
+
+def main() -> None:
+    recipe, output = sys.argv[1:]
+    train(smaller(Path(recipe)))
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the highest size starts anew
+    train(Path(recipe))
+    Path(output).write_text(json.dumps(status("VmHWM") - before))
+
+
+def smaller(path: Path) -> Path:
+    """The same layers, as few as there may be, and two updates."""
+    recipe = yaml.safe_load(path.read_text())
+    recipe["model"]["init_args"]["config"]["num_layers"] = 2 * recipe["trainer"]["devices"]
+    recipe["trainer"]["max_steps"] = 2
+    small = Path(f"{path}.{os.environ['RANK']}")
+    small.write_text(yaml.safe_dump(recipe))
+    return small
+
+
+def train(path: Path) -> None:
+    from lightning_asyncpp.cli import main as asyncpp
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        asyncpp(["fit", "--config", str(path)])
+
+
+def status(name: str) -> int:
+    """A size of this process, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

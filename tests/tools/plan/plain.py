@@ -1,0 +1,113 @@
+"""Modules that know nothing of plans or pipelines, and their data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+
+class Plain(L.LightningModule):
+    """An ``nn.Sequential`` with weights for real, and a step of its own."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1))
+
+    def training_step(self, batch: dict[str, Tensor]) -> Any:
+        loss = F.mse_loss(self.model(batch["x"]), batch["y"])
+        self.log("train_loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
+
+
+class Deep(Plain):
+    """Its second argument has another name, which Lightning allows."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(8, 64), *(nn.Linear(64, 64) for _ in range(layers - 2)), nn.Linear(64, 1))
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        return F.mse_loss(self.model(batch["x"]), batch["y"])
+
+
+class Shared(Deep):
+    """The second layer and the last but one have the same matrix, of 16 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        assert isinstance(self.model[1], nn.Linear)
+        self.model[4].weight = self.model[1].weight
+
+
+class Alone(Plain):
+    """Its step takes a batch and nothing else."""
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(self.model(batch["x"]), batch["y"])
+
+
+class Measured(Plain):
+    """A training cuts it by the times of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(16, 8)
+
+
+class Costed(nn.Sequential):
+    def pipeline_costs(self) -> list[float]:
+        return [1.0, 0.0, 1.0, 3.0]
+
+
+class Known(Measured):
+    """It has an example, too, but its model says what layers cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Costed(*self.model)
+
+
+class Schedule(Plain):
+    """Looks at values while it is built, as many models do that grow a rate with the depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [float(rate) for rate in torch.linspace(0, 0.1, 4)]
+
+
+class Foreign(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+class Looking(Plain):
+    """Decides by a value."""
+
+    def training_step(self, batch: dict[str, Tensor]) -> Any:
+        y = self.model(batch["x"])
+        return y.sum() if y.mean() > 0 else y.square().sum()
+
+
+class TwoOptimizers(Plain):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class Pairs(L.LightningDataModule):
+    """Batches of dictionaries, known by loading one."""
+
+    def __init__(self, batch_size: int = 16) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([{"x": torch.zeros(8), "y": torch.zeros(1)}] * 2 * self.batch_size, self.batch_size)

@@ -1,0 +1,38 @@
+"""Planned memory against that of real processes, stage by stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_asyncpp.cli import parsed_recipe
+from lightning_asyncpp.tools.plan.recipe import build
+from lightning_asyncpp.tools.plan.stages import Stages
+from tests.tools.plan.cases import CASES, Case
+from tests.tools.plan.measured import measure
+
+QUICK = ("one-stage",)
+
+
+def planned(case: Case, folder: Path) -> list[int]:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(case.recipe()))
+    recipe = build(parsed_recipe(["--config", str(path)]).as_dict())
+    settings = recipe.settings.resolved(recipe.devices)
+    stages = Stages(recipe, settings, on_gpu=False)
+    memory = stages.memory(settings.micro_batches, settings.lookahead, recipe.batch_size)
+    return [stage.total for stage in memory]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
+def test_processes_take_what_was_planned(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    expected, taken = planned(case, tmp_path), measure(case.recipe(), case.devices)
+    told = [f"{a / 2**20:.1f} MiB planned, {b / 2**20:.1f} taken" for a, b in zip(expected, taken)]
+    print(name, *told, sep="; ")
+    assert all(abs(a / b - 1) < 0.05 for a, b in zip(expected, taken)), told

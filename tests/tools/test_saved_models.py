@@ -1,0 +1,405 @@
+"""The commands on saved models: export, import, generate, evaluate, on a checkpoint of a short training."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from litdata import TokensLoader
+from litdata.streaming import Cache
+from safetensors.torch import load_file
+
+from lightning_asyncpp import GPTModule
+from lightning_asyncpp.cli import main
+from lightning_asyncpp.data import BPETokenizer, ByteTokenizer, TextDataModule
+from lightning_asyncpp.data.tokenizer import prompt_tokens
+from lightning_asyncpp.models import GPTConfig, SavedGPT, open_saved
+from lightning_asyncpp.tools.saved.export import _size
+from lightning_asyncpp.tools.saved.generate import stream
+
+ROOT = Path(__file__).parents[2]
+CONFIG = GPTConfig(vocab_size=256, context_length=32, num_layers=2, dim=32, num_heads=2, mlp_dim=48)
+
+
+class Trained(NamedTuple):
+    """What a short training left behind."""
+
+    folder: Path
+    checkpoint: Path
+    module: GPTModule
+    data: TextDataModule
+
+    @property
+    def val_loss(self) -> float:
+        """As the Trainer reports it, for the data that the model was trained with."""
+        return validate(self.module, self.data)
+
+
+def trainer(folder: Path, **more: Any) -> L.Trainer:
+    return L.Trainer(
+        default_root_dir=folder, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, **more,
+    )  # fmt: skip
+
+
+def validate(module: GPTModule, data: TextDataModule) -> float:
+    runner = trainer(Path.cwd(), enable_checkpointing=False)
+    return float(runner.validate(module, data, verbose=False)[0]["val_loss"])
+
+
+def trained(folder: Path, config: GPTConfig, **data_options: Any) -> Trained:
+    text = folder / "text"
+    text.mkdir()
+    for index in range(24):
+        lines = [f"document {index} line {line}: größe {index * line}\n" for line in range(20)]
+        (text / f"{index}.txt").write_text("".join(lines))
+    L.seed_everything(0, verbose=False)
+    options = {"context_length": 32, "batch_size": 8, "val_fraction": 0.2, "cache_dir": str(folder / "cache")}
+    data = TextDataModule(str(text), **(options | data_options))
+    module = GPTModule(config, warmup_steps=1)
+    run = trainer(folder, max_steps=12, limit_val_batches=0)
+    run.fit(module, datamodule=data)
+    return Trained(folder, Path(run.checkpoint_callback.best_model_path), module, data)  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def by_bytes(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained(tmp_path_factory.mktemp("bytes"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def by_pairs(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """With a vocabulary that was trained on the text, and rows that pad the model's matrices."""
+    folder = tmp_path_factory.mktemp("pairs")
+    return trained(folder, replace(CONFIG, vocab_size=384, tie_embeddings=True), tokenizer="bpe", vocab_size=320)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs ``asyncpp ...`` in this process; what it printed, or with ``fails`` why it ended with code 2."""
+    monkeypatch.setattr(sys, "argv", ["asyncpp"])
+
+    def run(*arguments: Any, fails: bool = False) -> str:
+        capsys.readouterr()
+        if not fails:
+            main([str(argument) for argument in arguments])
+            return capsys.readouterr().out
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        return error
+
+    return run
+
+
+def figures(command: Callable[..., str], folder: Path, *arguments: Any) -> dict[str, Any]:
+    """What ``asyncpp evaluate`` writes for other programs."""
+    command("evaluate", *arguments, "--json", folder / "figures.json")
+    content: dict[str, Any] = json.loads((folder / "figures.json").read_text())
+    return content
+
+
+def test_evaluate_is_what_the_trainer_reports(by_bytes: Trained, command: Any, tmp_path: Path) -> None:
+    """Without naming the data: the checkpoint says what it was trained with."""
+    found = figures(command, tmp_path, by_bytes.checkpoint)
+    assert found["loss"] == pytest.approx(by_bytes.val_loss, rel=1e-6)
+    assert found["loss"] < 5.5
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    targets = torch.cat([batch[:, 1:].flatten() for batch in by_bytes.data.val_dataloader()])
+    assert found["tokens"] == targets.numel() == found["sequences"] * 32
+    assert found["bytes"] == int((targets != 0).sum()) < found["tokens"]
+    bits = found["loss"] * found["tokens"] / math.log(2)
+    assert found["bits_per_byte"] == pytest.approx(bits / found["bytes"])
+
+
+def test_evaluate_with_a_trained_vocabulary(by_pairs: Trained, command: Any, tmp_path: Path) -> None:
+    """Of its own text, named or not; the tokens are made with the checkpoint's tokenizer, bytes are the text's."""
+    found = figures(command, tmp_path, by_pairs.checkpoint)
+    assert found["loss"] == pytest.approx(by_pairs.val_loss, rel=1e-6)
+    named = figures(
+        command, tmp_path, by_pairs.checkpoint, "--data", by_pairs.folder / "text", "--val-fraction", "0.2",
+        "--cache-dir", tmp_path / "cache",
+    )  # fmt: skip
+    assert named["loss"] == found["loss"]
+    whole = figures(
+        command, tmp_path, by_pairs.checkpoint, "--split", "all", "--context-length", "1", "--batch-size", "64",
+        "--cache-dir", tmp_path / "cache",
+    )  # fmt: skip
+    # Of every pair of tokens the second is a target.
+    pairs = torch.cat(list(everything(by_pairs, tmp_path)))
+    sizes = by_pairs.data.tokenizer.byte_lengths()
+    assert sizes is not None
+    assert whole["bytes"] == int(sizes[pairs[:, 1]].sum())
+    text = sum(path.stat().st_size for path in (by_pairs.folder / "text").iterdir())
+    assert abs(int(sizes[pairs].sum()) - text) <= 8
+
+
+def everything(trained: Trained, folder: Path) -> Any:
+    """All tokens of the text, two at a time."""
+    data = TextDataModule(
+        str(trained.folder / "text"), str(trained.data.tokens.folder / "tokenizer.json"),  # type: ignore[union-attr, operator]
+        context_length=1, batch_size=64, val_fraction=0, cache_dir=str(folder / "cache"), shuffle=False,
+        drop_last=False,
+    )  # fmt: skip
+    data.prepare_data()
+    data.setup()
+    return data.train_dataloader()
+
+
+def test_evaluate_on_tokens(by_bytes: Trained, by_pairs: Trained, command: Any, tmp_path: Path) -> None:
+    """Of a folder that was prepared; those of another tokenizer are refused with both vocabularies."""
+    tokens, others = (t.data.tokens.folder for t in (by_bytes, by_pairs))  # type: ignore[union-attr]
+    found = figures(command, tmp_path, by_bytes.checkpoint, "--data", tokens)
+    assert found["loss"] == pytest.approx(by_bytes.val_loss, rel=1e-6)
+    limited = figures(command, tmp_path, by_bytes.checkpoint, "--data", tokens, "--limit-batches", "1")
+    assert limited["sequences"] == 8
+    error = command("evaluate", by_bytes.checkpoint, "--data", others, fails=True)
+    assert "320 token ids" in error
+    assert "256 token ids" in error
+    cache = Cache(str(tmp_path / "raw"), chunk_bytes=2**20, item_loader=TokensLoader())
+    cache[0] = torch.arange(66, dtype=torch.int32) + 260  # up to 325; the model has rows up to 383
+    cache.done()
+    cache.merge()
+    error = command("evaluate", by_pairs.checkpoint, "--data", tmp_path / "raw", "--split", "train", fails=True)
+    assert "token id 325, and the vocabulary has 320 ids" in error
+    error = command("evaluate", by_bytes.checkpoint, "--data", tokens, "--split", "all", fails=True)
+    assert "is divided already" in error
+
+
+def test_what_cannot_be_evaluated(by_bytes: Trained, command: Any, tmp_path: Path) -> None:
+    bare = tmp_path / "bare.ckpt"
+    state = by_bytes.module.model.state_dict()  # type: ignore[union-attr]
+    torch.save({"model": state, "config": asdict(CONFIG)}, bare)
+    text, tokens = by_bytes.folder / "text", by_bytes.data.tokens.folder  # type: ignore[union-attr]
+    assert "does not say what it was trained on" in command("evaluate", bare, fails=True)
+    assert "holds no tokenizer, and" in command("evaluate", bare, "--data", text, fails=True)
+    found = figures(command, tmp_path, bare, "--data", tokens)
+    assert found["loss"] == pytest.approx(by_bytes.val_loss, rel=1e-6)
+    assert found["bits_per_byte"] is None
+    longer = command("evaluate", by_bytes.checkpoint, "--context-length", "64", fails=True)
+    assert "context_length=64 of the data is longer than that of the model, 32" in longer
+    nothing = command("evaluate", by_bytes.checkpoint, "--val-fraction", "0", fails=True)
+    assert "has nothing to validate on" in nothing
+    assert "choose one of validation" in command("evaluate", bare, "--split", "test", fails=True)
+    assert "choose one of float32" in command("evaluate", bare, "--dtype", "fp8", fails=True)
+    for device in ("nowhere", "meta"):
+        assert f"--device {device}" in command("evaluate", bare, "--device", device, fails=True)
+    error = command("evaluate", by_bytes.checkpoint, "--json", tmp_path / "absent" / "figures.json", fails=True)
+    assert "absent/figures.json: there is no such folder" in error
+    padded = tmp_path / "padded.ckpt"
+    wide = GPTModule(replace(CONFIG, vocab_size=300))
+    wide.configure_model()
+    torch.save({"model": wide.model.state_dict(), "config": asdict(wide.config)}, padded)  # type: ignore[union-attr]
+    error = command("evaluate", padded, "--data", tokens, fails=True)
+    assert "256" in error
+    assert "300" in error
+
+
+@pytest.mark.parametrize("which", ["by_bytes", "by_pairs"])
+def test_export_import_generate(which: str, request: pytest.FixtureRequest, command: Any, tmp_path: Path) -> None:
+    """The same weights, the same figures and the same text, wherever they are read from."""
+    run: Trained = request.getfixturevalue(which)
+    printed = command("export", run.checkpoint, "--output", tmp_path / "out", "--max-shard-size", "40KB")
+    assert printed.startswith(f"LlamaForCausalLM of {run.module.config.num_parameters():,} parameters: ")
+    files = {path.name for path in (tmp_path / "out").iterdir() if path.suffix == ".json"}
+    assert files == {
+        "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+    printed = command("import", tmp_path / "out", "--output", tmp_path / "in.ckpt")
+    arguments = yaml.safe_load(printed)["model"]["init_args"]
+    assert arguments["initial_weights"] == str(tmp_path / "in.ckpt")
+    module = GPTModule(**arguments)
+    module.configure_model()
+    loaded = GPTModule.load_from_checkpoint(tmp_path / "in.ckpt", weights_only=True)
+    state = run.module.state_dict()
+    for made in (module, loaded):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in made.state_dict().items())
+    texts = {
+        command("generate", path, "--prompt", "document 3 li", "--greedy", "--max-new-tokens", "40")
+        for path in (run.checkpoint, tmp_path / "out", tmp_path / "in.ckpt")
+    }
+    assert len(texts) == 1
+    assert texts.pop().startswith("document 3 li")
+    tokens = run.data.tokens.folder  # type: ignore[union-attr]
+    losses = [figures(command, tmp_path, tmp_path / name, "--data", tokens)["loss"] for name in ("out", "in.ckpt")]
+    assert losses == [pytest.approx(run.val_loss, rel=1e-6)] * 2
+
+
+def test_what_was_imported_is_validated_and_is_no_training_to_go_on_with(
+    by_bytes: Trained, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command("export", by_bytes.checkpoint, "--output", tmp_path / "out")
+    model = yaml.safe_load(command("import", tmp_path / "out", "--output", tmp_path / "in.ckpt"))["model"]
+    data = {"source": str(by_bytes.folder / "text"), "context_length": 32, "batch_size": 8, "val_fraction": 0.2}
+    trainer_options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "max_steps": 1,
+    }
+    recipe = {
+        "model": {**model, "init_args": {"config": model["init_args"]["config"]}},
+        "data": {"class_path": "lightning_asyncpp.data.TextDataModule", "init_args": data},
+        "trainer": trainer_options,
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path)
+    arguments = ("--config", tmp_path / "recipe.yaml", "--ckpt_path", tmp_path / "in.ckpt")
+    found = re.search(r"val_loss\W+(\d+\.\d+)", command("validate", *arguments))
+    assert found is not None
+    assert float(found.group(1)) == pytest.approx(by_bytes.val_loss, rel=1e-6)
+    with pytest.raises(KeyError, match="checkpoint contains only the model"):
+        command("fit", *arguments)
+
+
+def test_the_exported_tokenizer_is_the_runs(by_bytes: Trained, by_pairs: Trained, command: Any, tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    for name, run in (("bytes", by_bytes), ("pairs", by_pairs)):
+        command("export", run.checkpoint, "--output", tmp_path / name, "--dtype", "bfloat16")
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
+        ours = run.data.tokenizer
+        text = "document 7: größe Ā\n\t日本 🙂"
+        assert theirs(text).input_ids == ours.encode_batch([text])[0].tolist()
+        assert theirs.decode(theirs(text).input_ids) == text
+        assert theirs.eos_token_id == ours.end_of_document
+        assert theirs.model_max_length == 32
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert model.generation_config.eos_token_id == ours.end_of_document
+
+
+def test_generate_draws_by_its_seed(by_bytes: Trained, command: Any) -> None:
+    """Beyond the context, too; an empty prompt is the beginning of a document."""
+
+    def text(*arguments: str) -> str:
+        printed: str = command("generate", by_bytes.checkpoint, "--max-new-tokens", "80", *arguments)
+        return printed
+
+    first = text("--seed", "1")
+    assert first == text("--seed", "1") != text("--seed", "2")
+    narrow = text("--prompt", "document", "--top-k", "1")
+    assert narrow == text("--prompt", "document", "--temperature", "0") == text("--prompt", "document", "--greedy")
+    assert text("--top-p", "0.5", "--temperature", "0.7", "--dtype", "bfloat16")
+
+
+def test_what_cannot_be_generated(by_bytes: Trained, by_pairs: Trained, command: Any, tmp_path: Path) -> None:
+    bare = tmp_path / "bare.ckpt"
+    state = by_bytes.module.model.state_dict()  # type: ignore[union-attr]
+    torch.save({"model": state}, bare)
+    assert "says nothing of the model's shape" in command("generate", bare, fails=True)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"config": asdict(CONFIG)}}}))
+    known = ("generate", bare, "--config", tmp_path / "config.yaml", "--max-new-tokens", "4")
+    assert "holds no tokenizer; name it" in command(*known, fails=True)
+    assert command(*known, "--tokenizer", "byte", "--prompt", "doc").startswith("doc")
+    numbers = "".join(
+        f"    {name}: {'1e-5' if name == 'norm_eps' else value}\n" for name, value in asdict(CONFIG).items()
+    )
+    (tmp_path / "by_hand.yaml").write_text(f"model:\n  config:\n{numbers.replace('None', 'null')}")
+    assert command(*known, "--config", tmp_path / "by_hand.yaml", "--tokenizer", "byte", "--prompt", "doc").startswith(
+        "doc"
+    )
+    state["head.weight"] = torch.full_like(state["head.weight"], float("nan"))
+    torch.save({"model": state}, tmp_path / "diverged.ckpt")
+    error = command("generate", tmp_path / "diverged.ckpt", *known[2:], "--tokenizer", "byte", fails=True)
+    assert "the highest logit is nan, and no token can be drawn" in error
+    by_pairs.data.tokenizer.save(tmp_path)
+    other = tmp_path / "tokenizer.json"
+    error = command(*known, "--tokenizer", other, fails=True)
+    assert "has 320 token ids" in error
+    assert "vocab_size=256" in error
+    error = command("generate", by_bytes.checkpoint, "--tokenizer", other, fails=True)
+    assert "was trained with another tokenizer (byte, 256 token ids)" in error
+    assert "--prompt has 50 tokens, and the model sees context_length=32" in command(
+        "generate", by_bytes.checkpoint, "--prompt", "x" * 50, fails=True
+    )
+    error = command("generate", by_bytes.checkpoint, "--temperature", "-1", "--top-p", "3", fails=True)
+    assert "temperature=-1.0: must be" in error
+    assert "top_p=3.0: must be" in error
+    assert "there is no such file or folder" in command("generate", tmp_path / "absent", fails=True)
+    (tmp_path / "config.yaml").write_text("width: 3")
+    assert "holds the config of another model" in command(*known, fails=True)
+
+
+def test_what_cannot_be_exported_or_imported(by_bytes: Trained, command: Any, tmp_path: Path) -> None:
+    out = ("--output", tmp_path / "out")
+    assert "there is 'hf' only" in command("export", by_bytes.checkpoint, *out, "--to", "gguf", fails=True)
+    assert "give bytes, or" in command("export", by_bytes.checkpoint, *out, "--max-shard-size", "big", fails=True)
+    command("export", by_bytes.checkpoint, *out)
+    assert "out exists already" in command("export", by_bytes.checkpoint, *out, fails=True)
+    (tmp_path / "in.ckpt").touch()
+    assert "exists already" in command("import", tmp_path / "out", "--output", tmp_path / "in.ckpt", fails=True)
+    assert "config.json cannot be found" in command("import", tmp_path, fails=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "in.ckpt"}
+
+
+def test_sizes_of_shards() -> None:
+    assert [_size(text) for text in ("5GB", "500 MB", "1.5kb", "123", "2g")] == [
+        5 * 10**9,
+        5 * 10**8,
+        1500,
+        123,
+        2 * 10**9,
+    ]
+    assert [_size(text) for text in ("", "GB", "0", "5XB", "-1MB")] == [None] * 5
+
+
+def test_text_comes_when_its_characters_are_complete() -> None:
+    text = "größe 日本 🙂!"
+    tokens = list(text.encode())
+    pieces = list(stream(ByteTokenizer(), iter(tokens)))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert pieces[:3] == ["g", "r", "ö"]
+    # What the model never completed is shown at the end.
+    assert "".join(stream(ByteTokenizer(), iter(tokens[:3]))) == "gr\ufffd"
+    trained = BPETokenizer.train([text * 20], 300)
+    assert "".join(stream(trained, iter(trained.encode(text).tolist()))) == text
+
+
+def test_the_space_behind_a_prompt() -> None:
+    """Tokenizers such as Llama 2's leave the first space of a text out, which behind a prompt is not the first."""
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"▁one": 0, "▁two": 1, "</s>": 2, "?": 3}, unk_token="?")
+    )
+    backend.add_special_tokens(["</s>"])
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = BPETokenizer(backend)
+    prompt = prompt_tokens(tokenizer, "one")
+    assert prompt == [0]
+    assert "".join(stream(tokenizer, iter([1, 0, 2]), prompt)) == " two one"
+    assert "".join(stream(tokenizer, iter([1, 0, 2]), [2])) == "two one"
+
+
+def test_a_prompt_and_its_text_from_the_shell(by_bytes: Trained) -> None:
+    """As the installed command prints it, without anything else."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_asyncpp", "generate", str(by_bytes.checkpoint), "--prompt", "document 1",
+         "--max-new-tokens", "5", "--greedy"],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("document 1")
+    assert done.stdout.count("\n") == 1 + done.stdout.rstrip("\n").count("\n")
+    saved: SavedGPT = open_saved(by_bytes.checkpoint)
+    assert saved.data is not None
+    assert saved.data["source"] == str(by_bytes.folder / "text")

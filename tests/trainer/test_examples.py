@@ -1,0 +1,128 @@
+"""Models that are not ours, as the documents' examples cut them: trained by their scripts, equal to the oracle."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp import check_model
+from lightning_asyncpp.optim import MuonAdamW
+from lightning_asyncpp.pipeline.oracle import train_reference
+from tests.trainer.examples import FOLDER, example, run_main
+from tests.trainer.pool import Pools
+from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights
+from tests.trainer.runs import arrays
+
+
+def reference(module: Any, loader: Any, optimizer: torch.optim.Optimizer, **how: Any) -> None:
+    """Train the module of an example in this process, whole, by its own forward."""
+    module.log = lambda *args, **kwargs: None
+    weight = {"weight": module.micro_batch_weight} if hasattr(module, "micro_batch_weight") else {}
+    batches = [[batch] for batch in loader]
+    train_reference(module.model, lambda mb: module.training_step(mb, 0), batches, optimizer, seed=1, **weight, **how)
+
+
+def llama_reference(steps: int, pretrained: str | None = None) -> nn.Module:
+    script = example("transformers_llama")
+    L.seed_everything(1, verbose=False)
+    module = script.build(pretrained)
+    optimizer = MuonAdamW(list(module.named_parameters()), lr=module.lr)
+    loader = script.loader(64, 16 * steps)
+    reference(module, loader, optimizer, micro_batches=4, max_norm=1.0, error_feedback=1.0)
+    return module
+
+
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_llama_of_transformers(pools: Pools, stages: int, tmp_path: Path) -> None:
+    """With Muon, Error Feedback, clipping, padding and a validation; it goes to transformers and comes back."""
+    transformers = pytest.importorskip("transformers")
+    folder = str(tmp_path / "llama")
+    results = pools.run(stages, run_main, "transformers_llama", {"devices": stages, "steps": 4, "save": folder})
+    expected = llama_reference(4)
+    assert_equal_weights(joined_weights(results, stages), arrays(dict(expected.named_parameters())))
+    assert [result["global_step"] for result in results] == [4] * stages
+    assert results[0]["metrics"]["val_loss"] == results[1]["metrics"]["val_loss"] < 5.6, "above a uniform guess"
+    loaded = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert_equal_weights(arrays(loaded.state_dict()), arrays(expected.model.state_dict()))
+    plain = transformers.LlamaForCausalLM(loaded.config)
+    assert sorted(plain.state_dict()) == sorted(expected.model.state_dict()), "names are those of transformers"
+    again = pools.run(stages, run_main, "transformers_llama", {"devices": stages, "steps": 1, "pretrained": folder})
+    expected = llama_reference(1, pretrained=folder)
+    assert_equal_weights(joined_weights(again, stages), arrays(dict(expected.named_parameters())))
+
+
+@pytest.mark.parametrize("reentrant", [None, True])
+def test_a_llama_without_padding_and_with_checkpointing(reentrant: bool | None) -> None:
+    """No mask crosses the cuts then; and layers run their forwards again in the backward, on the older weights."""
+    pytest.importorskip("transformers")
+    script = example("transformers_llama")
+    module = script.build()
+    if reentrant:
+        module.model.gradient_checkpointing_enable({"use_reentrant": True})
+    else:
+        getattr(module.model, "activation_checkpointing_enable", module.model.gradient_checkpointing_enable)()
+    full = [{name: tensor[:, :8] for name, tensor in batch.items()} for batch in script.loader(0, 512)]
+    full = [batch for batch in full if bool(batch["attention_mask"].all())][:2]
+    assert len(full) == 2
+    report = check_model(module, full, stages=3)
+    assert report.bitwise, report.differences
+    assert [info.dtype for info in report.crossings[0]] == [torch.float32] * 3, "a mask crossed the cut"
+
+
+def test_a_llama_with_tied_embeddings() -> None:
+    """The first and the last stage hold the same matrix."""
+    pytest.importorskip("transformers")
+    script = example("transformers_llama")
+    config = script.build().model.config
+    config.tie_word_embeddings = True
+    module = script.Llama(script.PipelineLlama(config))
+    assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
+    assert check_model(module, script.loader(0, 48), stages=3).bitwise
+
+
+def test_the_layers_of_the_llama_are_its_forward() -> None:
+    transformers = pytest.importorskip("transformers")
+    script = example("transformers_llama")
+    batch = transformers.BatchEncoding(next(iter(script.loader(40, 16))))
+    report = check_model(script.build(), [batch], stages=2, updates=1)
+    assert report.bitwise
+    shapes = [info.shape for info in report.crossings[0]]
+    time = batch["input_ids"].shape[1]
+    assert shapes == [(8, time, 64), (8, 1, time, time), (1, time, 16), (1, time, 16)]
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_resnet_of_torchvision(pools: Pools, stages: int) -> None:
+    """Weights, and the running statistics of every BatchNorm, which validation uses."""
+    pytest.importorskip("torchvision")
+    results = pools.run(stages, run_main, "torchvision_resnet", {"devices": stages, "steps": 4})
+    script = example("torchvision_resnet")
+    L.seed_everything(1, verbose=False)
+    module = script.Classifier()
+    reference(module, script.loader(64, 0), module.configure_optimizers(), micro_batches=stages)
+    assert_equal_weights(joined_weights(results, stages), arrays(dict(module.named_parameters())))
+    buffers = joined_parts([result["buffers"] for result in results])
+    assert_equal_weights(buffers, arrays(module.model.state_dict()))
+    assert int(buffers["bn1.num_batches_tracked"]) == 4 * stages, "every micro-batch counts"
+    images, classes = script.striped_images(64, 1).tensors
+    with torch.no_grad():
+        right = (module.eval().model(images).argmax(dim=1) == classes).float().mean()
+    np.testing.assert_allclose(results[0]["metrics"]["accuracy"], float(right))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformers_llama", "torchvision_resnet"])
+def test_the_scripts(name: str) -> None:
+    """As a user runs them: processes are started by the script."""
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--devices", "2", "--steps", "8", "--accelerator", "cpu"]
+    done = subprocess.run(["timeout", "-k", "5", "240", *command], capture_output=True, text=True, timeout=260)
+    assert done.returncode == 0, done.stderr
+    assert "val_loss" in done.stdout or "accuracy" in done.stdout
