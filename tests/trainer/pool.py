@@ -118,13 +118,18 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=20))
     gc.freeze()
+    held: list[BaseException] = []
     while True:
         scenario, args = tasks.get()
+        # What failed holds its pipeline's connections, which another rank may have read from until it failed as well.
+        # They are let go only now that all ranks have ended; their threads would take the next scenario's cores.
+        held.clear()
+        gc.collect()
         try:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 outcome = Outcome(scenario(*args))
         except BaseException as error:
+            held.append(error)
             outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
         sys.stdout.flush()
         results.put((rank, outcome))
-        gc.collect()  # retires a Trainer's process groups, whose threads would take the cores
