@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.header import TensorInfo
+from lightning_asyncpp.pipeline.memory_order import as_stored, empty, order_of
 from lightning_asyncpp.pipeline.mesh import Groups, Mesh, started
 
 
@@ -39,13 +40,16 @@ class DeviceTensors:
     def send_activation(self, tensors: tuple[Tensor, ...]) -> None:
         """Send tensors to the stage after."""
         for tensor in tensors:
-            self._send(tensor, self.mesh.rank_of(self.mesh.stage + 1), self._groups.to_next)
+            self._send(
+                as_stored(tensor, order_of(tensor)), self.mesh.rank_of(self.mesh.stage + 1), self._groups.to_next
+            )
 
     def receive_activation(self, infos: tuple[TensorInfo, ...]) -> tuple[Tensor, ...]:
         """Return tensors that look as announced, from the stage before."""
-        tensors = tuple(torch.empty(info.shape, dtype=info.dtype, device=self.device) for info in infos)
+        tensors = tuple(empty(info.shape, info.order, info.dtype, self.device) for info in infos)
         peer = self.mesh.rank_of(self.mesh.stage - 1)
-        for work in [started(dist.irecv(tensor, peer, group=self._groups.forward)) for tensor in tensors]:
+        stored = [as_stored(tensor, info.order) for tensor, info in zip(tensors, infos)]
+        for work in [started(dist.irecv(tensor, peer, group=self._groups.forward)) for tensor in stored]:
             work.wait()
         return tensors
 
@@ -55,7 +59,7 @@ class DeviceTensors:
             self._send(gradient, self.mesh.rank_of(self.mesh.stage - 1), self._groups.backward)
 
     def post_gradients(self, k: int, gradients: list[Tensor]) -> None:
-        """Receive the gradients of micro-batch ``k`` into these tensors, in the background."""
+        """Receive the gradients of micro-batch ``k`` into these tensors, contiguous ones, in the background."""
         peer = self.mesh.rank_of(self.mesh.stage + 1)
         group = self._groups.from_next
         self._posted[k] = [started(dist.irecv(gradient, peer, group=group)) for gradient in gradients]

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ProtocolError
+from lightning_asyncpp.pipeline.memory_order import Order, order_of
 
 MAX_TENSORS = 8
 MAX_DIMENSIONS = 8
 MAX_STRUCTURE_BYTES = 512
-_MAGIC = 0x2B57A6
+_MAGIC = 0x2B57A7
 _FIXED = 7
-_PER_TENSOR = 3 + MAX_DIMENSIONS
+_PER_TENSOR = 4 + MAX_DIMENSIONS
+_BITS = 3  # of a dimension's number, in an order
 LENGTH = _FIXED + MAX_TENSORS * _PER_TENSOR
 HEADER_BYTES = 8 * LENGTH + MAX_STRUCTURE_BYTES
 _BEGINNING = "<qqqdqqq"
@@ -37,11 +39,12 @@ _DTYPES = (
 
 
 class TensorInfo(NamedTuple):
-    """Shape, dtype and whether a gradient comes back, of one tensor of an activation."""
+    """Shape, dtype, whether a gradient comes back, and the order in memory, of one tensor of an activation."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
+    order: Order = ()
 
     @property
     def num_bytes(self) -> int:
@@ -130,7 +133,7 @@ def describe(tensors: tuple[Tensor, ...]) -> tuple[TensorInfo, ...]:
                 f" a cut: it may have {MAX_DIMENSIONS} dimensions, must be dense, and hold real or whole numbers or"
                 " booleans (torch.view_as_real makes real numbers of complex ones)"
             )
-    return tuple(TensorInfo(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+    return tuple(TensorInfo(tuple(t.shape), t.dtype, t.requires_grad, order_of(t)) for t in tensors)
 
 
 @lru_cache(maxsize=64)
@@ -151,7 +154,8 @@ def _packed(tensors: tuple[TensorInfo, ...], structure: bytes) -> bytes:
     encoded = b""
     for info in tensors:
         shape = info.shape + (0,) * (MAX_DIMENSIONS - len(info.shape))
-        numbers = (_DTYPES.index(info.dtype), int(info.needs_gradient), len(info.shape), *shape)
+        order = sum(dimension << _BITS * place for place, dimension in enumerate(info.order))
+        numbers = (_DTYPES.index(info.dtype), int(info.needs_gradient), order, len(info.shape), *shape)
         encoded += struct.pack(f"<{_PER_TENSOR}q", *numbers)
     return encoded.ljust(8 * (LENGTH - _FIXED), b"\0") + structure.ljust(MAX_STRUCTURE_BYTES, b"\0")
 
@@ -163,7 +167,10 @@ def _described(encoded: bytes) -> tuple[TensorInfo, ...]:
 
 
 def _decode_tensor(numbers: tuple[int, ...]) -> TensorInfo:
-    dtype, needs_gradient, dimensions, *shape = numbers
+    dtype, needs_gradient, packed, dimensions, *shape = numbers
     if not (0 <= dtype < len(_DTYPES) and 0 <= dimensions <= MAX_DIMENSIONS and min(shape) >= 0):
         raise ProtocolError(f"malformed description of a tensor: {numbers}")
-    return TensorInfo(tuple(shape[:dimensions]), _DTYPES[dtype], bool(needs_gradient))
+    order = tuple(packed >> _BITS * place & 2**_BITS - 1 for place in range(dimensions)) if packed else ()
+    if order and (sorted(order) != list(range(dimensions)) or packed >> _BITS * dimensions):
+        raise ProtocolError(f"malformed description of a tensor, whose order in memory is none: {numbers}")
+    return TensorInfo(tuple(shape[:dimensions]), _DTYPES[dtype], bool(needs_gradient), order)

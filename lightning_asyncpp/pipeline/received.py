@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_asyncpp.pipeline.memory_order import as_stored, order_of
+
 with torch.inference_mode(False):
     # What the nodes hang on: autograd visits only what leads to a leaf that needs a gradient. It gets none.
     _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
@@ -26,10 +28,11 @@ class InputGradient:
         like: the tensor, of a floating-point dtype.
     """
 
-    __slots__ = ("_device", "_dtype", "_gradient", "_shape")
+    __slots__ = ("_device", "_dtype", "_gradient", "_order", "_shape")
 
     def __init__(self, like: Tensor) -> None:
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
+        self._order = order_of(like)
         self._gradient: Tensor | None = None
 
     def put(self, gradient: Tensor) -> None:
@@ -37,10 +40,13 @@ class InputGradient:
         self._gradient = gradient
 
     def get(self) -> Tensor:
-        """The gradient that a backward brought; zeros if nothing depended on the tensor."""
+        """The gradient that a backward brought, with dimensions as the tensor's lie in memory, as it travels.
+
+        Zeros if nothing depended on the tensor.
+        """
         if self._gradient is None:
             return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        return self._gradient
+        return as_stored(self._gradient, self._order)
 
 
 def begin(tensor: Tensor) -> tuple[Tensor, InputGradient]:

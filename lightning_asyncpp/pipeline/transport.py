@@ -16,6 +16,7 @@ from lightning_asyncpp.pipeline.device_tensors import DeviceTensors
 from lightning_asyncpp.pipeline.errors import ProtocolError, lost_peers
 from lightning_asyncpp.pipeline.header import HEADER_BYTES, Header, TensorInfo
 from lightning_asyncpp.pipeline.link import Bytes, Frame, Link
+from lightning_asyncpp.pipeline.memory_order import Order, as_stored, empty, order_of
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours, connect_neighbours
 
@@ -28,6 +29,18 @@ class Arrival(NamedTuple):
 
     header: Header
     tensors: tuple[Tensor, ...]
+
+
+class _Room(NamedTuple):
+    """Where a gradient goes that the stage after will send."""
+
+    gradient: Tensor
+    order: Order
+
+    @property
+    def stored(self) -> Tensor:
+        """It, as it travels."""
+        return as_stored(self.gradient, self.order)
 
 
 class Transport:
@@ -53,7 +66,7 @@ class Transport:
         self._before, self._after = neighbours or connect_neighbours(mesh, timeout)
         self._direct = DeviceTensors.between(mesh, device)
         self._header = memoryview(bytearray(HEADER_BYTES))
-        self._expected: dict[int, list[Tensor]] = {}
+        self._expected: dict[int, list[_Room]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
 
     @property
@@ -72,7 +85,7 @@ class Transport:
         assert self._after is not None, "nothing comes after the last stage"
         parts: list[Bytes] = [header.pack()]
         if self._direct is None:
-            parts += [_bytes_of(tensor) for tensor in tensors]
+            parts += [_bytes_of(as_stored(tensor, info.order)) for tensor, info in zip(tensors, header.tensors)]
         self._after.write(_ACTIVATION, header.k, parts)
         if self._direct is not None:
             with lost_peers(self._after.peer):
@@ -102,16 +115,17 @@ class Transport:
     def expect_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
         """Make room for the gradients of ``outputs`` (those that need one), which the stage after will send."""
         assert self._after is not None, "nothing comes after the last stage"
-        wanted = [tensor for tensor in outputs if tensor.requires_grad]
-        gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
-        self._expected[k] = gradients
+        wanted = [(tensor, order_of(tensor)) for tensor in outputs if tensor.requires_grad]
+        expected = [_Room(empty(t.shape, order, t.dtype, t.device), order) for t, order in wanted]
+        self._expected[k] = expected
         if self._direct is not None:
             with lost_peers(self._after.peer):
-                self._direct.post_gradients(k, gradients)
+                self._direct.post_gradients(k, [room.stored for room in expected])
 
     def receive_gradients(self, k: int) -> list[Tensor]:
         """Return the gradients of micro-batch ``k`` in the order of the outputs that need one."""
-        link, gradients = self._after, self._expected.pop(k)
+        link, expected = self._after, self._expected.pop(k)
+        gradients = [room.gradient for room in expected]
         assert link is not None, "nothing comes after the last stage"
         if self._direct is not None:
             with lost_peers(link.peer):
@@ -124,12 +138,12 @@ class Transport:
                 f"expected the gradient of micro-batch {k} with {size} bytes, got that of {frame.number} with"
                 f" {frame.num_bytes}"
             )
-        for gradient in gradients:
-            self._read_into(link, gradient)
+        for room in expected:
+            self._read_into(link, room.stored)
         return gradients
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
-        """Send the gradients of micro-batch ``k`` to the stage before."""
+        """Send the gradients of micro-batch ``k``, each as its activation lies in memory, to the stage before."""
         assert self._before is not None, "nothing comes before the first stage"
         if self._direct is None:
             self._before.write(_GRADIENT, k, [_bytes_of(gradient) for gradient in gradients])
@@ -210,8 +224,8 @@ class Transport:
             self.send_total(frame.number, vector)
 
     def _read(self, link: Link, info: TensorInfo) -> Tensor:
-        tensor = torch.empty(info.shape, dtype=info.dtype, device=self.device)
-        self._read_into(link, tensor)
+        tensor = empty(info.shape, info.order, info.dtype, self.device)
+        self._read_into(link, as_stored(tensor, info.order))
         return tensor
 
     def _read_into(self, link: Link, tensor: Tensor) -> None:

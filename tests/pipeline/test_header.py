@@ -24,19 +24,23 @@ from lightning_asyncpp.pipeline.header import (
 LARGE = 2**62
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
-infos = st.builds(
-    TensorInfo,
-    shape=st.lists(st.integers(0, 9), max_size=MAX_DIMENSIONS).map(tuple),
-    dtype=st.sampled_from(DTYPES),
-    needs_gradient=st.booleans(),
-).filter(lambda info: info.dtype.is_floating_point or not info.needs_gradient)
+
+@st.composite
+def infos(draw: st.DrawFn) -> TensorInfo:
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=MAX_DIMENSIONS)))
+    order = tuple(draw(st.permutations(range(len(shape)))))
+    dtype = draw(st.sampled_from(DTYPES))
+    needs_gradient = dtype.is_floating_point and draw(st.booleans())
+    return TensorInfo(shape, dtype, needs_gradient, () if order == tuple(sorted(order)) else order)
+
+
 headers = st.builds(
     Header,
     k=st.integers(0, 2**50),
     kind=st.just(Header.TUPLE),
     weight=st.floats(min_value=0, allow_nan=False, allow_infinity=False),
     fingerprint=st.integers(0, 2**62 - 1),
-    tensors=st.lists(infos, max_size=MAX_TENSORS).map(tuple),
+    tensors=st.lists(infos(), max_size=MAX_TENSORS).map(tuple),
     structure=st.binary(max_size=MAX_STRUCTURE_BYTES),
 )
 
@@ -71,10 +75,14 @@ MALFORMED = {
     "structure of one tensor": (6, 3, "contradict each other"),
     "unknown dtype": (FIRST_TENSOR, 10, "malformed description"),
     "negative dtype": (FIRST_TENSOR, -1, "malformed description"),
-    "too many dimensions": (FIRST_TENSOR + 2, MAX_DIMENSIONS + 1, "malformed description"),
-    "negative dimensions": (FIRST_TENSOR + 2, -1, "malformed description"),
-    "negative size": (FIRST_TENSOR + 3, -2, "malformed description"),
-    "huge tensor": (FIRST_TENSOR + 3, 2**40, "more than max_message_bytes=1024"),
+    "a dimension twice": (FIRST_TENSOR + 2, 0b001_001, "order in memory is none"),
+    "a dimension that it does not have": (FIRST_TENSOR + 2, 0b010_000, "order in memory is none"),
+    "more dimensions in order": (FIRST_TENSOR + 2, 0b010_000_001, "order in memory is none"),
+    "negative order": (FIRST_TENSOR + 2, -1, "order in memory is none"),
+    "too many dimensions": (FIRST_TENSOR + 3, MAX_DIMENSIONS + 1, "malformed description"),
+    "negative dimensions": (FIRST_TENSOR + 3, -1, "malformed description"),
+    "negative size": (FIRST_TENSOR + 4, -2, "malformed description"),
+    "huge tensor": (FIRST_TENSOR + 4, 2**40, "more than max_message_bytes=1024"),
 }
 
 
@@ -120,8 +128,12 @@ def test_the_limit_counts_all_tensors() -> None:
 
 
 def test_describe() -> None:
-    tensors = (torch.zeros(2, 3, requires_grad=True), torch.zeros(4, dtype=torch.int32))
-    assert describe(tensors) == (TensorInfo((2, 3), torch.float32, True), TensorInfo((4,), torch.int32, False))
+    tensors = (torch.zeros(2, 3, requires_grad=True), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 3).t())
+    assert describe(tensors) == (
+        TensorInfo((2, 3), torch.float32, True),
+        TensorInfo((4,), torch.int32, False),
+        TensorInfo((3, 2), torch.float32, False, (1, 0)),
+    )
 
 
 @pytest.mark.parametrize(

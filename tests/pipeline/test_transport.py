@@ -14,6 +14,7 @@ from lightning_asyncpp.pipeline.header import Header, describe
 from lightning_asyncpp.pipeline.link import Link
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours
+from lightning_asyncpp.pipeline.received import begin
 from lightning_asyncpp.pipeline.transport import Transport
 
 CPU = torch.device("cpu")
@@ -52,12 +53,58 @@ def test_activations_of_changing_shapes_arrive_in_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
-def test_tensors_of_any_layout_and_dtype(dtype: torch.dtype) -> None:
+def test_tensors_of_any_dtype(dtype: torch.dtype) -> None:
     first, last = chain(2)
     tensors = torch.arange(24).view(4, 6).t().to(dtype), torch.ones(3).to(dtype)
     send(first, 0, *tensors)
     arrival = last.receive_activation(0)
     assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(arrival.tensors, tensors))
+
+
+LAYOUTS: dict[str, tuple[Tensor, tuple[int, ...]]] = {  # and the strides that arrive: gaps are left out
+    "transposed": (torch.randn(4, 6).t(), (1, 6)),
+    "channels last": (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), (60, 1, 15, 3)),
+    "channels last in 3d": (torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d), (360, 1, 90, 18, 3)),
+    "permuted, with a dimension of one": (torch.randn(3, 1, 4).permute(2, 1, 0), (1, 4, 4)),
+    "eight dimensions": (torch.randn(2, 1, 3, 1, 2, 1, 3, 2).permute(*range(7, -1, -1)), (1, 2, 6, 6, 12, 12, 36, 36)),
+    "every other row": (torch.randn(6, 3)[::2], (3, 1)),
+    "every other column, transposed": (torch.randn(4, 6)[:, ::2].t(), (1, 3)),
+    "expanded": (torch.randn(3, 1).expand(3, 4), (4, 1)),
+    "a number": (torch.tensor(2.0), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tensors_and_gradients_lie_in_memory_as_they_would_without_a_cut(name: str) -> None:
+    """Products are rounded otherwise, and convolutions slower, where their input lies otherwise."""
+    tensor, strides = LAYOUTS[name]
+    first, last = chain(2)
+    sent = tensor.detach().requires_grad_()
+    first.expect_gradients(0, (sent,))
+    send(first, 0, sent)
+    (received,) = last.receive_activation(0).tensors
+    assert torch.equal(received, tensor)
+    assert [s for s, n in zip(received.stride(), tensor.shape) if n > 1] == [
+        s for s, n in zip(strides, tensor.shape) if n > 1
+    ]
+    started, arrived = begin(received)
+    (started * 3).backward(torch.ones_like(tensor, memory_format=torch.contiguous_format))
+    last.send_gradients(0, [arrived.get()])
+    (gradient,) = first.receive_gradients(0)
+    assert torch.equal(gradient, torch.full_like(tensor, 3.0))
+    assert gradient.stride() == received.stride()
+
+
+def test_gradients_of_another_layout_than_their_tensors() -> None:
+    first, last = chain(2)
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    first.expect_gradients(0, (image.requires_grad_(),))
+    send(first, 0, image)
+    started, arrived = begin(last.receive_activation(0).tensors[0])
+    gradient = torch.randn(2, 3, 4, 5)
+    started.backward(gradient)
+    last.send_gradients(0, [arrived.get()])
+    assert torch.equal(first.receive_gradients(0)[0], gradient)
 
 
 def test_what_was_sent_may_change_afterwards() -> None:
