@@ -135,12 +135,15 @@ def run_in_turns(num_stages: int, work: Callable[[Mesh, Neighbours], T], device:
         BaseException: the first error of any stage.
     """
     turns = Turns(device)
+    num_threads = torch.get_num_threads()
     meshes = [_MeshInTurns(num_stages, stage, turns) for stage in range(num_stages)]
     neighbours = _connected(meshes, turns)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def run(stage: int) -> None:
+        # A new thread has OpenMP's default until then, with which some kernels (oneDNN's) round otherwise.
+        torch.set_num_threads(num_threads)
         with turns.taken():
             try:
                 results[stage] = work(meshes[stage], neighbours[stage])

@@ -128,6 +128,20 @@ def test_what_crosses_a_cut(name: str) -> None:
     assert check_model(around_a_cut(*ACROSS[name]), batches(8, 5), step, stages=3).bitwise
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_images_keep_their_memory_format(memory_format: torch.memory_format) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 4, 3),
+        nn.Flatten(), nn.Linear(36, 1),
+    ).to(memory_format=memory_format)  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.randn(8, 3, 12, 12, generator=generator).to(memory_format=memory_format) for _ in range(3)]
+    report = check_model(model, [{"x": x, "y": x.mean((1, 2, 3))[:, None]} for x in images], step, stages=3)
+    assert report.bitwise, report.differences
+    is_last = memory_format == torch.channels_last
+    assert [tensors[0].order for tensors in report.crossings] == [(0, 2, 3, 1) if is_last else ()] * 2
+
+
 Named = namedtuple("Named", ["x", "y"])
 
 
