@@ -164,11 +164,13 @@ def test_soap_does_not_depend_on_the_basis_in_which_it_is_given_the_problem():
 
 
 def test_soap_takes_experts_one_by_one():
-    grads = gradients((3, 4, 6), steps=8)
+    # Square ones: what the first gradient of another says about the longer side leaves directions without a value, and
+    # there the basis, and with it the step, is what rounding makes it.
+    grads = gradients((3, 5, 5), steps=8)
     make = lambda p: SOAP(p, lr=LR, precondition_frequency=3)  # noqa: E731
-    experts = run(make, (3, 4, 6), grads)
+    experts = run(make, (3, 5, 5), grads)
     for i in range(3):
-        p = nn.Parameter(start((3, 4, 6))[i].clone())
+        p = nn.Parameter(start((3, 5, 5))[i].clone())
         optimizer = make([p])
         for grad in grads:
             p.grad = grad[i].clone()

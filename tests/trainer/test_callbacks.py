@@ -275,7 +275,7 @@ class TermOnOneRank(callbacks.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 1 and batch_idx == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
 
 def on_exception(folder: Path, **options: Any) -> Run:

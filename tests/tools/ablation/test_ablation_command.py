@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -140,7 +139,7 @@ def test_tables_that_cannot_be_written_at_last_are_an_error(
 def test_a_signal_while_the_plots_are_drawn_ends_the_command_with_its_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(ablate_report, "write_report", lambda folder: os.kill(os.getpid(), number))
+    monkeypatch.setattr(ablate_report, "write_report", lambda folder: signal.raise_signal(number))
     path = str(write_ablation(tmp_path, text=False))
     assert ended(path) == 128 + number
     assert "Stopped. 2 runs are kept" in capsys.readouterr().out
