@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jsonargparse
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -16,6 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (registers the strategies; finds optimizers by their short names)
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
@@ -47,7 +49,20 @@ _DESCRIPTION = (
 
 
 class AsyncppCLI(LightningCLI):
-    """LightningCLI that ends a training with a line on what to look at next."""
+    """LightningCLI that says what is wrong with a recipe, and ends a training with a line on what to look at next."""
+
+    def instantiate_classes(self) -> None:
+        """Make what the recipe asks for.
+
+        Raises:
+            ConfigurationError: a class of this package refused its arguments.
+            Exception: what another class raised, without jsonargparse's account of all that it tried.
+        """
+        try:
+            super().instantiate_classes()
+        except (TypeError, ValueError) as error:
+            cause = _first_cause(error)
+            raise (ConfigurationError(str(cause)) if _is_refusal(cause) else cause) from None
 
     def after_fit(self) -> None:
         """Name the checkpoint and the logs."""
@@ -71,7 +86,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         importlib.import_module(TOOLS[sys.argv[1]]).main(sys.argv[2:])
         return
     sys.argv[1:] = _with_trace(_with_optimizer(sys.argv[1:]))
-    make_cli(save_config_kwargs={"overwrite": True})
+    try:
+        make_cli(save_config_kwargs={"overwrite": True})
+    except ConfigurationError as error:
+        _refuse(error)
+
+
+def _refuse(error: ConfigurationError) -> NoReturn:
+    """End with what is wrong; where it was found, among Lightning's frames and on every rank, would hide it."""
+    rank = getattr(rank_zero_only, "rank", None) or 0
+    text = str(error)
+    if rank:  # they all raise the same
+        text = f"[rank {rank}] {textwrap.shorten(text, 100, placeholder=' ...')}"
+    print(f"asyncpp: error: {text}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a class of this package raised it, itself."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("lightning_asyncpp.")
 
 
 def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:
@@ -81,7 +123,7 @@ def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:
         arguments: what would follow ``asyncpp``: ``["fit", "--config", "recipe.yaml", "--trainer.max_steps", "7"]``.
 
     Returns:
-        The whole configuration of the subcommand, in plain values.
+        The whole configuration of the subcommand, defaults filled in, in plain values.
 
     Raises:
         SystemExit: something is wrong with them; what, stands on the standard error output.
@@ -126,36 +168,11 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         subclass_mode_data=True,
         # Each stage builds its own optimizer, after the cut and with the parameters' names.
         auto_configure_optimizers=False,
-        parser_kwargs={"description": _DESCRIPTION},
+        # A name cut short would be taken for one that begins so: --trainer.max_step for max_steps.
+        parser_kwargs={"description": _DESCRIPTION, "allow_abbrev": False},
         parser_class=LightningArgumentParser,
         **how,
     )
-
-
-class _ParsingCLI(AsyncppCLI):
-    """Parses, and leaves it at that."""
-
-    def instantiate_classes(self) -> None:
-        """Make nothing."""
-
-
-def parsed_recipe(arguments: Sequence[str]) -> jsonargparse.Namespace:
-    """What ``asyncpp fit`` would run, with all defaults filled in; nothing of it is made.
-
-    Args:
-        arguments: what follows ``asyncpp fit``.
-
-    Raises:
-        SystemExit: the parser has a complaint, which it prints.
-    """
-    _find_own_modules()
-    argv = sys.argv
-    sys.argv = ["asyncpp fit", *_with_optimizer(arguments), "--seed_everything=false"]  # or it would seed this process
-    try:
-        config: jsonargparse.Namespace = make_cli(_ParsingCLI, run=False).config
-        return config
-    finally:
-        sys.argv = argv
 
 
 def _find_own_modules() -> None:

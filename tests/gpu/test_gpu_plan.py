@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_asyncpp.cli import parsed_recipe
+from lightning_asyncpp.cli import read_configuration
 from lightning_asyncpp.tools.plan.recipe import build
 from lightning_asyncpp.tools.plan.stages import Stages
 from tests.tools.plan.cases import ADAMW, MUON, Case, feedback
@@ -43,7 +43,7 @@ def test_torch_hands_out_what_was_planned(name: str, tmp_path: Path) -> None:
     recipe["trainer"]["accelerator"] = "gpu"
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    plan = build(parsed_recipe(["--config", str(path)]).as_dict())
+    plan = build(read_configuration(["fit", "--config", str(path)]))
     settings = plan.settings.resolved(1)
     (memory,) = Stages(plan, settings, on_gpu=True).memory(4, settings.lookahead, plan.batch_size)
     script = tmp_path / "script.py"

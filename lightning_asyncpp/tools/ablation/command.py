@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="asyncpp ablate", description=__doc__)
+    parser = ArgumentParser(allow_abbrev=False, prog="asyncpp ablate", description=__doc__)
     parser.add_argument("recipe", type=str, help="YAML file with the grid")
     parser.add_argument("--output", type=str | None, default=None, help="folder for the results of all recipes")
     parser.add_argument(

@@ -29,7 +29,7 @@ def make_parser(name: str, description: str, systems: Sequence[str], known: Iter
         systems: that run by default.
         known: that it has.
     """
-    parser = ArgumentParser(prog=f"asyncpp bench {name}", description=description)
+    parser = ArgumentParser(allow_abbrev=False, prog=f"asyncpp bench {name}", description=description)
     parser.add_argument(
         "--systems", type=str, nargs="+", default=list(systems), help=f"what is compared, of {', '.join(known)}"
     )

@@ -62,7 +62,9 @@ def _legend(mini_batches: int) -> Legend:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="asyncpp bench draw", description="Draw the ideal timelines of both schedules.")
+    parser = ArgumentParser(
+        allow_abbrev=False, prog="asyncpp bench draw", description="Draw the ideal timelines of both schedules."
+    )
     parser.add_argument("--stages", type=PositiveInt, default=4, help="number of stages")
     parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
     parser.add_argument("--mini-batches", type=PositiveInt, default=3, help="mini-batches to draw")

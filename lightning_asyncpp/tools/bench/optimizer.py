@@ -128,7 +128,9 @@ def _shape(parser: ArgumentParser, arguments: Namespace) -> StageShape:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="asyncpp bench optimizer", description="Time of an update of one stage of a GPT.")
+    parser = ArgumentParser(
+        allow_abbrev=False, prog="asyncpp bench optimizer", description="Time of an update of one stage of a GPT."
+    )
     sizes: dict[str, tuple[Any, int, str]] = {
         "layers": (PositiveInt, 2, "transformer blocks on the stage; SmolLM-360M on four stages has 8"),
         "width": (PositiveInt, 960, "of the residual stream"),

@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="asyncpp bench time-to-loss", description="Wall-clock time to a validation loss.")
+    parser = ArgumentParser(
+        allow_abbrev=False, prog="asyncpp bench time-to-loss", description="Wall-clock time to a validation loss."
+    )
     parser.add_argument("--config", type=str, default="recipes/quickstart.yaml", help="recipe of `asyncpp fit`")
     parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, one process each")
     parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")

@@ -88,17 +88,16 @@ def _parsed(recipe: str, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: it has one.
     """
-    from lightning_asyncpp.cli import parsed_recipe
+    from lightning_asyncpp.cli import read_configuration
 
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            config: dict[str, Any] = parsed_recipe(["--config", recipe, *overrides]).as_dict()
+            return read_configuration(["fit", "--config", recipe, *overrides])
     except SystemExit as end:
         if not end.code:
             raise  # help was asked for
         raise ValueError(printed.getvalue().rpartition("error: ")[2].strip()) from None
-    return config
 
 
 def _device(own: Namespace) -> Device:

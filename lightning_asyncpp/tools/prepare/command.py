@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
+        allow_abbrev=False,
         prog="asyncpp prepare", description="Tokenise documents into shards that a training streams: parquet files and"
         " JSON lines (.jsonl, .ndjson, also .gz and .zst) from this machine or from the Hugging Face Hub. The same"
         " command, run again, goes on where it was interrupted.",

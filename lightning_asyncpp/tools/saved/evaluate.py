@@ -203,6 +203,7 @@ def _table(content: dict[str, Any]) -> str:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
+        allow_abbrev=False,
         prog="asyncpp evaluate",
         description="Measure a saved model on tokens, in one process: the loss that the Trainer's validation reports.",
     )

@@ -54,6 +54,7 @@ def _size(text: str) -> int | None:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
+        allow_abbrev=False,
         prog="asyncpp export",
         description="Write a trained model as a folder that Hugging Face transformers loads: safetensors, config.json,"
         " generation_config.json and the tokenizer.",

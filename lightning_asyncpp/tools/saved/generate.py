@@ -93,6 +93,7 @@ def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
+        allow_abbrev=False,
         prog="asyncpp generate",
         description="Continue a prompt with a saved model, in one process. It ends where the model ends the document;"
         " what does not fit into its context slides out of it.",

@@ -58,6 +58,7 @@ def write_checkpoint(saved: SavedGPT, path: Path) -> None:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
+        allow_abbrev=False,
         prog="asyncpp import",
         description="Read a model folder of Hugging Face transformers (Llama, Qwen3, Mixtral, Qwen3-MoE, GLM-4-MoE"
         " without what a GPT lacks): print the config that a recipe needs, and write the weights as a checkpoint.",

@@ -61,6 +61,7 @@ def _check(parser: ArgumentParser, files: Mapping[str, Path]) -> None:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
+        allow_abbrev=False,
         prog="asyncpp trace", description="Show where the time of a run went that PipelineTrace, `asyncpp fit --trace`"
         " or Fabric's strategy.record_trace() recorded.",
     )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_asyncpp.cli import parsed_recipe
+from lightning_asyncpp.cli import read_configuration
 from lightning_asyncpp.tools.plan.recipe import build
 from lightning_asyncpp.tools.plan.stages import Stages
 from tests.tools.plan.cases import CASES, Case
@@ -19,7 +19,7 @@ QUICK = ("one-stage",)
 def planned(case: Case, folder: Path) -> list[int]:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(case.recipe()))
-    recipe = build(parsed_recipe(["--config", str(path)]).as_dict())
+    recipe = build(read_configuration(["fit", "--config", str(path)]))
     settings = recipe.settings.resolved(recipe.devices)
     stages = Stages(recipe, settings, on_gpu=False)
     memory = stages.memory(settings.micro_batches, settings.lookahead, recipe.batch_size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_asyncpp.cli import parsed_recipe
+from lightning_asyncpp.cli import read_configuration
 from lightning_asyncpp.tools.plan.devices import DEVICES
 from lightning_asyncpp.tools.plan.question import Room
 from lightning_asyncpp.tools.plan.recipe import Recipe, build, resized
@@ -20,7 +20,7 @@ from tests.tools.plan.test_plan_command import plain
 def recipe_of(module: str, folder: Path, devices: int) -> Recipe:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(plain(module, partition=[1] * (devices - 1) + [2], micro_batches=8)))
-    return build(parsed_recipe(["--config", str(path)]).as_dict(), devices)
+    return build(read_configuration(["fit", "--config", str(path)]), devices)
 
 
 def test_a_stage_that_shares_a_weight_does_not_stand_for_one_that_has_its_own(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def _table(place: str, root: Path, folder: str, table: str | None, problems: lis
 def main(argv: Sequence[str] | None = None) -> None:
     """Embed into the pages named on the command line, or check them."""
     parser = ArgumentParser(
+        allow_abbrev=False,
         prog="python -m lightning_asyncpp.tools.ablation.report.embed",
         description="Ablation tables in pages of documentation.",
     )

@@ -44,7 +44,9 @@ def write_report(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report of the folder named on the command line."""
     parser = ArgumentParser(
-        prog="python -m lightning_asyncpp.tools.ablation.report", description="Tables and plots of an ablation."
+        allow_abbrev=False,
+        prog="python -m lightning_asyncpp.tools.ablation.report",
+        description="Tables and plots of an ablation.",
     )
     parser.add_argument("folder", type=Path, help=f"folder with {RESULTS} and {CURVES}")
     folder = parser.parse_args(argv).folder

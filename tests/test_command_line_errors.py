@@ -1,0 +1,112 @@
+"""What the command says where it cannot do what it was asked for: the cause, shortly, and nothing is spent before."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+
+from lightning_asyncpp.cli import TOOLS, main
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ["--config", str(ROOT / "recipes/quickstart_moe.yaml")]
+
+
+class Untidy(L.LightningModule):
+    """A user's own module, which fails in a place that only a traceback tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = int("seven")
+
+
+def refused(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    return int(end.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["--model.init_args.config.moe.top_k=50"], [r"moe.top_k=50: must be at most num_experts=8"]),
+        (
+            ["--model.init_args.config.num_heads=3", "--model.init_args.config.moe.top_k=50"],
+            ["num_heads=3", "num_kv_heads=2", "moe.top_k=50: must be at most num_experts=8"],
+        ),
+        (["--data.init_args.batch_size=0"], ["batch_size=0"]),
+    ],
+    ids=["one problem", "three problems", "data"],
+)
+def test_what_a_class_refuses_is_all_that_is_printed(
+    arguments: list[str], messages: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused("fit", *RECIPE, *arguments) == 2
+    printed = capsys.readouterr().err
+    said = printed[printed.index("asyncpp: error: ") :]
+    assert all(re.search(message, said) for message in messages), printed
+    assert "Traceback" not in printed
+    assert len(said.splitlines()) <= 1 + len(messages)
+
+
+def test_the_mistake_of_another_class_keeps_its_own_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"^invalid literal for int\(\) with base 10: 'seven'$") as caught:
+        main(["fit", *RECIPE, "--model", "tests.test_command_line_errors.Untidy"])
+    assert caught.traceback[-1].name == "__init__"
+    assert caught.value.__suppress_context__
+
+
+def test_a_name_cut_short_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused("fit", *RECIPE, "--trainer.max_step=3") == 2
+    assert "unrecognized arguments: --trainer.max_step=3" in capsys.readouterr().err
+
+
+# A tool, what it cannot do without, and an option of its own that lacks the last letter.
+SHORTENED = [
+    ["ablate", str(ROOT / "recipes/ablations/smoke.yaml"), "--worker=1"],
+    ["bench", "schedule", "--stage=2"],
+    ["bench", "compute", "--micro-batche=2"],
+    ["bench", "optimizer", "--layer=1"],
+    ["bench", "network", "--repeat=1"],
+    ["bench", "time-to-loss", "--stage=2"],
+    ["bench", "draw", "--svg=x.svg", "--stage=2"],
+    ["check", *RECIPE, "--stage=2"],
+    ["evaluate", "x.ckpt", "--data", "x", "--batch-siz=2"],
+    ["export", "x.ckpt", "--output", "x", "--devic=cpu"],
+    ["generate", "x.ckpt", "--max-token=3"],
+    ["import", "x", "--outpu=y"],
+    ["plan", RECIPE[1], "--device-per-node=2"],
+    ["prepare", "x", "--output", "y", "--tokenizer", "byte", "--num-worker=0"],
+    ["trace", "x", "--htm=y"],
+]
+
+
+@pytest.mark.parametrize("arguments", SHORTENED, ids=lambda arguments: " ".join(a for a in arguments[:2]))
+def test_tools_do_not_know_shortened_names_either(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(*arguments) == 2
+    assert arguments[-1].partition("=")[0] in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_tool_was_asked() -> None:
+    assert {arguments[0] for arguments in SHORTENED} == set(TOOLS)
+
+
+def test_what_only_the_ranks_can_find_is_said_by_the_first_of_them(tmp_path: Path) -> None:
+    """The others say that they ended for the same reason."""
+    command = [str(Path(sys.executable).with_name("asyncpp")), "fit", *RECIPE]
+    overrides = ["--trainer.strategy.init_args.partition=[1,2]", f"--trainer.default_root_dir={tmp_path}"]
+    ended = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    said = [line for line in ended.stderr.splitlines() if "asyncpp: error: " in line]
+    message = "asyncpp: error: partition=[1, 2] places 3 layers, but the model has 6"
+    assert [line for line in said if line.startswith(message) and line.endswith("must add up to that")]
+    assert all("[rank 1] partition=[1, 2] places 3 layers" in line for line in said if not line.startswith(message))
