@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import zlib
@@ -23,6 +22,7 @@ from lightning_asyncpp.data.corpus import TextFile
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.replica import replica_environment
 from lightning_asyncpp.data.tokenizer import Tokenizer
+from lightning_asyncpp.durable import replace_durably
 
 CHUNK_BYTES = 64 * 2**20
 FORMAT_VERSION = 2
@@ -232,7 +232,7 @@ def smallest_dtype(vocab_size: int) -> torch.dtype:
 
 def _publish(temporary: Path, folder: Path) -> None:
     try:
-        os.rename(temporary, folder)
+        replace_durably(temporary, folder)
     except OSError:
         if not (folder / METADATA).is_file():
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_asyncpp.durable import replace_durably
 from lightning_asyncpp.models.errors import WeightsError
 from lightning_asyncpp.models.hf.architectures import Architecture
 from lightning_asyncpp.models.hf.config import architecture_of, config_json
@@ -70,7 +70,7 @@ def write_hf(
         for name, content in (files or {}).items():
             (temporary / name).write_text(content, encoding="utf-8")
         temporary.chmod(0o755)  # mkdtemp keeps other users out
-        os.replace(temporary, folder)
+        replace_durably(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return architecture

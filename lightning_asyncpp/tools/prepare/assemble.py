@@ -28,6 +28,7 @@ from lightning_asyncpp.data.token_dataset import (
     count_sequences,
     write_metadata,
 )
+from lightning_asyncpp.durable import replace_durably
 from lightning_asyncpp.tools.prepare.files import SourceFile
 from lightning_asyncpp.tools.prepare.piece import VALIDATION, Record, Work
 
@@ -75,7 +76,7 @@ def assemble(work: Work, output: Path) -> Record:
             checksums=checksums,
         ),
     )
-    os.rename(ready, output)
+    replace_durably(ready, output)
     (work.folder / PLAN).unlink()  # first: what is left of the pieces is no work in progress
     shutil.rmtree(work.folder, ignore_errors=True)
     return total

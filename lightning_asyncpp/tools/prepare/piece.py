@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -24,6 +23,7 @@ from lightning_asyncpp.data.replica import replica_environment
 from lightning_asyncpp.data.source import load_tokenizer
 from lightning_asyncpp.data.token_dataset import CHUNK_BYTES, checksum, smallest_dtype
 from lightning_asyncpp.data.tokenizer import Tokenizer
+from lightning_asyncpp.durable import replace_durably
 from lightning_asyncpp.tools.prepare.documents import Documents, read_documents
 from lightning_asyncpp.tools.prepare.plan import Plan, read_plan
 
@@ -187,7 +187,7 @@ def _tokenise(work: Work, documents: Documents, validation: BinaryIO, record: Re
 def _publish(temporary: Path, folder: Path) -> None:
     temporary.chmod(0o755)  # mkdtemp keeps other users out, who may share the folder
     try:
-        os.rename(temporary, folder)
+        replace_durably(temporary, folder)
     except OSError:
         if not (folder / _RECORD).is_file():  # else a process that outlived its run was faster: it wrote the same
             raise

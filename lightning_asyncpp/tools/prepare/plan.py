@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.token_dataset import PLAN
+from lightning_asyncpp.durable import replace_durably
 from lightning_asyncpp.tools.prepare.files import SourceFile, in_one_line
 from lightning_asyncpp.tools.prepare.request import Request
 
@@ -72,7 +73,7 @@ class Plan:
         }
         temporary = folder / f"{PLAN}.{os.getpid()}"
         temporary.write_text(json.dumps(content))
-        os.replace(temporary, folder / PLAN)
+        replace_durably(temporary, folder / PLAN)
 
 
 def read_plan(folder: Path) -> Plan:
