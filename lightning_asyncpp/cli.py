@@ -78,6 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Args:
         arguments: what follows ``asyncpp``; default: those of the process.
+
+    Raises:
+        SystemExit: something is wrong with them; what, stands on the standard error output.
+    """
+    try:
+        run(arguments)
+    except ConfigurationError as error:
+        _refuse(error)
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run the command, in a process that wants to know why it cannot be run.
+
+    Raises:
+        ConfigurationError: what was asked for does not fit together.
+        SystemExit: it cannot even be read.
     """
     if arguments is not None:
         sys.argv = [sys.argv[0], *arguments]
@@ -86,10 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         importlib.import_module(TOOLS[sys.argv[1]]).main(sys.argv[2:])
         return
     sys.argv[1:] = _with_trace(_with_optimizer(sys.argv[1:]))
-    try:
-        make_cli(save_config_kwargs={"overwrite": True})
-    except ConfigurationError as error:
-        _refuse(error)
+    make_cli(save_config_kwargs={"overwrite": True})
 
 
 def _refuse(error: ConfigurationError) -> NoReturn:
@@ -98,7 +111,7 @@ def _refuse(error: ConfigurationError) -> NoReturn:
     text = str(error)
     if rank:  # they all raise the same
         text = f"[rank {rank}] {textwrap.shorten(text, 100, placeholder=' ...')}"
-    print(f"asyncpp: error: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"asyncpp: error: {text}\n")  # at once: other ranks write as well
     sys.exit(2)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import torch
 from hypothesis import settings
 
@@ -10,3 +12,6 @@ settings.register_profile("steady", derandomize=True, deadline=None, database=No
 settings.load_profile("steady")
 
 torch.set_num_threads(1)
+
+# A shell's background job ignores it, and so would every process that tests send it to.
+signal.signal(signal.SIGINT, signal.default_int_handler)

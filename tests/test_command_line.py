@@ -82,7 +82,7 @@ def run(command: list[str], folder: Path) -> str:
     # A reader that waits for the end would wait for a rank that outlives the command.
     with (folder / "output").open("w+") as output:
         done = subprocess.run(
-            ["timeout", "-k", "10", "120", *command], cwd=folder, stdout=output, stderr=subprocess.STDOUT,
+            ["timeout", "-k", "10", "240", *command], cwd=folder, stdout=output, stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         )  # fmt: skip
         output.seek(0)

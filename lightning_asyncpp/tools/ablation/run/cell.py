@@ -67,7 +67,7 @@ def train(folder: Path) -> CellResult:
     write_yaml(path, content["config"])
     Recorder.current = None
     try:
-        cli.main(["fit", "--config", str(path)])
+        cli.run(["fit", "--config", str(path)])
         _validate_last_step(_recorder())
     except (DivergedError, NonFiniteGradientError) as error:
         return _result(_recorder(), str(error))
