@@ -51,6 +51,13 @@ _DESCRIPTION = (
 class AsyncppCLI(LightningCLI):
     """LightningCLI that says what is wrong with a recipe, and ends a training with a line on what to look at next."""
 
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make the parser of the command or of a subcommand.
+
+        A name cut short would be taken for one that begins so: ``--trainer.max_step`` for ``max_steps``.
+        """
+        return super().init_parser(**{**kwargs, "allow_abbrev": False})
+
     def instantiate_classes(self) -> None:
         """Make what the recipe asks for.
 
@@ -181,8 +188,7 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         subclass_mode_data=True,
         # Each stage builds its own optimizer, after the cut and with the parameters' names.
         auto_configure_optimizers=False,
-        # A name cut short would be taken for one that begins so: --trainer.max_step for max_steps.
-        parser_kwargs={"description": _DESCRIPTION, "allow_abbrev": False},
+        parser_kwargs={"description": _DESCRIPTION},
         parser_class=LightningArgumentParser,
         **how,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_asyncpp.tools.plan.fake import DispatchMode, writes
-from lightning_asyncpp.tools.plan.grouped_flops import FORMULAS
+from lightning_asyncpp.tools.plan.flops import FORMULAS
 
 
 @dataclass

@@ -161,6 +161,8 @@ def _hub_files(source: str) -> list[SourceFile]:
         pinned = f"{resolved.repo_type}s/{resolved.repo_id}@{information.sha}/{resolved.path_in_repo}".rstrip("/")
         patterned = bool(set("*?[") & set(resolved.path_in_repo))
         listed: dict[str, Any] = (system.glob if patterned else system.find)(pinned, detail=True)
+        # Of a single file, huggingface_hub 1 says nothing here.
+        listed = {name: entry or system.info(name) for name, entry in listed.items()}
     files = [
         SourceFile(f"{HUB}{name}", int(entry["size"]))
         for name, entry in listed.items()
