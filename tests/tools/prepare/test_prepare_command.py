@@ -182,12 +182,15 @@ def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
             prepare(request(tmp_path / name, tmp_path / f"{name}-out"))
 
 
-def test_every_kind_of_text_column_is_read(tmp_path: Path) -> None:
-    for kind in (pa.string(), pa.large_string(), pa.string_view()):
-        pq.write_table(pa.table({"text": pa.array(["a", None, "bc"], kind)}), tmp_path / f"{kind}.parquet")
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
+def test_every_kind_of_text_column_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    try:
+        pq.write_table(pa.table({"text": pa.array(["a", None, "bc"], kind)}), tmp_path / "a.parquet")
+    except pa.ArrowNotImplementedError as error:
+        pytest.skip(f"this pyarrow writes no such file: {error}")
     record = prepare(request(tmp_path, tmp_path / "out", val_fraction=0.0))
     assert record is not None
-    assert (record.documents, record.empty, record.train_tokens) == (6, 3, 15)
+    assert (record.documents, record.empty, record.train_tokens) == (2, 1, 5)
 
 
 def test_columns_that_are_not_there_or_hold_no_text(tmp_path: Path) -> None:
