@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_asyncpp.models.autocast import has_autocast
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.grouped_linear import grouped_linear, serves_grouped
 
@@ -66,7 +67,7 @@ class Experts(nn.Module):
 
     def _dtype(self, device: torch.device) -> torch.dtype:
         # torch's grouped matmul is none of the operations that autocast knows.
-        if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        if has_autocast(device.type) and torch.is_autocast_enabled(device.type):
             return torch.get_autocast_dtype(device.type)
         return self.gate.dtype
 

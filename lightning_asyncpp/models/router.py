@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.models.autocast import has_autocast
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.moe_config import MoEConfig
 
@@ -87,9 +88,7 @@ class Router(StatisticsLayer):
 
     def _logits(self, x: Tensor) -> Tensor:
         device = x.device.type
-        no_autocast = (
-            torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
-        )
+        no_autocast = torch.autocast(device, enabled=False) if has_autocast(device) else nullcontext()
         dtype = torch.promote_types(x.dtype, torch.float32)
         with no_autocast:
             return F.linear(x.to(dtype), self.weight.to(dtype))  # (T, E)

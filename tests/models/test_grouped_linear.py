@@ -56,8 +56,19 @@ def test_the_loops_operator_keeps_torchs_rules() -> None:
     torch.library.opcheck(loop_linear, operands([2, 0, 3], torch.float32))
 
 
+def takes(dtype: torch.dtype) -> bool:
+    """Whether this version of torch has a grouped matmul for it on a CPU; torch 2.11 has for bf16 alone."""
+    x, weight, ends = operands([2, 0, 3], dtype)
+    try:
+        torch.autograd.grad(module._grouped_mm(x, weight.mT, offs=ends).sum(), (x, weight))
+        module._grouped_mm(x.to("meta"), weight.mT.to("meta"), offs=ends.to("meta"))
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_what_grouped_matmul_refuses_goes_to_the_loop() -> None:
-    assert serves_grouped(CPU, torch.float32, 16, 24)
+    assert serves_grouped(CPU, torch.float32, 16, 24) == takes(torch.float32)
     assert serves_grouped(CPU, torch.bfloat16, 16, 24)
     assert not serves_grouped(CPU, torch.float32, 7, 24)  # rows of 28 bytes
     assert not serves_grouped(CPU, torch.bfloat16, 16, 20)
@@ -91,5 +102,5 @@ def test_the_trial_takes_no_random_numbers_and_works_in_any_mode() -> None:
     module._trial.cache_clear()
     before = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        assert serves_grouped(CPU, torch.float32, 32, 48)
+        assert serves_grouped(CPU, torch.bfloat16, 32, 48)
     assert torch.equal(torch.get_rng_state(), before)
