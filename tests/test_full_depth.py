@@ -70,4 +70,5 @@ def test_all_stages_train_on_two_cores(tmp_path: Path) -> None:
     assert "Done. Checkpoint: " in printed
     (checkpoint,) = tmp_path.glob("runs/**/step=3*.ckpt")
     pipeline = torch.load(checkpoint, weights_only=True)["pipeline"]
-    assert (pipeline["num_stages"], pipeline["partition"]) == (STAGES, [3, *[2] * 14, 1])
+    # Two blocks with experts cost most, and some stage has to have two: here 13 have, 14 where the head is alone.
+    assert (pipeline["num_stages"], pipeline["partition"]) == (STAGES, [3, 1, *[2] * 14])
