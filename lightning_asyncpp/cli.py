@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import textwrap
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -130,10 +131,8 @@ def _first_cause(error: BaseException) -> BaseException:
 
 def _is_refusal(error: BaseException) -> bool:
     """Whether a class of this package raised it, itself."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("lightning_asyncpp.")
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("lightning_asyncpp.")
 
 
 def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ def replace_durably(written: Path, name: Path) -> None:
         name: its final name, in the same file system; a file or an empty folder of that name is replaced.
 
     Raises:
-        OSError: the content cannot be written, or ``name`` is a folder with something in it; then nothing is renamed.
+        OSError: the content cannot be written, or ``name`` is a folder with something in it, and nothing is renamed; or
+            the folder around them cannot be written down.
     """
     for path in sorted(written.rglob("*"), reverse=True) if written.is_dir() else ():
         _sync(path)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.header import TensorInfo
-from lightning_asyncpp.pipeline.memory_order import as_stored, empty, order_of
+from lightning_asyncpp.pipeline.memory_order import as_stored, empty
 from lightning_asyncpp.pipeline.mesh import Groups, Mesh, started
 
 
@@ -37,12 +37,10 @@ class DeviceTensors:
             return None
         return cls(mesh, device)
 
-    def send_activation(self, tensors: tuple[Tensor, ...]) -> None:
+    def send_activation(self, tensors: list[Tensor]) -> None:
         """Send tensors to the stage after."""
         for tensor in tensors:
-            self._send(
-                as_stored(tensor, order_of(tensor)), self.mesh.rank_of(self.mesh.stage + 1), self._groups.to_next
-            )
+            self._send(tensor, self.mesh.rank_of(self.mesh.stage + 1), self._groups.to_next)
 
     def receive_activation(self, infos: tuple[TensorInfo, ...]) -> tuple[Tensor, ...]:
         """Return tensors that look as announced, from the stage before."""

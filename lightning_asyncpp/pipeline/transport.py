@@ -83,13 +83,14 @@ class Transport:
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or the header alone, to the stage after."""
         assert self._after is not None, "nothing comes after the last stage"
+        stored = [as_stored(tensor, info.order) for tensor, info in zip(tensors, header.tensors)]
         parts: list[Bytes] = [header.pack()]
         if self._direct is None:
-            parts += [_bytes_of(as_stored(tensor, info.order)) for tensor, info in zip(tensors, header.tensors)]
+            parts += [_bytes_of(tensor) for tensor in stored]
         self._after.write(_ACTIVATION, header.k, parts)
         if self._direct is not None:
             with lost_peers(self._after.peer):
-                self._direct.send_activation(tensors)
+                self._direct.send_activation(stored)
 
     def receive_activation(self, k: int) -> Arrival:
         """Return the activation of micro-batch ``k``, the next to come, waiting for it; not on the first stage.
