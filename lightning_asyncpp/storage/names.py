@@ -1,0 +1,82 @@
+"""Names of files of checkpoints: of what is complete, of what is not yet, and of what is not ours."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_asyncpp.durable import ASIDE
+from lightning_asyncpp.storage.errors import StorageError
+
+PARTIAL = ".partial"
+"""Ends the names of files and folders that are not complete."""
+INDEX = "index.json"
+"""Names the files that belong to a sharded checkpoint."""
+# The last two are what an interrupted save leaves: of the index, and of safetensors.
+_OWN = re.compile(r"index\.json|[0-9a-f]{12}-(run\.pt|stage-\d{4,}\.safetensors)|\.index\.json\.[0-9a-f]{8}|\.tmp\w{6}")
+
+
+def beside(path: Path) -> Path:
+    """A name beside it for what is not complete."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder, and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """What is in a folder that no sharded checkpoint consists of; nothing if there is no such folder."""
+    return sorted(name for name in os.listdir(folder) if not _OWN.fullmatch(name)) if is_folder(folder) else []
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to write a checkpoint over a folder of something else.
+
+    Raises:
+        StorageError: there is one.
+    """
+    if foreign := foreign_files(path):
+        raise StorageError(
+            f"it is a folder that holds something else ({', '.join(foreign[:3])}{', ...' if foreign[3:] else ''});"
+            " name another path"
+        )
+
+
+def aside_of(path: Path) -> list[Path]:
+    """What had the name and was moved aside, by a process that ended then."""
+    return sorted(_called_like(path, ASIDE))
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what earlier attempts to write ``path`` left, which ended with their process.
+
+    What had the name before, and was moved aside by one that could not give it to the new one, gets it back.
+    """
+    for aside in aside_of(path):
+        if os.path.lexists(path):
+            remove(aside)
+        else:
+            os.replace(aside, path)
+    for leftover in _called_like(path, PARTIAL):
+        remove(leftover)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there and can be."""
+    with suppress(OSError):
+        if is_folder(path):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _called_like(path: Path, ending: str) -> list[Path]:
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(ending)}")
+    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    return [path.with_name(name) for name in names if pattern.fullmatch(name)]

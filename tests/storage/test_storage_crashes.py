@@ -1,0 +1,248 @@
+"""A save that fails, or whose process ends, at any of its system calls leaves the older checkpoint or the new one."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_asyncpp.storage.errors import StorageError
+from lightning_asyncpp.storage.index import is_sharded, named_files
+from lightning_asyncpp.storage.names import remove_leftovers
+from lightning_asyncpp.storage.reading import verify
+from lightning_asyncpp.storage.sharded import remove_sharded
+from tests.storage.faults import BROKEN, FAIL, KILL, NO_SPACE, Call, Ended, Fault, run
+from tests.storage.saves import SAVES, save_full, save_sharded, version_of
+
+OLD, NEW, NEXT = 1, 2, 3
+WAYS = pytest.mark.parametrize(
+    ("save", "before"),
+    [
+        *((save, before) for save in ("full", "sharded") for before in ("", save)),
+        ("full", "sharded"),
+        ("sharded", "full"),
+        *(
+            pytest.param(f"{save} behind", before, marks=pytest.mark.slow)
+            for save in ("full", "sharded")
+            for before in ("", save)
+        ),
+    ],
+)
+EVERYTHING = pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+def prepared(folder: Path, before: str) -> Path:
+    """A path with an older checkpoint, if there is to be one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    path = folder / "step=4[a].ckpt"
+    if before:
+        SAVES[before](str(path), OLD)
+    return path
+
+
+def check(path: Path, before: str, save: str, ended: Ended, mode: int) -> None:
+    """What is there is whole, and the next save takes its place and clears up."""
+    assert ended.code in ((0, 1) if mode == FAIL else (-signal.SIGKILL,)), ended
+    if ended.code == 1:
+        assert ended.raised.startswith("StorageError: the checkpoint "), ended.raised
+    if path.exists():
+        assert verify(path) == []
+        allowed = {NEW} if ended.code == 0 else {OLD, NEW} if before else {NEW}
+        assert version_of(path) in allowed
+    else:
+        assert not before
+        assert ended.code != 0
+    SAVES[save](str(path), NEXT)
+    assert version_of(path) == NEXT
+    assert os.listdir(path.parent) == [path.name]
+    if is_sharded(path):
+        assert set(os.listdir(path)) == named_files(path)
+
+
+def points(count: int, everything: bool, some: int) -> list[int]:
+    """All system calls, or some of them."""
+    calls = list(range(1, count + 1))
+    return calls if everything else sorted(random.Random(count).sample(calls, some))
+
+
+@EVERYTHING
+@WAYS
+def test_every_system_call(save: str, before: str, everything: bool, fault_library: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    path = prepared(folder, before)
+    fault = Fault(fault_library, str(folder))
+    whole = run(fault, SAVES[save], str(path), NEW)
+    assert whole.code == 0, whole.raised
+    assert version_of(path) == NEW
+    for mode in (FAIL, KILL):
+        for at in points(len(whole.calls), everything, some=2):
+            path = prepared(folder, before)
+            error = (NO_SPACE, BROKEN)[at % 2]
+            ended = run(fault._replace(mode=mode, at=at, error=error), SAVES[save], str(path), NEW)
+            call = whole.calls[at - 1]
+            try:
+                check(path, before, save, ended, mode)
+            except AssertionError as wrong:
+                raise AssertionError(f"call {at} of {len(whole.calls)}, mode {mode}: {call}") from wrong
+
+
+@pytest.mark.parametrize(("save", "before"), [("full", "sharded"), ("sharded", "full")])
+def test_where_names_cannot_be_exchanged(save: str, before: str, fault_library: str, tmp_path: Path) -> None:
+    """There is a moment in which nothing has the name; the next save gives it back first."""
+    folder = tmp_path / "run"
+    path = prepared(folder, before)
+    fault = Fault(fault_library, str(folder), exchange=False)
+    whole = run(fault, SAVES[save], str(path), NEW)
+    assert whole.code == 0, whole.raised
+    renamed = [at for at, call in enumerate(whole.calls, 1) if call.what == "rename" and "aside" in str(call)]
+    assert len(renamed) == 2  # aside, and from there to be removed
+    seen = set()
+    for mode in (FAIL, KILL):
+        for at in range(renamed[0], renamed[1] + 2):
+            path = prepared(folder, before)
+            ended = run(fault._replace(mode=mode, at=at), SAVES[save], str(path), NEW)
+            seen.add(path.exists())
+            if not path.exists():
+                assert mode == KILL
+                with pytest.raises(StorageError, match=r"\.aside was moved aside by a save"):
+                    version_of(path)
+                remove_leftovers(path)
+                assert version_of(path) == OLD
+            check(path, before, save, ended, mode)
+    assert seen == {True, False}
+
+
+@EVERYTHING
+def test_removing(everything: bool, fault_library: str, tmp_path: Path) -> None:
+    """What is left of it has another name."""
+    folder = tmp_path / "run"
+    path = prepared(folder, "sharded")
+    fault = Fault(fault_library, str(folder))
+    count = len(run(fault, remove_sharded, path).calls)
+    assert not path.exists()
+    for at in points(count, everything, some=3):
+        path = prepared(folder, "sharded")
+        assert run(fault._replace(mode=KILL, at=at), remove_sharded, path).code == -signal.SIGKILL
+        assert not path.exists() or version_of(path) == OLD
+        save_sharded(str(path), NEXT)
+        assert os.listdir(folder) == [path.name]
+
+
+@WAYS
+def test_the_order_in_which_it_reaches_the_disk(save: str, before: str, fault_library: str, tmp_path: Path) -> None:
+    """Without power, too, there is a checkpoint: what is synced may be lost in no order that matters."""
+    path = prepared(tmp_path / "run", before)
+    deep = path.parent / "new/folders" / path.name if not before else path
+    ended = run(Fault(fault_library, str(tmp_path / "run")), SAVES[save], str(deep), NEW)
+    assert version_of(deep) == NEW
+    disk = Disk(str(deep))
+    for call in ended.calls:
+        disk.take(call)
+    assert disk.committed
+    assert not disk.unwritten & {call.target for call in ended.calls}
+    assert not disk.pending & {str(folder) for folder in (deep, deep / "index.json", *deep.parents)}
+
+
+class Disk:
+    """What a file system has not written down yet: contents of files, and names in folders."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.unwritten: set[str] = set()
+        self.pending: set[str] = set()
+        self.committed = False
+        self.older = path  # what is removed must not be needed any more
+
+    def take(self, call: Call) -> None:
+        if call.error:
+            return
+        if call.what in ("create", "write", "truncate"):
+            self.unwritten.add(call.path)
+        if call.what in ("create", "mkdir"):
+            self.pending.add(call.path)
+        if call.what == "sync":
+            self.unwritten.discard(call.path)
+            self.pending -= {name for name in self.pending if os.path.dirname(name) == call.path}
+        if call.what in ("rename", "exchange"):
+            self.rename(call)
+        if call.what == "unlink" and call.path.startswith((self.path, self.older)):
+            assert self.committed, f"{call.path} goes before the new checkpoint is there"
+            assert not self.pending & {self.path, f"{self.path}/index.json"}, f"{call.path} goes too early"
+            self.pending.discard(call.path)
+
+    def rename(self, call: Call) -> None:
+        if call.target in (self.path, f"{self.path}/index.json"):
+            inside = call.path if call.target == self.path else self.path
+            lost = {name for name in self.unwritten if name.startswith(inside)}
+            assert not lost, f"{lost} may be lost when {call.target} is there"
+            nameless = {name for name in self.pending if name.startswith(f"{inside}/") and ".index" not in name}
+            assert not nameless, f"{nameless} may be lost when {call.target} is there"
+            self.committed = True
+            self.older = call.path if call.what == "exchange" else self.older
+        for names in (self.unwritten, self.pending):
+            if call.path in names:
+                names.remove(call.path)
+                if names is self.unwritten:
+                    names.add(call.target)
+        self.pending.add(call.target)
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[bool]:
+    """A file system of that size, if this process may mount one."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    mounted = (
+        shutil.which("mount") is not None and subprocess.run(mount, capture_output=True, timeout=20).returncode == 0
+    )
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
+
+
+def with_small_files(save: Any, path: str, version: int, limit: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    save(path, version)
+
+
+@pytest.mark.parametrize("save", ["full", "sharded"])
+def test_a_full_disk(save: str, fault_library: str, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 2**16) as mounted:
+        path = tmp_path / "disk/last.ckpt"
+        SAVES[save](str(path), OLD)
+        if mounted:
+            (tmp_path / "disk/ballast").write_bytes(bytes(2**16 - 40 * 2**10))
+            with suppress(StorageError):
+                for number in range(10):
+                    SAVES[save](str(path.with_name(f"{number}.ckpt")), NEW)
+            with pytest.raises(StorageError, match=r"No space left on device|os error 28"):
+                SAVES[save](str(path), NEW)
+        else:
+            limited = partial(with_small_files, SAVES[save], limit=3000)
+            ended = run(Fault(fault_library, str(tmp_path)), limited, str(path), NEW)
+            assert ended.raised.startswith("StorageError"), ended
+        assert version_of(path) == OLD
+        assert not [name for name in os.listdir(path.parent) if name.startswith(".")]
+
+
+def test_both_ways_once_more(tmp_path: Path) -> None:
+    """A name that a file had, a folder, and a file again."""
+    path = prepared(tmp_path / "run", "")
+    for version, save in enumerate([save_full, save_sharded, save_full, save_full, save_sharded, save_sharded]):
+        save(str(path), version)
+        assert version_of(path) == version
+        assert os.listdir(path.parent) == [path.name]
