@@ -83,6 +83,32 @@ def put_together(tensors: list[Tensor], structure: bytes) -> Any:
     return whole
 
 
+def as_text(value: Any) -> bytes | None:
+    """Write tuples, lists and dictionaries (with strings as keys) of ``None``, numbers, strings and booleans as JSON.
+
+    Returns:
+        What :func:`from_text` reads; ``None`` if there is something else in it.
+    """
+    tensors: list[Tensor] = []
+    try:
+        text = json.dumps(_written(value, tensors), separators=(",", ":")).encode()
+    except (_CannotCrossError, RecursionError):
+        return None
+    return None if tensors else text
+
+
+def from_text(text: bytes) -> Any:
+    """Return what :func:`as_text` wrote.
+
+    Raises:
+        ProtocolError: it did not write this.
+    """
+    try:
+        return _read(json.loads(text), iter(()))
+    except (ValueError, TypeError, StopIteration, RecursionError) as error:
+        raise ProtocolError(f"not what another rank may send: {text[:80]!r}") from error
+
+
 class _CannotCrossError(Exception):
     """Names what cannot be written."""
 
@@ -111,12 +137,14 @@ def _parsed(structure: bytes) -> Any:
 def _read(node: Any, tensors: Iterator[Tensor]) -> Any:
     if node is None:
         return next(tensors)
+    if type(node) is not list or len(node) != 2:
+        raise ValueError(f"neither a tensor nor something around it: {node!r}")
     kind, content = node
     if kind == _VALUE and type(content) in _PLAIN:
         return content
-    if kind == _DICT:
+    if kind == _DICT and type(content) is dict:
         return {key: _read(entry, tensors) for key, entry in content.items()}
-    if kind not in (_TUPLE, _LIST):
-        raise ValueError(f"unknown kind {kind!r}")
+    if kind not in (_TUPLE, _LIST) or type(content) is not list:
+        raise ValueError(f"unknown kind {kind!r} of {type(content).__name__}")
     entries = [_read(entry, tensors) for entry in content]
     return tuple(entries) if kind == _TUPLE else entries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -196,16 +196,17 @@ class Engine:
             raise RuntimeError("the state of a pipeline can be taken only when it is drained")
         return {
             "mini_batch": self.mini_batch, "micro_batch": self.next_forward, "version": self.weights.newest,
-            "norm": self.updates.last_norm,
+            "norm": self.updates.last_norm, "evaluated": self.evaluated,
         }  # fmt: skip
 
     def load_state_dict(
-        self, state: dict[str, Any], older: dict[str, Tensor] | None, masters: dict[str, Tensor] | None = None
+        self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
         """Take up counters, the older weights and the masters; the parameters were loaded before."""
         self.next_forward = self.next_backward = state["micro_batch"]
         self.updates.open = MiniBatch(state["mini_batch"], state["micro_batch"])
         self.updates.last_norm = state.get("norm")
+        self.evaluated = state.get("evaluated", 0)
         self.weights.restore(state["version"], older, masters)
 
     def release(self) -> None:

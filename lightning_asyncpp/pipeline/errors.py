@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
+_PLACE = re.compile(r"\[[^\]]*\.cc:\d+\] ")  # in gloo's source
+_NOISE = re.compile(f"{_PLACE.pattern}|caused pair closure|Connection (closed|reset) by peer")
+
 
 class ConfigurationError(ValueError):
     """Can this run at all? Raised before training, on every rank, with every problem that was found."""
@@ -25,7 +30,11 @@ class ProtocolError(RuntimeError):
     """Does what arrived from a neighbour have the form that was agreed on?"""
 
 
-class PeerLostError(RuntimeError):
+class ConsequenceError(RuntimeError):
+    """Did this rank fail because another one did?"""
+
+
+class PeerLostError(ConsequenceError):
     """Is the neighbour still there?"""
 
 
@@ -52,8 +61,8 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerLostError):
-            raise peer_lost(self.who, error) from error
+        if isinstance(error, RuntimeError) and not isinstance(error, (PeerLostError, ProtocolError)):
+            raise peer_lost(self.who, error) from (None if is_noise(error) else error)
 
 
 def peer_lost(who: str, error: Exception) -> PeerLostError:
@@ -63,6 +72,11 @@ def peer_lost(who: str, error: Exception) -> PeerLostError:
     )
 
 
+def is_noise(error: BaseException) -> bool:
+    """Whether it is what a broken connection of a process group sounds like, which says nothing of why it broke."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_NOISE.search(str(error))))
+
+
 def _essence(error: Exception) -> str:
     """What gloo says, without the place in its source before it and the advice behind it."""
-    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error)).partition(". This is typically caused")[0]
+    return _PLACE.sub("", str(error)).partition(". This is typically caused")[0]

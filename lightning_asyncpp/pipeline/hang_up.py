@@ -34,19 +34,48 @@ def hang_up_soon(mesh: Mesh, error: BaseException, transport: Transport | None =
     if mesh.groups is None:
         return
     grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS
-    timer = threading.Timer(grace, _hang_up, [mesh.groups.on_host(), transport])
+    timer = threading.Timer(grace, hang_up, [mesh, transport])
     timer.daemon = True  # a process that ends needs no grace
     timer.start()
 
 
-def _hang_up(groups: list[dist.ProcessGroup], transport: Transport | None) -> None:
+def hang_up(mesh: Mesh, transport: Transport | None = None) -> None:
+    """Close this rank's connections: waits of this rank and of others end.
+
+    Args:
+        mesh: this rank's place.
+        transport: the connections with the neighbours, if there are any.
+    """
     if transport is not None:
         transport.hang_up()
-    for group in groups:
-        with suppress(KeyError):  # nothing used the group any more, and it is gone
-            for rank in dist.get_process_group_ranks(group):
-                if rank != dist.get_rank():
-                    _wait_in_vain(group, rank)
+    if mesh.groups is None:
+        return
+    for group in mesh.groups.on_host():
+        _close(group)
+    for group in mesh.groups.on_devices():
+        _abort(group)
+
+
+def leave_default_group() -> None:
+    """End this rank's waits in torch's default group, too; nothing can be started from it any more."""
+    if dist.is_initialized() and (group := dist.group.WORLD) is not None:
+        config = dist.get_backend_config(group)
+        if "gloo" in config:
+            _close(group)
+        if "nccl" in config:
+            _abort(group)
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    with suppress(KeyError, ValueError):  # nothing used the group any more, and it is gone
+        for rank in dist.get_process_group_ranks(group):
+            if rank != dist.get_rank():
+                _wait_in_vain(group, rank)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # it is gone, or its backend has no such thing
+        group.abort()
 
 
 def _wait_in_vain(group: dist.ProcessGroup, rank: int) -> None:

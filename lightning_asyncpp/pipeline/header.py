@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
@@ -23,6 +24,7 @@ _PER_TENSOR = 4 + MAX_DIMENSIONS
 _BITS = 3  # of a dimension's number, in an order
 LENGTH = _FIXED + MAX_TENSORS * _PER_TENSOR
 HEADER_BYTES = 8 * LENGTH + MAX_STRUCTURE_BYTES
+_MOST_ELEMENTS = 2**56
 _BEGINNING = "<qqqdqqq"
 _DTYPES = (
     torch.float32,
@@ -139,7 +141,7 @@ def describe(tensors: tuple[Tensor, ...]) -> tuple[TensorInfo, ...]:
 @lru_cache(maxsize=64)
 def _fits(kind: int, tensors: tuple[TensorInfo, ...]) -> bool:
     """Whether a message of this kind may announce these tensors."""
-    counts = {Header.TENSOR: len(tensors) == 1, Header.TUPLE: True}
+    counts = {Header.TENSOR: len(tensors) == 1, Header.TUPLE: len(tensors) >= 1}
     return counts.get(kind, not tensors) and all(i.dtype.is_floating_point or not i.needs_gradient for i in tensors)
 
 
@@ -168,9 +170,15 @@ def _described(encoded: bytes) -> tuple[TensorInfo, ...]:
 
 def _decode_tensor(numbers: tuple[int, ...]) -> TensorInfo:
     dtype, needs_gradient, packed, dimensions, *shape = numbers
-    if not (0 <= dtype < len(_DTYPES) and 0 <= dimensions <= MAX_DIMENSIONS and min(shape) >= 0):
+    known = 0 <= dtype < len(_DTYPES) and 0 <= needs_gradient <= 1 and 0 <= dimensions <= MAX_DIMENSIONS
+    if not (known and min(shape) >= 0 and not any(shape[dimensions:]) and _strides_fit(shape)):
         raise ProtocolError(f"malformed description of a tensor: {numbers}")
     order = tuple(packed >> _BITS * place & 2**_BITS - 1 for place in range(dimensions)) if packed else ()
     if order and (sorted(order) != list(range(dimensions)) or packed >> _BITS * dimensions):
         raise ProtocolError(f"malformed description of a tensor, whose order in memory is none: {numbers}")
     return TensorInfo(tuple(shape[:dimensions]), _DTYPES[dtype], bool(needs_gradient), order)
+
+
+def _strides_fit(shape: Sequence[int]) -> bool:
+    """Whether torch can count the elements, also around an empty dimension, with which there are none."""
+    return math.prod(max(size, 1) for size in shape) <= _MOST_ELEMENTS

@@ -86,7 +86,7 @@ class Link:
             if unsent:
                 self._backlog.add([bytes(part) for part in unsent if part])
         except OSError as error:
-            raise peer_lost(self.peer, error) from error
+            raise peer_lost(self.peer, error) from None
 
     def wait_for_backlog(self, limit: int) -> None:
         """Wait until the other side has read so much that no more than ``limit`` parts of messages are unsent.
@@ -97,7 +97,7 @@ class Link:
         try:
             self._backlog.wait(limit)
         except OSError as error:
-            raise peer_lost(self.peer, error) from error
+            raise peer_lost(self.peer, error) from None
 
     def read_frame(self) -> Frame:
         """Wait for the beginning of the next message; :meth:`read_into` then takes exactly ``num_bytes`` bytes.
@@ -156,11 +156,11 @@ class Link:
     def _receive(self, view: memoryview) -> int:
         try:
             count = self._socket.recv_into(view)
-        except BlockingIOError as error:
+        except BlockingIOError:
             late = TimeoutError(f"nothing came from it for {self.timeout:g} seconds")
-            raise peer_lost(self.peer, late) from error
+            raise peer_lost(self.peer, late) from None
         except OSError as error:
-            raise peer_lost(self.peer, error) from error
+            raise peer_lost(self.peer, error) from None
         if not count:
             raise peer_lost(self.peer, ConnectionResetError("Connection closed by peer"))
         return count

@@ -140,6 +140,17 @@ class Mesh:
         self.groups = groups
         weakref.finalize(groups, _retire, groups.on_host())
 
+    def group_for_saving(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+        """A group of all ranks for a thread that writes checkpoints; a collective call the first time.
+
+        Args:
+            timeout: of blocking communication in it; default: torch's.
+        """
+        if self.groups is not None and self.groups.saving is None:
+            self.groups.saving = _new_group(timeout, backend="gloo")
+            weakref.finalize(self.groups, _retire, [self.groups.saving])
+        return None if self.groups is None else self.groups.saving
+
     def _connect_neighbours(self, groups: Groups, timeout: timedelta | None) -> None:
         for replica in range(self.num_replicas):
             for stage in range(self.num_stages - 1):
@@ -177,6 +188,7 @@ class Groups:
         from_next: their gradients from the stage after.
         data_parallel: the ranks of this stage in all replicas; None with one replica.
         last_stages: the last stages of all replicas; None with one replica or off the last stage.
+        saving: all ranks, for a thread that writes checkpoints; None until there is one.
     """
 
     control: dist.ProcessGroup
@@ -187,12 +199,18 @@ class Groups:
     from_next: dist.ProcessGroup | None = None
     data_parallel: dist.ProcessGroup | None = None
     last_stages: dist.ProcessGroup | None = None
+    saving: dist.ProcessGroup | None = None
 
     def on_host(self) -> list[dist.ProcessGroup]:
         """The groups on gloo that this rank is in, each once."""
-        groups = [self.host, self.control, self.data_parallel, self.last_stages]
+        groups = [self.host, self.control, self.data_parallel, self.last_stages, self.saving]
         distinct = {id(group): group for group in groups if group is not None}
         return [group for group in distinct.values() if dist.get_backend(group) == "gloo"]
+
+    def on_devices(self) -> list[dist.ProcessGroup]:
+        """The groups on NCCL that this rank is in."""
+        groups = [self.forward, self.backward, self.to_next, self.from_next, self.data_parallel, self.last_stages]
+        return [group for group in groups if group is not None and dist.get_backend(group) == "nccl"]
 
 
 def _new_group(

@@ -1,11 +1,11 @@
-"""Private names of torch and Lightning: where one is needed, its absence is an error that says so."""
+"""Private names of torch, torchmetrics and Lightning: where one is needed, its absence is an error that says so."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 from typing import Any
 
-TESTED_WITH = {"lightning": "2.6", "torch": "2.11 to 2.15"}
+TESTED_WITH = {"lightning": "2.6", "torch": "2.11 to 2.15", "torchmetrics": "1.5 to 1.9"}
 
 
 class PrivateNameError(RuntimeError):
@@ -25,7 +25,7 @@ class PrivateNameError(RuntimeError):
 
 
 def required(owner: Any, name: str, purpose: str) -> Any:
-    """Return the attribute ``name`` of a module, a class or an object of torch or Lightning.
+    """Return the attribute ``name`` of a module, a class or an object of torch, torchmetrics or Lightning.
 
     Raises:
         PrivateNameError: there is none.
@@ -33,6 +33,7 @@ def required(owner: Any, name: str, purpose: str) -> Any:
     if not hasattr(owner, name):
         where = getattr(owner, "__name__", type(owner).__name__)
         source = getattr(owner, "__module__", None) or where  # a module has a name alone
-        package = "torch" if source.partition(".")[0] == "torch" else "lightning"
+        top = source.partition(".")[0]
+        package = top if top in TESTED_WITH else "lightning"
         raise PrivateNameError(package, f"{where}.{name}", purpose)
     return getattr(owner, name)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.pipeline.boundary import put_together, take_apart
-from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError, PeerLostError
+from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
 from lightning_asyncpp.pipeline.header import MAX_STRUCTURE_BYTES, Header, describe
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.model_call import ModelCall
@@ -29,7 +29,7 @@ Step = Callable[[Any, float], Any]
 _NOTHING = nullcontext()
 
 
-class StageBeforeFailedError(RuntimeError):
+class StageBeforeFailedError(ConsequenceError):
     """A stage before failed, at its very first micro-batch or in an evaluation, and said why."""
 
 

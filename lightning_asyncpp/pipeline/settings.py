@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import PLACEMENTS, Placement
 from lightning_asyncpp.pipeline.schedule import depth, largest_lookahead, updates_behind
+
+_MOST_METRIC_SLOTS = 2**16  # far below what a control message may hold
 
 
 def is_whole(value: object) -> bool:
@@ -70,6 +73,14 @@ def problems_of_partition(partition: object, num_stages: int | None = None) -> l
     return []
 
 
+def problems_of_heartbeat(heartbeat: object) -> list[str]:
+    """What is wrong with a time after which a rank that gives no sign of life is gone."""
+    is_number = isinstance(heartbeat, (int, float)) and not isinstance(heartbeat, bool)
+    if heartbeat is None or (is_number and 0 < cast(float, heartbeat) < math.inf):
+        return []
+    return [f"heartbeat={heartbeat!r} must be a number of seconds above 0, or None to let nobody watch"]
+
+
 @dataclass(frozen=True)
 class PipelineSettings:
     """What the user may choose about a pipeline.
@@ -88,6 +99,7 @@ class PipelineSettings:
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer unchanged.
         metric_slots: how many values ``self.log`` may hand over per batch.
         max_message_bytes: largest activation message that a stage accepts, in bytes.
+        heartbeat: seconds without a sign of life after which a rank is gone; ``None``: nobody watches.
     """
 
     micro_batches: int | None = None
@@ -102,6 +114,7 @@ class PipelineSettings:
     weight_dtype: Literal["bf16"] | None = None
     partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
     placement: Placement = "pipeline_within_node"
+    heartbeat: float | None = 60.0
 
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
         """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
@@ -176,7 +189,9 @@ class PipelineSettings:
             problems.append(f"max_message_bytes={self.max_message_bytes} must be at least 1")
         if self.metric_slots < 1:
             problems.append(f"metric_slots={self.metric_slots} must be at least 1")
-        return problems
+        if self.metric_slots > _MOST_METRIC_SLOTS:
+            problems.append(f"metric_slots={self.metric_slots} must be at most {_MOST_METRIC_SLOTS}")
+        return problems + problems_of_heartbeat(self.heartbeat)
 
     def _resolved_lookahead(self, num_stages: int, micro_batches: int) -> int:
         if self.lookahead is not None:

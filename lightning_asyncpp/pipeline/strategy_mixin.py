@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -9,15 +12,18 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.agreement import agree_on_error
+from lightning_asyncpp.pipeline.agreement import agree_on_error, broadcast
 from lightning_asyncpp.pipeline.errors import lost_peers
+from lightning_asyncpp.pipeline.interfaces import use_interface
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.private_names import required
 from lightning_asyncpp.pipeline.randomness import seed_of_run
+from lightning_asyncpp.pipeline.restarts import join_again
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.shared_devices import backend_of
+from lightning_asyncpp.pipeline.store import store_listening_on
 from lightning_asyncpp.pipeline.unit_times import Example
 
 T = TypeVar("T")
@@ -28,21 +34,31 @@ class PipelineStrategyMixin:
 
     Attributes:
         session: the pipeline.
+        interface: the network interface that the user named for connections.
         step_name: what messages call the user's step.
         outside_step: where a collective that is refused inside the user's step can go instead.
     """
 
     applies_statistics = True  # a module need not look after its StatisticsLayers itself
     session: PipelineSession
+    interface: str | None
     step_name: ClassVar[str]
     outside_step: ClassVar[str]
 
     def setup_environment(self) -> None:
-        """Start the process group and connect the mesh; a collective call."""
+        """Start the process group and connect the mesh, on the interface to be used; a collective call.
+
+        Raises:
+            ConfigurationError: there is no such interface.
+        """
         purpose = "choose the backend for stages that share a GPU"
         given = required(self, "_process_group_backend", purpose)
         self._process_group_backend = backend_of(self.parallel_devices, given)  # type: ignore[attr-defined]
-        super().setup_environment()  # type: ignore[misc]
+        chosen = required(self, "_get_process_group_backend", "let torchrun start a run again")()
+        with self._on_interface():
+            join_again(chosen, self.root_device, self.session.timeout)  # type: ignore[attr-defined]
+            super().setup_environment()  # type: ignore[misc]
+        self.session.guard.children = launched_processes(self)
         self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -51,25 +67,40 @@ class PipelineStrategyMixin:
         if (group := self._host_group()) is None:
             super().barrier(*args, **kwargs)  # type: ignore[misc]
             return
-        with lost_peers():
+        with self.session.collective(), lost_peers():
             dist.barrier(group=group)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank ``src`` on all ranks; like :meth:`barrier` it does not wait for a failed one."""
         self._check_collective("broadcast")
-        if (group := self._host_group()) is None:
+        if self._host_group() is None:
             result: T = super().broadcast(obj, src)  # type: ignore[misc]
             return result
-        objects = [obj]
-        with lost_peers():
-            dist.broadcast_object_list(objects, src, group=group)
-        return objects[0]
+        with self.session.collective():
+            return broadcast(self._mesh, obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, stacked along a new first dimension."""
         self._check_collective("all_gather")
-        gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        with self.session.collective():
+            gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return gathered
+
+    @contextmanager
+    def _on_interface(self) -> Iterator[None]:
+        """Nothing listens elsewhere than on the interface that was named, or than on loopback on a single machine."""
+        strategy: Any = self
+        given, size = strategy.cluster_environment, strategy.num_processes
+        on_one_machine = strategy.num_nodes == 1 and given.world_size() <= size
+        addresses = use_interface(self.interface, on_one_machine)
+        given.set_global_rank(given.node_rank() * size + given.local_rank())  # as Lightning is about to do
+        timeout = self.session.timeout
+        with store_listening_on(given, addresses, given.global_rank(), on_one_machine, timeout) as environment:
+            strategy.cluster_environment = environment
+            try:
+                yield
+            finally:
+                strategy.cluster_environment = given
 
     @property
     def _mesh(self) -> Mesh:
@@ -119,3 +150,17 @@ class PipelineStrategyMixin:
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Keep torch from warning that a scheduler stepped before the optimizer: the first mini-batch has no update yet."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def launched_processes(strategy: Any) -> list[subprocess.Popen]:
+    """The launcher's own list of the processes that it started; empty where others start them.
+
+    Raises:
+        PrivateNameError: the launcher keeps no such list by now.
+    """
+    purpose = "leave no process behind"
+    launcher = strategy.launcher
+    if launcher is None or required(strategy, "_start_method", purpose) != "popen":
+        return []
+    processes: list[subprocess.Popen] = required(launcher, "procs", purpose)
+    return processes

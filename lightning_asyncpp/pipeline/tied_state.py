@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from lightning_asyncpp.pipeline.agreement import exchange
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.ties import Tie
-from lightning_asyncpp.pipeline.tree import map_tensors, tensors_of
 
 _NOT_OPTIONS = ("params", "param_names")
 _TRAINED = "requires_grad"
@@ -46,33 +44,6 @@ def keep_once(state: dict[str, Any], ties: Sequence[Tie], prefix: str = "") -> d
                 )
             state[other] = state[present[0]]
     return state
-
-
-def keep_optimizers_once(states: list[Any], ties: Sequence[Tie], shapes: Mapping[str, torch.Size]) -> list[Any]:
-    """Let equal tensors in the optimizer states of two stages that share a parameter be the same tensor.
-
-    Args:
-        states: one per stage, gathered.
-        ties: of the whole model.
-        shapes: name -> shape of the parameters that the gathering rank's stage shares.
-    """
-    for tie in ties:
-        shape = next((shapes[name] for name in tie.names if name in shapes), None)
-        if shape is None or not states:
-            continue
-        first, *others = tie.stages
-        for other in others:
-            known = [tensor for tensor in tensors_of(states[first]) if tensor.shape == shape]
-            states[other] = map_tensors(functools.partial(_equal_one, known), states[other])
-    return states
-
-
-def _equal_one(known: list[Tensor], tensor: Tensor) -> Tensor:
-    """An equal one of ``known``, which is taken out: two tensors of a stage must not become one, changed twice."""
-    for position, other in enumerate(known):
-        if other.shape == tensor.shape and other.dtype == tensor.dtype and torch.equal(other, tensor):
-            return known.pop(position)
-    return tensor
 
 
 def check_copies(state: Mapping[str, Any], ties: Sequence[Tie], prefix: str = "") -> None:

@@ -21,6 +21,8 @@ from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours, connect_neighbours
 
 _ACTIVATION, _GRADIENT, _PART, _TOTAL = 1, 2, 3, 4
+_MAX_SUM_BYTES = 2**24
+_MOST_SUMS = 16  # put aside at a time: neighbours are at most a few mini-batches apart
 _NAMES = {_ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum"}
 
 
@@ -102,13 +104,19 @@ class Transport:
         link = self._before
         assert link is not None, "nothing comes before the first stage"
         frame = self._next(link, _ACTIVATION)
+        if frame.num_bytes < HEADER_BYTES:
+            raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are less than a header")
         link.read_into(self._header)
         header = Header.read(self._header, k, self.max_message_bytes)
+        behind = header.num_bytes if self._direct is None else 0
+        if frame.num_bytes != HEADER_BYTES + behind or frame.number != k:
+            raise ProtocolError(
+                f"micro-batch {k}: {frame.num_bytes} bytes of micro-batch {frame.number} are not what its header"
+                " announces"
+            )
         if self._direct is not None:
             with lost_peers(link.peer):
                 return Arrival(header, self._direct.receive_activation(header.tensors))
-        if frame.num_bytes != HEADER_BYTES + header.num_bytes:
-            raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are not what its header announces")
         return Arrival(header, tuple([self._read(link, info) for info in header.tensors]))
 
     # -- gradients ------------------------------------------------------------------------------------------------
@@ -200,29 +208,34 @@ class Transport:
     def _next(self, link: Link, kind: int) -> Frame:
         """The frame of the next message of ``kind``; control messages before it are put aside."""
         while (frame := link.read_frame()).kind != kind:
-            if frame.kind not in (_PART, _TOTAL):
-                raise ProtocolError(f"expected {_NAMES[kind]}, got {_NAMES.get(frame.kind, 'something else')}")
-            self._put_aside(link, frame)
+            self._put_aside(link, frame, kind)
         return frame
 
     def _receive_sum(self, link: Link | None, kind: int, mini_batch: int, length: int) -> Tensor:
         assert link is not None, "there is no stage on that side"
         while (kind, mini_batch) not in self._sums:
-            frame = link.read_frame()
-            if frame.kind not in (_PART, _TOTAL):
-                raise ProtocolError(f"expected {_NAMES[kind]} of mini-batch {mini_batch}, got {frame}")
-            self._put_aside(link, frame)
+            self._put_aside(link, link.read_frame(), kind)
         vector = self._sums.pop((kind, mini_batch))
         if vector.numel() != length:
             raise ProtocolError(f"mini-batch {mini_batch}: {vector.numel()} values instead of {length}")
         return vector
 
-    def _put_aside(self, link: Link, frame: Frame) -> None:
-        vector = torch.empty(frame.num_bytes // 8, dtype=torch.float64, device="cpu")
+    def _put_aside(self, link: Link, frame: Frame, expected: int) -> None:
+        """Keep a control message, the one thing that may come in front of what is waited for."""
+        kind, number, size = frame
+        if kind != (_TOTAL if link is self._before else _PART):
+            got = _NAMES.get(kind, "something else")
+            raise ProtocolError(f"expected {_NAMES[expected]} from {link.peer}, got {got}: {frame}")
+        is_one = number >= 0 < size <= _MAX_SUM_BYTES and size % 8 == 0
+        if not is_one or (kind, number) in self._sums or len(self._sums) >= _MOST_SUMS:
+            raise ProtocolError(
+                f"{link.peer} sent {_NAMES[kind]} that cannot be one, with {len(self._sums)} still unread: {frame}"
+            )
+        vector = torch.empty(size // 8, dtype=torch.float64, device="cpu")
         self._read_into(link, vector)
-        self._sums[frame.kind, frame.number] = vector
-        if frame.kind == _TOTAL and self._after is not None:
-            self.send_total(frame.number, vector)
+        self._sums[kind, number] = vector
+        if kind == _TOTAL and self._after is not None:
+            self.send_total(number, vector)
 
     def _read(self, link: Link, info: TensorInfo) -> Tensor:
         tensor = empty(info.shape, info.order, info.dtype, self.device)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from lightning_asyncpp.pipeline.statistics import StatisticsLayout, counting_problems
 from lightning_asyncpp.pipeline.ties import Tie, find_ties
 from lightning_asyncpp.pipeline.units import Unit, has_parameters
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,14 @@ class WholeModel:
         has_parameters: of every unit, whether it holds some.
         ties: parameters that several stages share.
         statistics: the layers that count, and where their counts stand in the control message.
+        shared_names: name of a parameter that has several in the model -> all of them.
     """
 
     counts: tuple[int, ...] = ()
     has_parameters: tuple[bool, ...] = ()
     ties: tuple[Tie, ...] = ()
     statistics: StatisticsLayout = field(default_factory=StatisticsLayout)
+    shared_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, units: Sequence[Unit], counts: Sequence[int]) -> tuple[WholeModel, list[str]]:
@@ -37,4 +42,18 @@ class WholeModel:
         ties, problems = find_ties(units, counts)
         problems += counting_problems(units, counts)
         heavy = tuple(map(has_parameters, units))
-        return cls(tuple(counts), heavy, tuple(ties), StatisticsLayout(units)), problems
+        return cls(tuple(counts), heavy, tuple(ties), StatisticsLayout(units), _shared_names(units)), problems
+
+    def find(self, values: Mapping[str, T], name: str) -> T | None:
+        """The value of a parameter, under this name of it or another one that another cut knows it by; or None."""
+        if name in values:
+            return values[name]
+        return next((values[other] for other in self.shared_names.get(name, ()) if other in values), None)
+
+
+def _shared_names(units: Sequence[Unit]) -> dict[str, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for unit in units:
+        for name, parameter in unit.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(f"{unit.name}.{name}")
+    return {name: tuple(several) for several in names.values() if len(several) > 1 for name in several}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
-from lightning_asyncpp.pipeline import state
+from lightning_asyncpp.pipeline.checkpoint import state
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
@@ -104,7 +104,7 @@ class Training:
         self.drain()
         saved = {
             "weights": state.gather_model_state(self.session, self.stage.state_dict()),
-            "pipeline": state.pipeline_state(self.session),
+            "pipeline": state.gather_pipeline_state(self.session),
             "optimizer": state.gather_optimizer_state(self.session, self.optimizer),
         }  # fmt: skip
         saved = self._from_first_rank(saved)
@@ -112,7 +112,7 @@ class Training:
         other = Training(self.case, self.mesh)
         other.model.load_state_dict({name: saved["weights"][name] for name in other.model.state_dict()})
         state.load_pipeline_state(other.session, saved["pipeline"])
-        other.optimizer.load_state_dict(state.own_optimizer_state(self.mesh, saved["optimizer"]))
+        state.load_optimizer_state(other.session, other.optimizer, saved["optimizer"])
         if other.scheduler is not None and self.scheduler is not None:
             other.scheduler.load_state_dict(self.scheduler.state_dict())
         other.losses, other.norms, other.statistics = self.losses, self.norms, self.statistics

@@ -112,6 +112,11 @@ def test_a_book_beside_the_tensors_is_refused() -> None:
         b'["value",{}]',
         b'["tuple",[null,null]]',
         b'["list",[]]',
+        b'["tuple",[null,["list",""]]]',
+        b'["tuple",[null,["list",{}]]]',
+        b'["tuple",[null,{"value":1,"dict":2}]]',
+        b'["tuple",[null],1]',
+        b'["dict",{"a":null,"a":null,"b":["value",null,1]}]',
         b"\xff",
     ],
 )

@@ -40,7 +40,7 @@ headers = st.builds(
     kind=st.just(Header.TUPLE),
     weight=st.floats(min_value=0, allow_nan=False, allow_infinity=False),
     fingerprint=st.integers(0, 2**62 - 1),
-    tensors=st.lists(infos(), max_size=MAX_TENSORS).map(tuple),
+    tensors=st.lists(infos(), min_size=1, max_size=MAX_TENSORS).map(tuple),
     structure=st.binary(max_size=MAX_STRUCTURE_BYTES),
 )
 
@@ -82,6 +82,9 @@ MALFORMED = {
     "too many dimensions": (FIRST_TENSOR + 3, MAX_DIMENSIONS + 1, "malformed description"),
     "negative dimensions": (FIRST_TENSOR + 3, -1, "malformed description"),
     "negative size": (FIRST_TENSOR + 4, -2, "malformed description"),
+    "neither true nor false": (FIRST_TENSOR + 1, 2, "malformed description"),
+    "a size behind the last dimension": (FIRST_TENSOR + 6, 1, "malformed description"),
+    "more elements than can be counted": (FIRST_TENSOR + 4, 2**62, "malformed description"),
     "huge tensor": (FIRST_TENSOR + 4, 2**40, "more than max_message_bytes=1024"),
 }
 
@@ -108,11 +111,22 @@ def test_noise_is_refused(numbers: list[int]) -> None:
         Header(3, Header.TENSOR),
         Header(3, Header.TENSOR, tensors=VALID.tensors * 2),
         Header(3, Header.EMPTY, tensors=VALID.tensors),
+        Header(3, Header.TUPLE, structure=b'["tuple",[]]'),
+        Header(3, Header.TENSOR, tensors=(TensorInfo((0, 2**31, 2**31), torch.float32, False),)),
         Header(3, Header.TENSOR, tensors=(TensorInfo((2,), torch.int64, True),)),
         Header(3, Header.TENSOR, weight=float("nan"), tensors=VALID.tensors),
         Header(3, Header.TENSOR, weight=-1.0, tensors=VALID.tensors),
     ],
-    ids=["tensor of none", "tensor of two", "empty slot with tensors", "gradient of integers", "no weight", "negative"],
+    ids=[
+        "tensor of none",
+        "tensor of two",
+        "empty slot with tensors",
+        "tuple of none",
+        "around an empty dimension",
+        "gradient of integers",
+        "no weight",
+        "negative",
+    ],
 )
 def test_contradictory_headers_are_refused(header: Header) -> None:
     with pytest.raises(ProtocolError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"data_parallel_size": 0}, 2, "data_parallel_size=0 must be at least 1"),
     ({"nonfinite_gradients": "ignore"}, 2, "nonfinite_gradients='ignore' must be 'stop' or 'skip'"),
     ({"metric_slots": 0}, 2, "metric_slots=0 must be at least 1"),
+    ({"metric_slots": 2**40}, 2, f"metric_slots={2**40} must be at most 65536"),
+    ({"heartbeat": 0}, 2, "heartbeat=0 must be a number of seconds above 0, or None to let nobody watch"),
+    ({"heartbeat": "1m"}, 2, "heartbeat='1m' must be a number of seconds above 0, or None to let nobody watch"),
+    ({"heartbeat": math.inf}, 2, "heartbeat=inf must be a number of seconds above 0, or None to let nobody watch"),
     (
         {"data_parallel_size": 3},
         4,

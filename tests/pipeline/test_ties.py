@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.pipeline.checkpoint.optimizer_state import keep_states_once
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.in_turns import run_in_turns
@@ -25,7 +26,6 @@ from lightning_asyncpp.pipeline.tied_state import (
     CopiesDifferError,
     check_copies,
     keep_once,
-    keep_optimizers_once,
     tied_group_problems,
 )
 from lightning_asyncpp.pipeline.ties import Tie, TiedGradients, find_ties
@@ -123,22 +123,13 @@ def test_copies_that_drifted_apart_are_not_written() -> None:
 
 
 def test_equal_optimizer_states_are_held_once() -> None:
-    shape = torch.Size([2])
-    states: list[Any] = [
-        {"state": {0: {"m": torch.ones(2)}}}, {"state": {}}, {"state": {3: {"m": torch.ones(2), "v": torch.zeros(2)}}}
-    ]  # fmt: skip
-    kept = keep_optimizers_once(states, [TIE], {"second": shape})
-    assert kept[2]["state"][3]["m"] is kept[0]["state"][0]["m"]
-    assert torch.equal(kept[2]["state"][3]["v"], torch.zeros(2))
-
-
-def test_equal_optimizer_states_of_one_stage_stay_two() -> None:
-    # As exp_avg_sq and max_exp_avg_sq of AdamW(amsgrad=True): one tensor for both would be changed twice after loading.
-    states: list[Any] = [{"a": torch.ones(2), "b": torch.ones(2)}, {}, {"a": torch.ones(2), "b": torch.ones(2)}]
-    kept = keep_optimizers_once(states, [TIE], {"second": torch.Size([2])})
-    assert kept[2]["a"] is kept[0]["a"]
-    assert kept[2]["b"] is kept[0]["b"]
-    assert kept[2]["a"] is not kept[2]["b"]
+    saved: dict[str, Any] = {
+        "state": {"first": {"m": torch.ones(2)}, "second": {"m": torch.ones(2)}, "other": {"m": torch.ones(2)}},
+        "tables": {"ef/previous": {"first": torch.ones(2), "second": torch.zeros(2)}},
+    }
+    keep_states_once(saved, TIE.names)
+    assert set(saved["state"]) == {"first", "other"}
+    assert set(saved["tables"]["ef/previous"]) == {"first", "second"}
 
 
 def test_weights_of_a_model_that_does_not_share_are_refused() -> None:

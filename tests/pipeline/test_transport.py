@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from typing import Any
 
 import pytest
@@ -38,6 +39,17 @@ def chain(stages: int, max_message_bytes: int = 2**20) -> list[Transport]:
 def send(transport: Transport, k: int, *tensors: Tensor) -> None:
     kind = (Header.TENSOR if len(tensors) == 1 else Header.TUPLE) if tensors else Header.EMPTY
     transport.send_activation(Header(k, kind, 1.0, 5, describe(tensors)), tensors)
+
+
+def link_of(transport: Transport, side: str) -> Link:
+    link = transport._before if side == "before" else transport._after
+    assert link is not None
+    return link
+
+
+def announce(link: Link, kind: int, number: int, size: int, *parts: bytes) -> None:
+    """Write a frame with any size, and what is given behind it."""
+    link._socket.sendall(struct.pack("<qqq", kind, number, size) + b"".join(parts))
 
 
 def test_activations_of_changing_shapes_arrive_in_order() -> None:
@@ -186,7 +198,7 @@ class TestRefusals:
     def test_a_sum_where_an_activation_is_due_and_the_other_way_round(self) -> None:
         first, last = chain(2)
         send(first, 0, torch.ones(1))
-        with pytest.raises(ProtocolError, match="expected a sum of mini-batch 0"):
+        with pytest.raises(ProtocolError, match="expected a sum from"):
             last.receive_total(0, 2)
 
     def test_a_sum_of_another_length(self) -> None:
@@ -194,6 +206,61 @@ class TestRefusals:
         last.send_part(0, torch.zeros(3, dtype=torch.float64))
         with pytest.raises(ProtocolError, match="3 values instead of 2"):
             first.receive_part(0, 2)
+
+    def test_a_sum_from_the_wrong_side(self) -> None:
+        """A part belongs behind gradients, a total in front of activations; each would be summed up twice otherwise."""
+        first, middle, last = chain(3)
+        first.send_total(0, torch.zeros(2, dtype=torch.float64))
+        link_of(last, "before").write(4, 0, [bytes(16)])
+        with pytest.raises(ProtocolError, match=r"expected a part of a sum from .*stage 2.*, got a sum"):
+            middle.receive_part(0, 2)
+        link_of(first, "after").write(3, 1, [bytes(16)])
+        with pytest.raises(ProtocolError, match=r"expected a sum from .*stage 0.*, got a part of a sum"):
+            middle.receive_total(1, 2)
+
+    @pytest.mark.parametrize("size", [-8, -1, 0, 7, 12, 2**24 + 8, 2**62], ids=str)
+    def test_a_sum_of_a_size_that_cannot_be(self, size: int) -> None:
+        """Nothing is allocated for it."""
+        first, last = chain(2)
+        announce(link_of(last, "before"), 3, 0, size)
+        with pytest.raises(ProtocolError, match=f"that cannot be one, .*num_bytes={size}"):
+            first.receive_part(0, 2)
+
+    def test_a_sum_twice_and_one_of_a_negative_mini_batch(self) -> None:
+        for number in (0, -1):
+            first, last = chain(2)
+            for _ in range(2):
+                link_of(last, "before").write(3, number, [bytes(16)])
+            with pytest.raises(ProtocolError, match=f"that cannot be one, .*number={number}"):
+                first.receive_part(1, 2)
+
+    def test_more_sums_than_are_kept(self) -> None:
+        first, last = chain(2)
+        for number in range(1, 100):
+            last.send_part(number, torch.zeros(2, dtype=torch.float64))
+        with pytest.raises(ProtocolError, match="with 16 still unread"):
+            first.receive_part(0, 2)
+
+    @pytest.mark.parametrize("size", [-1, 0, 8, 2**62], ids=str)
+    def test_an_activation_of_another_size_than_its_header_announces(self, size: int) -> None:
+        """Less than a header would be filled up with the beginning of the next message."""
+        first, last = chain(2)
+        header = Header(0, Header.TENSOR, 1.0, 5, describe((torch.ones(4),))).pack()
+        announce(link_of(first, "after"), 1, 0, size, header, bytes(16))
+        with pytest.raises(ProtocolError, match=f"micro-batch 0: {size} bytes"):
+            last.receive_activation(0)
+
+    def test_a_frame_of_another_micro_batch_than_its_header(self) -> None:
+        first, last = chain(2)
+        link_of(first, "after").write(1, 1, [Header(0, Header.EMPTY).pack()])
+        with pytest.raises(ProtocolError, match="of micro-batch 1 are not what its header announces"):
+            last.receive_activation(0)
+
+    def test_what_is_no_message(self) -> None:
+        first, last = chain(2)
+        announce(link_of(first, "after"), 2**40, 0, 8)
+        with pytest.raises(ProtocolError, match="got something else"):
+            last.receive_activation(0)
 
     def test_the_name_of_a_neighbour_that_is_gone(self) -> None:
         first, last = chain(2)

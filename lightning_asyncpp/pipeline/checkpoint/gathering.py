@@ -1,0 +1,98 @@
+"""Brings what the stages hold to rank 0, which writes it into one file; nothing is unpickled that could be code."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_asyncpp.pipeline.agreement import exchange_bytes
+from lightning_asyncpp.pipeline.errors import lost_peers
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.storage.tree import (
+    STORED,
+    entries_of,
+    entry_dtype,
+    entry_shape,
+    put_together,
+    shard_of,
+    take_apart,
+)
+
+_TAG = 7
+
+
+def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
+    """Gather nested content of every stage of the first replica on rank 0, first stage first; elsewhere an empty list.
+
+    A blocking collective. Tensors travel one by one, so that nobody holds a second copy of all of them.
+
+    Args:
+        mesh: this rank's place.
+        part: this stage's; dictionaries, lists and tuples of tensors, and of what ``torch.load(weights_only=True)``
+            reads.
+    """
+    if mesh.groups is None:
+        return [part]
+    skeletons, tensors = gather_skeletons(mesh, part)
+    if mesh.rank == 0:
+        return [put_together(skeleton, _receiver(mesh, skeleton, tensors)) for skeleton in skeletons]
+    if mesh.replica == 0:
+        with lost_peers():
+            for tensor in tensors.values():
+                if tensor.numel():
+                    dist.send(_bytes(tensor), 0, group=mesh.groups.host, tag=_TAG)
+    return []
+
+
+def gather_by_rank(mesh: Mesh, small: Any) -> list[Any]:
+    """Give every rank the small content of every rank, on the host, in the order of ranks; a blocking collective."""
+    if mesh.groups is None:
+        return [small]
+    file = io.BytesIO()
+    torch.save(small, file)
+    texts = exchange_bytes(mesh, file.getvalue())
+    # On the host: a device of another rank need not be one of this machine.
+    return [torch.load(io.BytesIO(text), map_location="cpu", weights_only=True) for text in texts]
+
+
+def gather_skeletons(mesh: Mesh, part: Any, name_of: Callable[[int], str] = str) -> tuple[list[Any], dict[str, Tensor]]:
+    """What is around the tensors of every stage of the first replica, on all ranks; and this rank's tensors.
+
+    A blocking collective. An entry of a skeleton says where the tensor is: see :func:`shard_of`.
+
+    Args:
+        mesh: this rank's place.
+        part: this stage's content.
+        name_of: stage -> what its entries call it.
+    """
+    skeleton, tensors = take_apart(part, shard=name_of(mesh.stage))
+    by_rank = gather_by_rank(mesh, skeleton if mesh.replica == 0 else None)
+    return [by_rank[mesh.rank_of(stage, replica=0)] for stage in range(mesh.num_stages)], tensors
+
+
+def _receiver(mesh: Mesh, skeleton: Any, own: dict[str, Tensor]) -> Any:
+    """Receives the tensors of a stage in the order in which it sends them, each once."""
+    received: dict[str, Tensor] = {}
+    assert mesh.groups is not None
+    for entry in entries_of(skeleton):
+        name, stage = entry[STORED], int(shard_of(entry))
+        if name in received:
+            continue
+        if stage == mesh.stage:
+            received[name] = own[name]
+            continue
+        tensor = received[name] = torch.empty(entry_shape(entry), dtype=entry_dtype(entry), device="cpu")
+        if tensor.numel():
+            with lost_peers():
+                dist.recv(_bytes(tensor), mesh.rank_of(stage, replica=0), group=mesh.groups.host, tag=_TAG)
+    return lambda entry: received[entry[STORED]]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # Backends know few dtypes.
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8)

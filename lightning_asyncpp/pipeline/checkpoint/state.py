@@ -1,0 +1,196 @@
+"""The state of a pipeline: what each stage holds, by names of the model, and how any other pipeline takes it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_asyncpp.pipeline.checkpoint.gathering import gather_stages
+from lightning_asyncpp.pipeline.checkpoint.optimizer_state import (
+    BY_PARAMETER,
+    by_parameter,
+    keep_states_once,
+    load_by_parameter,
+)
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.partition import Partition
+from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.tied_state import keep_once
+from lightning_asyncpp.storage.tree import merged
+
+OLDER, MASTERS = "older_weights", "masters"
+
+
+def stage_model_state(session: PipelineSession, own: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """This stage's part of the model's ``state_dict``: weights that gradients are taken at, where there are masters.
+
+    Args:
+        session: the pipeline.
+        own: what the module says.
+        prefix: of the model's names in it.
+    """
+    assert session.stage is not None
+    weights = session.running().weights.shown()
+    # By the whole name: what stands beside the model may be called like one of its layers.
+    shown = {prefix + name: weights[use] for name, use in session.stage.names.items() if use in weights}
+    return {name: shown.get(name, value) for name, value in own.items()}
+
+
+def stage_optimizer_state(session: PipelineSession, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of this stage's optimizer, by names of parameters."""
+    assert session.stage is not None
+    return by_parameter(optimizer, session.stage.parameters, session.stage.index, _cut(session))
+
+
+def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
+    """What a checkpoint of a drained pipeline holds beyond weights and optimizers.
+
+    The older weight version belongs to it: the mini-batch after the checkpoint runs on it.
+    """
+    engine = session.running()
+    return {
+        **facts(session),
+        "engine": engine.state_dict(),
+        OLDER: engine.weights.older() or {},
+        MASTERS: (engine.weights.masters() or {}) if engine.weights.has_masters else {},
+    }
+
+
+def facts(session: PipelineSession) -> dict[str, Any]:
+    """How the pipeline runs, as a checkpoint says it; the same on all ranks."""
+    engine = session.running()
+    return {
+        "num_stages": engine.mesh.num_stages,
+        "data_parallel_size": engine.mesh.num_replicas,
+        "placement": engine.mesh.placement,
+        "partition": list(_partition(session).counts),
+        "micro_batches": engine.settings.micro_batches,
+        "delay": engine.settings.delay,
+        "fresh_last_stage": engine.settings.settings.fresh_last_stage,
+        "synchronous_start": engine.settings.synchronous_start,
+        "weight_dtype": engine.settings.settings.weight_dtype,
+        "seed": engine.runner.seed,
+        "mini_batch": engine.mini_batch,
+    }
+
+
+def gather_model_state(session: PipelineSession, own: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The whole model's ``state_dict`` on rank 0, ``own`` elsewhere; a blocking collective on a drained pipeline.
+
+    Args:
+        session: the pipeline.
+        own: this stage's part, as the module says it.
+        prefix: of the model's names in it.
+    """
+    own = stage_model_state(session, own, prefix)
+    return keep_once(_gathered(session, own), session.whole_model.ties, prefix)
+
+
+def gather_optimizer_state(session: PipelineSession, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer state of all stages on rank 0, this stage's elsewhere; a blocking collective."""
+    state = _gathered(session, stage_optimizer_state(session, optimizer))
+    for tie in session.whole_model.ties:
+        keep_states_once(state, tie.names)
+    return state
+
+
+def gather_pipeline_state(session: PipelineSession) -> dict[str, Any]:
+    """:func:`stage_pipeline_state` of all stages on rank 0, of this one elsewhere; a blocking collective."""
+    state = _gathered(session, stage_pipeline_state(session))
+    for name in (OLDER, MASTERS):
+        keep_once(state[name], session.whole_model.ties)
+    return state
+
+
+def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
+    """Go on where a checkpoint ended; the weights were loaded before. Without a state, both versions are the weights.
+
+    Stages, replicas, micro-batches and the delay may be others than those that wrote it. A weight that had no older
+    version there (no delay, a fresh last stage) is its own older version.
+
+    Raises:
+        ConfigurationError: the weights are kept in another way.
+    """
+    engine = session.running()
+    if state is None:
+        engine.weights.restore(0, None)
+        return
+    if state.get("weight_dtype") != (dtype := engine.settings.settings.weight_dtype):
+        raise ConfigurationError(
+            f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"
+            " the same, or load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
+        )
+    _say_what_changed(session, state)
+    find = session.whole_model.find
+    older = {
+        name: tensor if (saved := find(state[OLDER], name)) is None else saved
+        for name, tensor in (*engine.weights.parameters.items(), *engine.weights.buffers.items())
+    }
+    masters = {name: _found(find(state[MASTERS], name), name) for name in engine.weights.masters() or {}}
+    has_older = bool(state[OLDER]) and engine.weights.room > 1
+    engine.load_state_dict(state["engine"], older if has_older else None, masters)
+    session.tell_delay()  # before the optimizer's state is loaded: it keeps what it needs under its delay
+    engine.runner.seed = session.seed = int(state["seed"])
+
+
+def load_optimizer_state(session: PipelineSession, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load this stage's part of the optimizer state of a whole pipeline.
+
+    Raises:
+        ConfigurationError: no pipeline wrote it, or its optimizer had other parameters.
+    """
+    if BY_PARAMETER not in state:
+        raise ConfigurationError(
+            "the optimizer state in this checkpoint was not written by a pipeline strategy and cannot be cut into"
+            " stages; load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
+        )
+    assert session.stage is not None
+    load_by_parameter(optimizer, session.stage.parameters, _cut(session), state, session.whole_model.find)
+
+
+def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
+    """The rank of the pipeline that wrote a checkpoint whose own state this rank takes up.
+
+    The same rank; in a pipeline of other stages or replicas the last stage of its replica, or of the last replica.
+    """
+    stages, replicas, placement = state["num_stages"], state["data_parallel_size"], state["placement"]
+    if (stages, replicas, placement) == (mesh.num_stages, mesh.num_replicas, mesh.placement):
+        return mesh.rank
+    return Mesh(stages, replicas, 0, placement=placement).rank_of(stages - 1, min(mesh.replica, replicas - 1))
+
+
+def _gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
+    parts = gather_stages(session.running().mesh, part)
+    return merged(parts) if parts else part
+
+
+def _found(master: Tensor | None, name: str) -> Tensor:
+    if master is None:
+        raise ConfigurationError(
+            f"the checkpoint holds no master of {name}: it was frozen when the checkpoint was written, or the"
+            " checkpoint is another model's; train what was trained, or load only the weights: pass the model loaded"
+            " with load_state_dict, without ckpt_path"
+        )
+    return master
+
+
+def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> None:
+    now = {name: value for name, value in facts(session).items() if name not in ("seed", "mini_batch")}
+    before = {name: state.get(name, value) for name, value in now.items()}
+    changes = [f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value]
+    if changes:
+        rank_zero_info(f"Pipeline: going on from the checkpoint with {', '.join(changes)}")
+
+
+def _cut(session: PipelineSession) -> dict[str, Any]:
+    return {name: value for name, value in facts(session).items() if name in ("partition", "fresh_last_stage")}
+
+
+def _partition(session: PipelineSession) -> Partition:
+    assert session.partition is not None, "cut() comes before a checkpoint"
+    return session.partition

@@ -1,0 +1,47 @@
+"""The process group of a run that torchrun started again.
+
+torchrun's agent serves one key-value store to all attempts, in which torch looks for the addresses of the ranks: it
+finds those of processes that are gone, and waits for them (https://github.com/pytorch/pytorch/issues/135712).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def join_again(backend: str, device: torch.device, timeout: timedelta | None) -> None:
+    """Make the default group under keys of its own, if torchrun started this process again on a single machine.
+
+    Agents of several machines count restarts each for itself; there they must not share their store
+    (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``).
+
+    Args:
+        backend: of the group.
+        device: of this rank.
+        timeout: of blocking communication; default: torch's.
+    """
+    environment = os.environ
+    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+    if dist.is_initialized() or not (restarts and shares_store and alone):
+        return
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"restart_{restarts}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend, timeout=timeout, world_size=int(environment["WORLD_SIZE"]), rank=int(environment["RANK"]), store=own,
+        device_id=None if device.type == "cpu" else device,
+    )  # fmt: skip
+    if "nccl" in backend:
+        atexit.register(_leave)  # as Lightning does
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,204 @@
+"""What a rank does when it fails or learns that another one did: say so, end in time, and leave no process behind."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Protocol
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError, ConsequenceError, PeerLostError, is_noise
+from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.watch.at_exit import AtExit, uncaught
+from lightning_asyncpp.pipeline.watch.cause import Cause
+from lightning_asyncpp.pipeline.watch.ends import End
+from lightning_asyncpp.pipeline.watch.meeting import meet
+
+TOLD_SECONDS = 2.0
+"""How long a rank that lost a neighbour waits to be told why."""
+_LEAST_LEAVE_SECONDS = 10.0
+_STDERR = 2
+
+
+class Watched(Protocol):
+    """What a guard watches over: a session."""
+
+    def lose(self, error: PeerLostError, is_gone: bool) -> None:
+        """Another rank failed, or is gone; called in a thread of the watch."""
+
+    def hang_up(self) -> None:
+        """The process ends after a failure: no other rank is to wait for it."""
+
+
+class Guard:
+    """Watches over a session, from its connection to its end.
+
+    Args:
+        limit: seconds without a sign of life after which a rank is gone; ``None``: nobody watches.
+        watched: the session, which the guard does not keep alive.
+
+    Attributes:
+        children: the processes of other ranks that this one started: the launcher's own list.
+        is_torn_down: whether an error reaches the script only after a teardown, as with the Trainer.
+    """
+
+    def __init__(self, limit: float | None, watched: Watched) -> None:
+        self.children: list[subprocess.Popen] = []
+        self.is_torn_down = False
+        self._limit, self._watched = limit, weakref.ref(watched)
+        self._mesh: Mesh | None = None
+        self._end: End | None = None
+        self._cause: Cause | None = None  # what went wrong first, as far as this rank knows
+        self._is_heard = False  # whether the script of this rank knows of it
+        self._stopped: int | None = None
+        self._adopted: list[subprocess.Popen] = []
+        self._deadline: threading.Timer | None = None
+        self._at_exit: AtExit | None = None
+        weakref.finalize(watched, self.end).atexit = False
+
+    def begin(self, mesh: Mesh) -> None:
+        """Watch, unless this is done already or there is nobody else; a collective call.
+
+        Raises:
+            PeerLostError: a rank cannot be reached.
+        """
+        if self._limit is None or self._end is not None or mesh.groups is None:
+            return
+        self._mesh, self._cause, self._is_heard, self._stopped = mesh, None, False, None
+        self._end = meet(mesh, self._limit, self._learn)
+        self._at_exit = self._at_exit or AtExit(self._exit)
+        self._end.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others of an error of this rank; into one that is of another's making put what that one was.
+
+        If a teardown follows, this rank has to be through with it in time, until :meth:`release`.
+        """
+        if self._end is None or self._is_heard:
+            return
+        self._is_heard = True
+        if isinstance(error, ConsequenceError) or is_noise(error):
+            cause = self._end.wait_for_cause(TOLD_SECONDS)
+            if cause is not None and (isinstance(error, PeerLostError) or is_noise(error)):
+                error.args = (self._words(cause),)
+        if self._end.cause is None:
+            self._report(error)
+        if self.is_torn_down:
+            self._hurry()
+        else:
+            self.release()
+
+    def release(self) -> None:
+        """The error is in the hands of the script, which may take its time."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def end(self) -> None:
+        """Say goodbye, and watch no longer."""
+        if self._end is None:
+            return
+        end, self._end = self._end, None
+        end.end()
+        if self._cause is None and self._at_exit is not None:
+            self._at_exit.cancel()
+            self._at_exit = None
+
+    # -- failing --------------------------------------------------------------------------------------------------
+
+    def _report(self, error: BaseException) -> None:
+        assert self._mesh is not None
+        self._cause = Cause.raised(self._mesh.rank, self._mesh.stage, error)
+        if self._end is not None:
+            self._end.report(self._cause)
+        if not isinstance(error, (ConfigurationError, KeyboardInterrupt)):
+            self._adopt()
+
+    def _learn(self, cause: Cause) -> None:
+        if self._cause is not None:
+            return  # the error of this rank was the first, or as good as that
+        assert self._end is not None
+        self._cause, self._stopped = cause, self._end.stopped
+        self._adopt()
+        self._hurry()
+        if (watched := self._watched()) is not None:
+            watched.lose(PeerLostError(self._words(cause)), not cause.is_error)
+
+    def _words(self, cause: Cause) -> str:
+        """What this rank says of it: everything on rank 0, where users look."""
+        assert self._mesh is not None
+        if cause.rank == self._mesh.rank and not cause.is_error:
+            return f"the other ranks gave this one up: {cause.what}"
+        return cause.line if self._mesh.rank else cause.text
+
+    def _adopt(self) -> None:
+        """Look after the children from now on: Lightning would kill this rank, too, before it has said why it ends."""
+        self._adopted += self.children
+        self.children.clear()
+
+    # -- ending in time -------------------------------------------------------------------------------------------
+
+    @property
+    def _leave_seconds(self) -> float:
+        assert self._limit is not None
+        return max(self._limit / 2, _LEAST_LEAVE_SECONDS)
+
+    def _hurry(self) -> None:
+        if self._deadline is None or self._deadline.finished.is_set():
+            self._deadline = threading.Timer(self._leave_seconds, self._leave_now)
+            self._deadline.daemon = True
+            self._deadline.start()
+
+    def _leave_now(self) -> None:
+        """The main thread waits for something that does not come: show where it is, and end without it."""
+        assert self._mesh is not None
+        faulthandler.dump_traceback(_STDERR)
+        place = f"rank {self._mesh.rank} (stage {self._mesh.stage})"
+        self._say(f"{place} did not end by itself within {self._leave_seconds:g} s after this: ")
+        for child in self._adopted:
+            child.kill()
+        self._kill_stopped()
+        os._exit(1)
+
+    def _exit(self) -> None:
+        """The process ends, in whichever way."""
+        if self._cause is None:
+            error = uncaught()
+            if error is None:
+                self.end()
+                return
+            self._is_heard = True
+            self._report(error)
+        if (watched := self._watched()) is not None:
+            watched.hang_up()
+        self._kill_stopped()
+        self._wait_for_adopted()
+        if not self._is_heard:  # the script ended as if nothing had happened
+            self._say()
+            sys.stdout.flush()
+            os._exit(1)
+
+    def _wait_for_adopted(self) -> None:
+        deadline = time.monotonic() + self._leave_seconds
+        for child in self._adopted:
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        if self._adopted and self._is_heard:
+            self._say()  # below all that the children have said
+
+    def _kill_stopped(self) -> None:
+        if self._stopped is not None:
+            with suppress(OSError):
+                os.kill(self._stopped, signal.SIGKILL)
+
+    def _say(self, before: str = "") -> None:
+        assert self._cause is not None
+        os.write(_STDERR, f"asyncpp: {before}{self._cause.line}\n".encode())

@@ -1,0 +1,175 @@
+"""Both ends of the watch, in one process: who is gone, who is not, and what all are told."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from lightning_asyncpp.pipeline.watch import ends
+from lightning_asyncpp.pipeline.watch.cause import Cause
+from lightning_asyncpp.pipeline.watch.ends import ENDED, End, Hub, Member
+from lightning_asyncpp.pipeline.watch.wire import Kind, Wire
+
+LIMIT = 0.6
+SOON = 10.0  # on a machine that others use, too
+STAGES = [2, 1, 0]
+MISTAKE = Cause(2, 0, "ValueError: the user's own mistake", "Traceback ...")
+
+
+@dataclass
+class Rank:
+    """A rank's end, and what it learnt."""
+
+    learnt: list[Cause] = field(default_factory=list)
+    end: End | None = None
+
+    def told(self, seconds: float = SOON) -> Cause | None:
+        assert self.end is not None
+        return self.end.wait_for_cause(seconds)
+
+
+@contextmanager
+def ranks(limit: float = LIMIT, wild: int | None = None) -> Iterator[tuple[list[Rank], socket.socket]]:
+    """Three ranks that watch each other; one of them, if named, is nothing but the socket that is returned."""
+    pairs = {rank: socket.socketpair() for rank in (1, 2)}
+    made = [Rank() for _ in STAGES]
+    with ExitStack() as closing:
+        for rank, (_, there) in pairs.items():
+            closing.callback(there.close)
+            if rank != wild:
+                made[rank].end = Member({0: Wire(there)}, STAGES, limit, made[rank].learnt.append)
+        wires = {rank: Wire(here) for rank, (here, _) in pairs.items()}
+        made[0].end = Hub(wires, STAGES, limit, made[0].learnt.append)
+        for rank in made:
+            if rank.end is not None:
+                rank.end.start()
+                closing.callback(rank.end.end)
+        yield made, pairs[wild or 1][1]
+
+
+def until(condition: Callable[[], bool], seconds: float = SOON) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_ranks_that_do_nothing_but_live_are_not_lost() -> None:
+    with ranks() as (made, _):
+        time.sleep(4 * LIMIT)
+        assert [rank.told(0) for rank in made] == [None] * 3
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_an_error_is_told_to_all_other_ranks(rank: int) -> None:
+    with ranks(60.0) as (made, _):
+        reporter = made[rank].end
+        assert reporter is not None
+        reporter.report(MISTAKE)
+        assert [other.told() for other in made] == [MISTAKE] * 3
+        assert until(lambda: all(other.learnt == [MISTAKE] for other in made if other is not made[0] or rank != 0))
+
+
+def test_only_the_first_error_counts() -> None:
+    with ranks(60.0) as (made, _):
+        made[2].end.report(MISTAKE)  # type: ignore[union-attr]
+        assert made[1].told() == MISTAKE
+        made[1].end.report(Cause(1, 1, "another", "one"))  # type: ignore[union-attr]
+        made[0].end.report(Cause(0, 2, "a third", "one"))  # type: ignore[union-attr]
+        assert until(lambda: all(rank.learnt for rank in made))
+        time.sleep(0.1)
+        assert [rank.learnt for rank in made] == [[MISTAKE]] * 3
+
+
+def test_a_process_that_ends_is_noticed_at_once() -> None:
+    with ranks(60.0, wild=2) as (made, wild):
+        wild.close()
+        assert [made[rank].told() for rank in (0, 1)] == [Cause(2, 0, ENDED)] * 2
+
+
+def test_a_process_that_ends_after_it_has_said_why_is_not_gone() -> None:
+    with ranks(60.0, wild=2) as (made, wild):
+        Wire(wild).send(Kind.CAUSE, MISTAKE.pack())
+        wild.close()
+        assert [made[rank].told() for rank in (0, 1)] == [MISTAKE] * 2
+
+
+def test_a_rank_that_says_nothing_is_lost_after_the_limit() -> None:
+    start = time.monotonic()
+    with ranks(wild=1) as (made, _):
+        causes = [made[rank].told() for rank in (0, 2)]
+        assert time.monotonic() - start > LIMIT
+        why = f"no sign of life for {LIMIT} s: it was stopped, or its machine or the network is gone"
+        assert causes == [Cause(1, 1, why)] * 2
+        assert made[0].end.stopped is not None  # type: ignore[union-attr]
+
+
+def test_half_a_message_is_no_sign_of_life() -> None:
+    with ranks(wild=1) as (made, wild):
+        for position in range(8):
+            wild.sendall(b"life\x01\0\0\0\0"[position : position + 1])
+            time.sleep(LIMIT / 6)
+        cause = made[2].told()
+        assert cause is not None
+        assert cause.what.startswith("no sign of life")
+
+
+def test_what_is_no_message_names_the_rank_that_it_came_from() -> None:
+    with ranks(60.0, wild=1) as (made, wild):
+        wild.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        cause = made[2].told()
+        assert cause is not None
+        assert cause.line.startswith("rank 1 (stage 1) is gone: its signs of life cannot be read: this is no sign")
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_rank_0_is_missed_by_all(how: str) -> None:
+    here, there = socket.socketpair()
+    learnt: list[Cause] = []
+    member = Member({0: Wire(there)}, STAGES, LIMIT if how == "silent" else 60.0, learnt.append)
+    member.start()
+    if how == "gone":
+        here.close()
+    assert until(lambda: len(learnt) == 1)
+    assert learnt[0].line.startswith("rank 0 (stage 2) is gone: " + (ENDED if how == "gone" else "no sign of life"))
+    assert (member.stopped is not None) == (how == "silent")
+    member.end()
+    here.close()
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_that_says_goodbye_is_not_missed(rank: int) -> None:
+    with ranks() as (made, _):
+        leaving = made[rank].end
+        assert leaving is not None
+        start = time.monotonic()
+        leaving.end()
+        assert time.monotonic() - start < 1.5, "it waited for a time-out"
+        time.sleep(2 * LIMIT)
+        assert [other.told(0) for other in made] == [None] * 3
+
+
+def test_who_ends_while_nobody_answers_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ends, "_END_SECONDS", 0.2)
+    with ranks(60.0, wild=1) as (made, _):
+        made[0].end.end()  # type: ignore[union-attr]
+    assert not [thread for thread in threading.enumerate() if thread.name == "asyncpp-watch"]
+
+
+def test_time_in_which_all_were_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after Ctrl-Z and ``fg``: every process finds that an hour has passed."""
+    now = [100.0]
+    monkeypatch.setattr(ends.time, "monotonic", lambda: now[0])
+    clock = ends._Clock()
+    now[0] += 1.5
+    clock.advance(2.0)
+    assert clock.awake == 1.5
+    now[0] += 3600.0
+    clock.advance(2.0)
+    assert clock.awake == 3.5
