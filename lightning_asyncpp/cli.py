@@ -18,13 +18,15 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (registers the strategies; finds optimizers by their short names)
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
+from lightning_asyncpp.yaml_limits import limit_yaml
 
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
     "ablate": "lightning_asyncpp.tools.ablation.command",
     "bench": "lightning_asyncpp.tools.bench.command",
     "check": "lightning_asyncpp.tools.check.command",
+    "checkpoint": "lightning_asyncpp.tools.checkpoint.command",
     "evaluate": "lightning_asyncpp.tools.saved.evaluate",
     "export": "lightning_asyncpp.tools.saved.export",
     "generate": "lightning_asyncpp.tools.saved.generate",
@@ -44,7 +46,8 @@ _DESCRIPTION = (
     " trains a recipe's model as a single process does; asyncpp ablate trains a grid of optimizers, learning rates,"
     " delays and corrections, and compares them; asyncpp trace shows where the time of a run went that"
     " `asyncpp fit --trace` recorded; asyncpp prepare tokenises documents into shards to train on; asyncpp generate and"
-    " asyncpp evaluate let a checkpoint write, and measure it; asyncpp export and asyncpp import exchange models with"
+    " asyncpp evaluate let a checkpoint write, and measure it; asyncpp checkpoint info|convert|verify looks into one,"
+    " writes it in another form, and says whether it is whole; asyncpp export and asyncpp import exchange models with"
     " Hugging Face transformers."
 )
 
@@ -58,6 +61,21 @@ class AsyncppCLI(LightningCLI):
         A name cut short would be taken for one that begins so: ``--trainer.max_step`` for ``max_steps``.
         """
         return super().init_parser(**{**kwargs, "allow_abbrev": False})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Read the arguments, recipes and overrides.
+
+        A file that is no text, or has something where jsonargparse expects nothing of the kind, ends as any other
+        mistake in them does: with a message.
+        """
+        try:
+            super().parse_arguments(parser, args)
+        except ConfigurationError:
+            raise
+        except UnicodeDecodeError as error:
+            parser.error(f"a file is no text in UTF-8: {error}")
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            parser.error(f"the arguments or a recipe cannot be read: {type(error).__name__}: {error}")
 
     def instantiate_classes(self) -> None:
         """Make what the recipe asks for.
@@ -88,12 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: what follows ``asyncpp``; default: those of the process.
 
     Raises:
-        SystemExit: something is wrong with them; what, stands on the standard error output.
+        SystemExit: something is wrong with them, or went wrong on another rank; what, stands on the standard error
+            output.
     """
     try:
         run(arguments)
     except ConfigurationError as error:
         _refuse(error)
+    except PeerLostError as error:
+        _give_up(error)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -121,6 +142,15 @@ def _refuse(error: ConfigurationError) -> NoReturn:
         text = f"[rank {rank}] {textwrap.shorten(text, 100, placeholder=' ...')}"
     sys.stderr.write(f"asyncpp: error: {text}\n")  # at once: other ranks write as well
     sys.exit(2)
+
+
+def _give_up(error: PeerLostError) -> NoReturn:
+    """End with what went wrong on another rank; how this one learnt of it would hide that."""
+    text = str(error)
+    if rank := getattr(rank_zero_only, "rank", None) or 0:
+        text = f"[rank {rank}] {text.partition(chr(10))[0]}"
+    sys.stderr.write(f"asyncpp: error: {text}\n")
+    sys.exit(1)
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -179,6 +209,7 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         **how: further arguments of ``LightningCLI``: with ``run=False`` it makes module, data and Trainer alone.
     """
     _quiet()
+    limit_yaml()
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     return cli(
         LightningModule,

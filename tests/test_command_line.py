@@ -102,7 +102,7 @@ def write_text(folder: Path) -> None:
 def trained_by(command: list[str], folder: Path) -> Trained:
     write_text(folder)
     printed = run([*command, *fit_arguments(folder)], folder)
-    (checkpoint,) = (folder / "runs").glob("**/*.ckpt")
+    (checkpoint,) = (folder / "runs").glob("**/step=*.ckpt")
     found = re.fullmatch(r"step=(\d+)-val_loss=([\d.]+)\.ckpt", checkpoint.name)
     assert found is not None
     assert int(found.group(1)) == STEPS
@@ -148,13 +148,10 @@ def test_fit_takes_another_optimizer_by_its_short_name(trained: Trained) -> None
     assert optimizer["init_args"]["lr"] == 0.004
     content = torch.load(trained.checkpoint, weights_only=True)
     assert content["global_step"] == STEPS
-    stages = content["optimizer_states"][0]["pipeline_stages"]
-    assert len(stages) == 2
-    for state in stages:
-        assert {group["weight_decay"] for group in state["param_groups"]} == {0.03}
-        assert {frozenset(moments) for moments in state["state"].values()} == {
-            frozenset({"step", "exp_avg", "exp_avg_sq"})
-        }
+    state = content["optimizer_states"][0]
+    assert {group["weight_decay"] for group in state["groups"].values()} == {0.03}
+    assert set(state["group_of"]) == {name.removeprefix("model.") for name in content["state_dict"]}
+    assert {frozenset(moments) for moments in state["state"].values()} == {frozenset({"step", "exp_avg", "exp_avg_sq"})}
     assert f"Done. Checkpoint: {trained.checkpoint.relative_to(trained.folder)}; " in trained.printed
 
 

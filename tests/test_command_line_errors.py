@@ -9,8 +9,11 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_asyncpp import cli
 from lightning_asyncpp.cli import TOOLS, main
+from lightning_asyncpp.pipeline.errors import PeerLostError
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["--config", str(ROOT / "recipes/quickstart_moe.yaml")]
@@ -75,6 +78,7 @@ SHORTENED = [
     ["bench", "time-to-loss", "--stage=2"],
     ["bench", "draw", "--svg=x.svg", "--stage=2"],
     ["check", *RECIPE, "--stage=2"],
+    ["checkpoint", "info", "x.ckpt", "--jso"],
     ["evaluate", "x.ckpt", "--data", "x", "--batch-siz=2"],
     ["export", "x.ckpt", "--output", "x", "--devic=cpu"],
     ["generate", "x.ckpt", "--max-token=3"],
@@ -110,3 +114,19 @@ def test_what_only_the_ranks_can_find_is_said_by_the_first_of_them(tmp_path: Pat
     assert len(re.findall(rf"asyncpp: error: {message}.* must add up to that\n", ended.stderr)) == 1, ended.stderr
     others = re.findall(r"asyncpp: error: \[rank 1\] partition=\[1, 2\] places 3 .* \.\.\.\n", ended.stderr)
     assert len(others) == ended.stderr.count("[rank 1] partition") <= 1, ended.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_another_rank_is_all_that_is_printed(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, trace = "rank 2 (stage 0) failed first: ValueError: the user's own mistake", "    Traceback ..."
+
+    def lost(arguments: object) -> None:
+        raise PeerLostError(f"{line}\n\n{trace}")
+
+    monkeypatch.setattr(cli, "run", lost)
+    monkeypatch.setattr(rank_zero_only, "rank", rank)
+    assert refused("fit") == 1
+    said = f"{line}\n\n{trace}" if rank == 0 else f"[rank 1] {line}"
+    assert capsys.readouterr().err == f"asyncpp: error: {said}\n"

@@ -243,7 +243,7 @@ def check_quickstart(
     printed = run("fit", "--config", str(ROOT / "recipes" / f"{name}.yaml"), *arguments, cwd=folder, timeout=800)
     assert "Done. Checkpoint: " in printed
     assert list((folder / "runs" / name).glob("**/events.out.tfevents.*"))
-    (checkpoint,) = (folder / "runs").glob("**/*.ckpt")
+    (checkpoint,) = (folder / "runs").glob("**/step=*.ckpt")
     content = torch.load(checkpoint, weights_only=True)
     assert sum(value.numel() for value in content["state_dict"].values()) > 800_000
     val_loss = float(re.search(r"val_loss=([\d.]+)\.ckpt", checkpoint.name).group(1))  # type: ignore[union-attr]

@@ -7,11 +7,12 @@ division has to go by replicas instead.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from litdata import StreamingDataLoader, StreamingDataset
+from torch.utils.data import DataLoader
 
 
 @contextmanager
@@ -51,6 +52,25 @@ def use_replica(source: Any, num_replicas: int, rank: int) -> None:
         dataset.distributed_env = _distributed_env(num_replicas, rank)
         if num_replicas > 1:
             dataset.set_drop_last(True)
+
+
+def is_litdata(loader: object) -> bool:
+    """Whether it is a loader of one streaming dataset."""
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, StreamingDataset)
+
+
+def leave_where_it_was(loader: object) -> None:
+    """Have the next iteration of a litdata loader that was resumed be another epoch, though this one was not finished.
+
+    It forgets where it was resumed only when an epoch is read to its end.
+    """
+    if isinstance(loader, StreamingDataLoader):
+        loader.restore = False
+
+
+def set_epoch_before(loader: StreamingDataLoader, state: Mapping[str, Any]) -> None:
+    """Have the next iteration of a litdata loader be the epoch after the one that it was in when it said its state."""
+    loader.current_epoch = state["current_epoch"]
 
 
 def _parts(source: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Iterator, Mapping, Sized
 from functools import partial
 from typing import Any, TypeGuard
@@ -11,7 +11,8 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.replica import use_replica
+from lightning_asyncpp.data.replica import is_litdata, use_replica
+from lightning_asyncpp.data.resumable_loader import is_stateful
 
 
 class PlaceholderBatch:
@@ -72,13 +73,12 @@ def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bo
         DataError: fewer samples than replicas; a sampler would quietly give the same one to several.
     """
     _check_size(loader, num_replicas)
-    if _is_litdata(loader):
+    if is_litdata(loader):
         use_replica(loader, num_replicas, replica)
     _seed_workers(loader, replica)
-    if needs_data or not (_is_litdata(loader) or _is_map_style(loader)):
+    if needs_data or not (is_litdata(loader) or _is_map_style(loader)):
         return loader
-    stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-    return StatefulPlaceholderLoader(loader) if stateful else PlaceholderLoader(loader)
+    return StatefulPlaceholderLoader(loader) if is_stateful(loader) else PlaceholderLoader(loader)
 
 
 def _check_size(loader: object, num_replicas: int) -> None:
@@ -92,18 +92,13 @@ def _check_size(loader: object, num_replicas: int) -> None:
 
 def _seed_workers(loader: object, replica: int) -> None:
     # seed_everything(workers=True) makes every rank transform its data in its own way: here every replica does.
-    function = getattr(loader, "worker_init_fn", None)
-    if isinstance(loader, DataLoader) and isinstance(function, partial) and function.func is pl_worker_init_function:
+    # Fabric has told the loader so before, the Trainer does it later, where nothing is said yet.
+    if not isinstance(loader, DataLoader):
+        return
+    function = loader.worker_init_fn
+    is_lightnings = isinstance(function, partial) and function.func is pl_worker_init_function
+    if is_lightnings or (function is None and int(os.environ.get("PL_SEED_WORKERS", "0"))):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
-
-
-def _is_litdata(loader: object) -> bool:
-    streaming = sys.modules.get("litdata.streaming.dataset")  # not imported: then the user has no such loader
-    return (
-        streaming is not None
-        and isinstance(loader, DataLoader)
-        and isinstance(loader.dataset, streaming.StreamingDataset)
-    )
 
 
 def _is_map_style(loader: object) -> TypeGuard[DataLoader]:

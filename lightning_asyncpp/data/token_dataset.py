@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_asyncpp.data.corpus import TextFile
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.replica import replica_environment
 from lightning_asyncpp.data.tokenizer import Tokenizer
-from lightning_asyncpp.durable import replace_durably
+from lightning_asyncpp.durable import checksum, replace_durably
 
 CHUNK_BYTES = 64 * 2**20
 FORMAT_VERSION = 2
@@ -32,7 +31,6 @@ PARTIAL = ".partial"  # ends the name of a folder that `asyncpp prepare` is stil
 PLAN = "plan.json"  # in such a folder
 INDEX = "index.json"
 _GROUP_BYTES = 4 * 2**20
-_READ_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -174,16 +172,6 @@ def _check_chunk(folder: Path, name: str, size: int) -> None:
 def _checksums(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.glob("*/*") if path.is_file())
     return {path.relative_to(folder).as_posix(): checksum(path) for path in files}
-
-
-def checksum(path: Path) -> str:
-    """Return the CRC-32 of a file, in hexadecimal."""
-    # Against accidents and not against attackers: half the time of SHA-256, for which the processor has instructions.
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            value = zlib.crc32(block, value)
-    return f"{value:08x}"
 
 
 def _write_split(folder: Path, files: Sequence[TextFile], tokenizer: Tokenizer, dtype: torch.dtype) -> int:

@@ -24,7 +24,9 @@ from lightning_asyncpp.fabric.clipping import ClippingBook, ClippingMixin
 from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.fabric.recording import RecordingMixin
+from lightning_asyncpp.fabric.stopping import StopMixin
 from lightning_asyncpp.pipeline.agreement import agree_on_problems
+from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
@@ -35,13 +37,14 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 StepFunction = Callable[[Any], Any]
 SplitBatch = Callable[[Any, int], list[Any]]
 MicroBatchWeight = Callable[[Any], float]
 
 
-class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -73,6 +76,10 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, PipelineS
         loss_reduction: Literal["mean", "sum"] | None = None,
         example_input_array: Any | None = None,
         max_message_bytes: int = 2**34,
+        interface: str | None = None,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        async_checkpoints: bool = False,
+        heartbeat: float | None = 60.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -87,12 +94,13 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, PipelineS
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
             precision=precision,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
         )
+        self.interface = interface
         self.session = PipelineSession(
             PipelineSettings(
                 micro_batches=micro_batches,
@@ -106,9 +114,11 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, PipelineS
                 partition=partition,
                 placement=placement,
                 max_message_bytes=max_message_bytes,
+                heartbeat=heartbeat,
             ),
             timeout,
         )
+        self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
         self.gradient_norm: float | None = None
         self.layer_metrics: dict[str, float] = {}
         self._given_hooks = {
@@ -151,15 +161,15 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, PipelineS
         """
         self._hooks = self._hooks_of(module)
         precision = str(self.precision.precision)
-        agree_on_problems(
-            self._mesh, refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
-        )
-        self._names = frozenset(module.state_dict())
-        assert self.session.resolved is not None
-        parts, given = self.session.resolved.micro_batches, self._example_input_array
-        self._cut(module, example=example_of(module, given, parts, self.precision, self.root_device))
-        module.to(self.root_device)
-        self.session.start(self._hooks, self.root_device, training=False)
+        problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
+        with self.session.collective():
+            agree_on_problems(self._mesh, problems)
+            self._names = frozenset(module.state_dict())
+            assert self.session.resolved is not None
+            parts, given = self.session.resolved.micro_batches, self._example_input_array
+            self._cut(module, example=example_of(module, given, parts, self.precision, self.root_device))
+            module.to(self.root_device)
+            self.session.start(self._hooks, self.root_device, training=False)
         return module
 
     @override
@@ -169,11 +179,12 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, PipelineS
         Raises:
             ConfigurationError: on every rank, with the problems of all ranks.
         """
-        agree_on_problems(self._mesh, refusals.optimizer_problems(self.session, optimizer))
-        self.session.finish()
-        self.session.start(self._hooks, self.root_device, training=True)
-        rank_zero_info(f"Pipeline: {self.session.describe()}")
-        self.session.attach(optimizer)
+        with self.session.collective():
+            agree_on_problems(self._mesh, refusals.optimizer_problems(self.session, optimizer))
+            self.session.finish()
+            self.session.start(self._hooks, self.root_device, training=True)
+            rank_zero_info(f"Pipeline: {self.session.describe()}")
+            self.session.attach(optimizer)
         optimizer.register_step_pre_hook(self._refuse_raw_step)
         mark_as_stepped(optimizer)
         return optimizer
@@ -200,7 +211,8 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, PipelineS
     @override
     def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         self._check_collective("all_reduce")
-        return super().all_reduce(tensor, group, reduce_op)
+        with self.session.collective():
+            return super().all_reduce(tensor, group, reduce_op)
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -360,7 +372,10 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, PipelineS
     @override
     def teardown(self) -> None:
         self._end_recording()
-        self.session.finish()
+        try:
+            self.checkpoints.close()
+        finally:
+            self.session.leave()
         super().teardown()
 
     @classmethod

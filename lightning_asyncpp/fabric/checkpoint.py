@@ -1,4 +1,4 @@
-"""Fabric checkpoints of a pipeline: gathered from all stages on rank 0, and handed back to each."""
+"""Fabric checkpoints of a pipeline: what all stages hold, in one file or sharded, and handed back to each."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from typing_extensions import override
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.clipping import ClippingBook
 from lightning_asyncpp.fabric.crossed import told_who_wrote_it
-from lightning_asyncpp.pipeline.checkpoint_origin import PIPELINE
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.state import (
+from lightning_asyncpp.fabric.private import converted_state
+from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
+from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
+from lightning_asyncpp.pipeline.checkpoint.state import (
     gather_model_state,
     gather_optimizer_state,
+    gather_pipeline_state,
+    load_optimizer_state,
     load_pipeline_state,
-    own_optimizer_state,
-    pipeline_state,
-    to_device,
+    stage_model_state,
+    stage_optimizer_state,
+    stage_pipeline_state,
 )
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tied_state import check_copies
 
 
@@ -34,9 +38,11 @@ class CheckpointMixin(Strategy):
 
     Attributes:
         session: the pipeline.
+        checkpoints: writes them.
     """
 
     session: PipelineSession
+    checkpoints: CheckpointWriter
     _names: frozenset[str]  # of the whole model's state_dict
     _clippings: ClippingBook
     _resumed_at: int | None = None  # the micro-batch that followed when an optimizer was loaded
@@ -64,16 +70,26 @@ class CheckpointMixin(Strategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write one file on rank 0, with the model, the optimizer and the older weights of all stages; collective.
+        """Write the model, the optimizer and the older weights of all stages, and what else is given; collective.
+
+        Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage its part of a folder.
 
         Raises:
             ConfigurationError: batches were trained that no ``optimizer.step()`` followed.
+            StorageError: it cannot be written; what had its name is intact.
         """
+        parts: dict[str, Any] = {}
         if self.session.stage is not None:
             self._settle("fabric.save")
             with self._driving():
-                state = gather_state(self.session, state)
-        super().save_checkpoint(path, state, storage_options, filter)
+                parts = parts_of(self.session, state, gathered=not self.checkpoints.sharded)
+        converted = converted_state(self, {**state, **parts}, filter)
+        with self._driving():
+            if self.checkpoints.sharded and parts:
+                beside = {name: value for name, value in converted.items() if name not in parts}
+                self.checkpoints.save_folder(path, {name: converted[name] for name in parts}, beside)
+            else:
+                self.checkpoints.save_file(converted, path, self.checkpoint_io, storage_options)
 
     @override
     def load_checkpoint(
@@ -84,6 +100,7 @@ class CheckpointMixin(Strategy):
         Raises:
             ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
         """
+        self.checkpoints.settle()
         if self.session.stage is not None:
             self._settle("fabric.load")
         with told_who_wrote_it(self.checkpoint_io, path, weights_only, PIPELINE):
@@ -152,24 +169,30 @@ def gather_model(session: PipelineSession) -> dict[str, Any]:
     return gather_model_state(session, session.stage.state_dict())
 
 
-def gather_state(session: PipelineSession, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the pipeline's model and optimizer in a checkpoint's state by what rank 0 writes; a blocking collective.
+def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool) -> dict[str, Any]:
+    """The entries of a checkpoint's state that are the pipeline's model and optimizer; a blocking collective.
 
     With the optimizer comes what else the run needs to go on, under ``"pipeline"``.
+
+    Args:
+        session: the pipeline.
+        state: what is to be saved.
+        gathered: whether rank 0 gets what all stages have; else every stage its own part.
 
     Raises:
         ConfigurationError: that name is taken.
     """
     if PIPELINE in state:
         raise ConfigurationError(refusals.RESERVED_NAME)
-    gathered = dict(state)
+    parts: dict[str, Any] = {}
     for name, value in state.items():
         if session.stage is not None and value is session.stage.model:
-            gathered[name] = gather_model(session)
+            own = session.stage.state_dict()
+            parts[name] = gather_model(session) if gathered else stage_model_state(session, own)
         elif session.optimizer is not None and value is session.optimizer:
-            gathered[name] = gather_optimizer_state(session, value)
-            gathered[PIPELINE] = pipeline_state(session)
-    return gathered
+            parts[name] = (gather_optimizer_state if gathered else stage_optimizer_state)(session, value)
+            parts[PIPELINE] = (gather_pipeline_state if gathered else stage_pipeline_state)(session)
+    return parts
 
 
 def load_model(session: PipelineSession, names: Collection[str], state: Mapping[str, Any], strict: bool) -> None:
@@ -201,8 +224,7 @@ def load_optimizer(session: PipelineSession, optimizer: Optimizer, state: Mappin
         ConfigurationError: the optimizer was not set up, or the state belongs to another number of stages.
     """
     check_set_up(session, optimizer)
-    engine = session.running()
-    optimizer.load_state_dict(to_device(own_optimizer_state(engine.mesh, state), engine.runner.device))
+    load_optimizer_state(session, optimizer, state)
 
 
 def check_set_up(session: PipelineSession, optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from lightning_asyncpp.pipeline.checkpoint_origin import FABRIC, TRAINER, WEIGHTS, Origin, origin_of
+from lightning_asyncpp.pipeline.checkpoint.origin import FABRIC, TRAINER, WEIGHTS, Origin, origin_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 

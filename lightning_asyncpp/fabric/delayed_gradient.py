@@ -23,7 +23,7 @@ from lightning_asyncpp.fabric.checkpoint import entries_to_load
 from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
-from lightning_asyncpp.pipeline.checkpoint_origin import DELAYED_GRADIENT
+from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
@@ -32,6 +32,7 @@ from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.session import check_norm_type
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 
 class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
@@ -106,7 +107,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
             precision=precision,
             process_group_backend=process_group_backend,
             timeout=timeout,

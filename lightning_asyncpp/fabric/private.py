@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from lightning.fabric import wrappers
 from lightning.fabric.strategies.strategy import Strategy
@@ -37,3 +38,16 @@ def drop_backward_sync_control(strategy: Strategy) -> None:
     """
     required(strategy, "_backward_sync_control", "leave fabric.no_backward_sync without effect")
     strategy._backward_sync_control = None
+
+
+def converted_state(
+    strategy: Strategy, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None
+) -> dict[str, Any]:
+    """What ``fabric.save`` writes of its arguments: states of modules and optimizers in their place, filtered.
+
+    Raises:
+        PrivateNameError: Fabric has another way to tell by now.
+    """
+    convert = required(strategy, "_convert_stateful_objects_in_state", "save what fabric.save was given")
+    converted: dict[str, Any] = convert(state, filter=filter or {})
+    return converted

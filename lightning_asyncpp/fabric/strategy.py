@@ -39,6 +39,11 @@ class AsyncPipelineStrategy(PipelineStrategy):
         example_input_array: arguments of the model, to measure its layers with: a tensor, a tuple of positional
             arguments or a dict of keyword arguments. Default: the model's attribute of that name, if it has one.
         max_message_bytes: largest activation message that a stage accepts, in bytes.
+        interface: network interface that connections of the ranks use, such as ``"eth1"``; several with commas between.
+            Default: what the environment variables ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` say, or else
+            loopback if all ranks run on one machine, or else any.
+        heartbeat: seconds after which a rank that gives no sign of life is taken for lost, and all ranks end. A thread
+            gives them, so slow ranks do, too; for progress there is ``timeout``. ``None``: nobody watches.
         process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
         timeout: of blocking communication.
         start_method: how Fabric starts the processes; ``"popen"`` runs the script again.

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.errors import WeightsError
 from lightning_asyncpp.models.saved import SavedGPT
+from lightning_asyncpp.storage.errors import StorageError
+from lightning_asyncpp.storage.reading import load
 
 MARK = "embedding.token.weight"  # what the state_dict of a GPT has and no other model
 COMPILED = "_orig_mod."
@@ -25,7 +26,7 @@ def read_checkpoint(path: Path, config: GPTConfig | None = None) -> SavedGPT:
     """Read a checkpoint of a ``GPTModule``, or one of Fabric that holds a GPT; its tensors are mapped, not copied.
 
     Args:
-        path: the file.
+        path: the file, or the folder of a sharded one.
         config: the model's shape; ``None`` takes it from the checkpoint: from the module's hyper-parameters, or under
             ``"config"`` among what ``fabric.save`` was given.
 
@@ -50,15 +51,17 @@ def read_checkpoint(path: Path, config: GPTConfig | None = None) -> SavedGPT:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    if not zipfile.is_zipfile(path):
+    if path.is_file() and not zipfile.is_zipfile(path):
         raise WeightsError(f"{path} is no checkpoint: torch.save writes zip archives, and this is none")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), repr(error))
-        raise WeightsError(
-            f"{path} cannot be read as a checkpoint without running code that it may hold: {reason}"
-        ) from error
+        content = load(path)
+    except StorageError as error:
+        if isinstance(cause := error.__cause__, pickle.UnpicklingError):
+            reason = next(iter(str(cause).strip().splitlines()), repr(cause))
+            raise WeightsError(
+                f"{path} cannot be read as a checkpoint without running code that it may hold: {reason}"
+            ) from error
+        raise WeightsError(str(error)) from error
     if not isinstance(content, Mapping):
         raise WeightsError(f"{path} holds a {type(content).__name__}, and a checkpoint is a dictionary")
     return content

@@ -8,10 +8,11 @@ from lightning_asyncpp.models.checkpoint import read_checkpoint
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.errors import WeightsError
 from lightning_asyncpp.models.saved import SavedGPT
+from lightning_asyncpp.storage.index import is_sharded
 
 
 def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
-    """Open a checkpoint file, or a folder with config.json and safetensors.
+    """Open a checkpoint, in one file or sharded, or a folder with config.json and safetensors.
 
     Args:
         path: the file or folder.
@@ -21,7 +22,7 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
         WeightsError: it is neither, or holds no GPT.
     """
     path = Path(path).expanduser()
-    if path.is_file():
+    if path.is_file() or is_sharded(path):
         return read_checkpoint(path, config)
     if (path / "config.json").is_file():
         if config is not None:
@@ -30,5 +31,7 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
 
         return read_hf(path)
     if path.is_dir():
-        raise WeightsError(f"{path} is a folder without config.json; name a checkpoint, or a folder of transformers")
+        raise WeightsError(
+            f"{path} is a folder without index.json and config.json; name a checkpoint, or a folder of transformers"
+        )
     raise WeightsError(f"{path}: there is no such file or folder; models of a hub have to be downloaded first")

@@ -134,6 +134,12 @@ class DelayCorrection(Optimizer):
         if isinstance(self.base, DelayCorrection):
             self.base.skip_update()
 
+    def begin_anew(self) -> None:
+        """Say that the past is not known: the next update is like the first."""
+        self._memory.reset()
+        if isinstance(self.base, DelayCorrection):
+            self.base.begin_anew()
+
     @property
     def delay(self) -> int:
         """How many updates old the oldest gradients are."""

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_asyncpp.data.stage_loader import has_placeholder, stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.mesh import Placement
@@ -32,12 +33,16 @@ from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
+from lightning_asyncpp.pytorch.module_first import ModuleFirst
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
+from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
+from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 
 class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
@@ -67,6 +72,11 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
         nonfinite_gradients: Literal["stop", "skip"] = "stop",
         metric_slots: int = 64,
         max_message_bytes: int = 2**34,
+        interface: str | None = None,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        async_checkpoints: bool = False,
+        inexact_resume: bool = False,
+        heartbeat: float | None = 60.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -81,12 +91,13 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
         )
+        self.interface = interface
         self.session = PipelineSession(
             PipelineSettings(
                 micro_batches=micro_batches,
@@ -101,12 +112,18 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
                 placement=placement,
                 metric_slots=metric_slots,
                 max_message_bytes=max_message_bytes,
+                heartbeat=heartbeat,
             ),
             timeout,
         )
+        self.progress = Progress(inexact_resume)
+        self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
+        self.session.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._placeholder_hooks = PlaceholderHooks([])
+        self._module_first: ModuleFirst | None = None
         self._hidden_example: HiddenExample | None = None
+        self._conductor: Conductor | None = None
         self._loss: Tensor = torch.zeros(())
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -123,12 +140,17 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
+        self.progress.forget()
         self.session.start(UserHooks.of(module, forward_context=self._forward_context), self.root_device, training)
         rank_zero_info(f"Pipeline: {self.session.describe()}")
-        Conductor(self.session, self.step_metrics, self.drain).install(trainer)
+        self._conductor = Conductor(trainer, self.session, self.step_metrics, self.drain, self.progress)
+        self._conductor.install(trainer)
+        self._module_first = ModuleFirst(module)
+        self._module_first.install(trainer)
         self.step_metrics.connect(trainer, module)
         self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if training:
+            private.run_validations_in(trainer, self.progress.validations.apart)
             self._warn_without_delay(trainer.max_steps)
             self.setup_optimizers(trainer)
             agree_on_problems(self._mesh, optimizer_problems(self.optimizers, module))
@@ -165,6 +187,9 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision_plugin.forward_context()
 
+    def _progress_state(self) -> dict[str, Any]:
+        return self.progress.state(self._module.trainer, self._module, self.step_metrics.state_dict(self._module))
+
     def _example(self) -> Example | None:
         assert self.session.resolved is not None
         parts = self.session.resolved.micro_batches
@@ -197,8 +222,9 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        mesh = self._mesh
-        return stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
+        mesh, trainer = self._mesh, self._module.trainer
+        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
+        return self.progress.training_loader(loader, trainer) if trainer.training else loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -322,24 +348,36 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         self._check_collective("reduce")
-        return super().reduce(tensor, group, reduce_op)
+        with self.session.collective():
+            return super().reduce(tensor, group, reduce_op)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.session.fail(exception)
+        if self._conductor is None or not self._conductor.preemption.ended:  # else all ranks end together
+            self.session.fail(exception)
 
     @override
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self.step_metrics.disconnect()
         self._placeholder_hooks.release()
+        if self._module_first is not None:
+            self._module_first.release()
         if self._hidden_example is not None:
             self._hidden_example.release()
-        self.session.finish()
-        with _without_meta_tensors(self.lightning_module):
-            super().teardown()
+        try:
+            try:
+                self.checkpoints.close()
+            finally:
+                self.session.leave()
+            if self._conductor is not None:
+                self._conductor.preemption.requeue()
+            with _without_meta_tensors(self.lightning_module):
+                super().teardown()
+        finally:
+            self.session.guard.release()
 
     @classmethod
     @override

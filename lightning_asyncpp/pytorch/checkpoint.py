@@ -1,9 +1,10 @@
-"""The Trainer's checkpoints of a pipeline: gathered from all stages on rank 0, and handed back to each."""
+"""The Trainer's checkpoints of a pipeline: what all stages hold, in one file or sharded, and handed back to each."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -13,19 +14,28 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error
-from lightning_asyncpp.pipeline.checkpoint_origin import FABRIC, PIPELINE, TRAINER, origin_of
+from lightning_asyncpp.pipeline.checkpoint.gathering import gather_by_rank
+from lightning_asyncpp.pipeline.checkpoint.origin import FABRIC, PIPELINE, TRAINER, origin_of
+from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
+from lightning_asyncpp.pipeline.checkpoint.state import (
+    gather_model_state,
+    gather_optimizer_state,
+    gather_pipeline_state,
+    load_optimizer_state,
+    load_pipeline_state,
+    rank_to_follow,
+    stage_model_state,
+    stage_optimizer_state,
+    stage_pipeline_state,
+)
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.stage import OtherStage
-from lightning_asyncpp.pipeline.state import (
-    gather_model_state,
-    gather_optimizer_state,
-    load_pipeline_state,
-    own_optimizer_state,
-    pipeline_state,
-    to_device,
-)
 from lightning_asyncpp.pipeline.tied_state import check_copies
+from lightning_asyncpp.pytorch.progress import PROGRESS, Progress
+
+_PREFIX = "model."
+_PARTS = ("state_dict", "optimizer_states")
 
 
 class TrainerCheckpoints(Strategy):
@@ -55,9 +65,13 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     Attributes:
         session: the pipeline.
+        checkpoints: writes them.
+        progress: what goes on with a run beside its weights.
     """
 
     session: PipelineSession
+    checkpoints: CheckpointWriter
+    progress: Progress
 
     @property
     @abstractmethod
@@ -67,6 +81,10 @@ class PipelineCheckpoints(TrainerCheckpoints):
     @abstractmethod
     def _network(self) -> Module:
         """What was cut: the module's ``model``."""
+
+    @abstractmethod
+    def _progress_state(self) -> dict[str, Any]:
+        """How far this rank has come beside its weights."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -81,30 +99,75 @@ class PipelineCheckpoints(TrainerCheckpoints):
         """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
         self.session.running()
         self.drain()
-        return gather_model_state(self.session, self._module.state_dict(), prefix="model.")
+        return gather_model_state(self.session, self._module.state_dict(), prefix=_PREFIX)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.full_state_dict()
+        if not self.checkpoints.sharded:
+            return self.full_state_dict()
+        self.session.running()
+        self.drain()
+        return stage_model_state(self.session, self._module.state_dict(), prefix=_PREFIX)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.session.running()
-        return gather_optimizer_state(self.session, optimizer)
+        state = stage_optimizer_state if self.checkpoints.sharded else gather_optimizer_state
+        return state(self.session, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # else weights only
-            checkpoint[PIPELINE] = pipeline_state(self.session)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        """Write the whole run: one file on rank 0, or every stage its part of a folder; a collective call.
+
+        Raises:
+            StorageError: it cannot be written; what had its name is intact.
+        """
+        is_training = self.session.optimizer is not None and "optimizer_states" in checkpoint  # else weights only
+        progress = gather_by_rank(self.session.running().mesh, self._progress_state()) if is_training else []
+        if self.checkpoints.sharded:
+            parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint}
+            if is_training:
+                parts[PIPELINE] = {**stage_pipeline_state(self.session), PROGRESS: progress}
+            self.checkpoints.save_folder(filepath, parts, checkpoint)
+            return
+        if is_training:
+            checkpoint[PIPELINE] = {**gather_pipeline_state(self.session), PROGRESS: progress}
+        self.checkpoints.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self.checkpoints.remove(partial(self.checkpoint_io.remove_checkpoint, filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self.checkpoints.settle()
+        content = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.session.optimizer is not None:
+            self._resume_progress(content)
+        return content
+
+    def _resume_progress(self, content: Mapping[str, Any]) -> None:
+        state = content.get(PIPELINE)
+        if state is None:
+            return
+        mesh, replicas = self.session.running().mesh, state["data_parallel_size"]
+        changes = []
+        if replicas != mesh.num_replicas:
+            changes.append(
+                f"data_parallel_size={mesh.num_replicas}, and the checkpoint was written with {replicas}: replicas read"
+                " other parts of the data"
+            )
+        own = state[PROGRESS][rank_to_follow(mesh, state)]
+        self.progress.resume(own, content["loops"]["fit_loop"], changes)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        elsewhere = tuple(f"model.{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
+        elsewhere = tuple(f"{_PREFIX}{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
         state = {name: value for name, value in checkpoint["state_dict"].items() if not name.startswith(elsewhere)}
         error: Exception | None = None
         try:
-            check_copies(checkpoint["state_dict"], self.session.whole_model.ties, prefix="model.")
+            check_copies(checkpoint["state_dict"], self.session.whole_model.ties, prefix=_PREFIX)
             self._module.load_state_dict(state, strict=strict)
         except (RuntimeError, ConfigurationError) as caught:
             error = caught
@@ -117,6 +180,5 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        mesh = self.session.running().mesh
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
-            optimizer.load_state_dict(to_device(own_optimizer_state(mesh, state), self.root_device))
+            load_optimizer_state(self.session, optimizer, state)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -21,20 +22,24 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.pipeline.checkpoint_origin import DELAYED_GRADIENT
+from lightning_asyncpp.pipeline.checkpoint.optimizer_state import BY_PARAMETER
+from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.state import GATHERED_OPTIMIZER
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.checkpoint import TrainerCheckpoints
 from lightning_asyncpp.pytorch.example_input import example_of
 from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
+from lightning_asyncpp.pytorch.module_first import ModuleFirst
+from lightning_asyncpp.pytorch.progress import PROGRESS, Progress
 from lightning_asyncpp.pytorch.refusals import backward_problems
 from lightning_asyncpp.pytorch.statistics_log import StatisticsLog
+from lightning_asyncpp.pytorch.stop_on_signal import StopOnSignal
+from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 
 class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrategy):
@@ -85,6 +90,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
         last_stage_norm: Literal["before", "own", "exact"] | None = None,
         synchronous_start: int = 0,
         partition: Literal["auto", "uniform"] | list[int] = "auto",
+        inexact_resume: bool = False,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -99,7 +105,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -116,6 +122,10 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
         self._micro_batch_log: MicroBatchLog | None = None
         self._loaded_state: Mapping[str, Any] | None = None
         self._statistics_log = StatisticsLog()
+        self._stop_on_signal: StopOnSignal | None = None
+        self._module_first: ModuleFirst | None = None
+        self.progress = Progress(inexact_resume)
+        self.progress.seeds_workers = micro_batches is not None  # else all is drawn as without this strategy
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -124,6 +134,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
         if self._alone:
             super(ParallelStrategy, self).setup_environment()
             self.set_world_ranks()
+            if self.settings.micro_batches is not None:
+                reset_seed()  # as launchers do: data drawn from the process's generators is a pipeline's, too
         else:
             super().setup_environment()
 
@@ -151,6 +163,10 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
             super(ParallelStrategy, self).setup(trainer)
         else:
             super().setup(trainer)
+        self._stop_on_signal = StopOnSignal(trainer, self.progress)
+        self._stop_on_signal.install(trainer)
+        self._module_first = ModuleFirst(self._module)
+        self._module_first.install(trainer)
         if training:
             self._start()
 
@@ -167,6 +183,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
         micro_batches = self._micro_batch_gradient(module, network, hooks)
         if micro_batches is not None:
             self._micro_batch_log = MicroBatchLog(module, self.world_size)
+            private.run_validations_in(module.trainer, self.progress.validations.apart)
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         partition = self._partition(network, self._example(module, network))
         self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches, partition=partition)
@@ -289,8 +306,34 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.emulator is not None and "optimizer_states" in checkpoint:  # else weights only
-            checkpoint[DELAYED_GRADIENT] = self.emulator.state_dict()
+            own = self.progress.state(self._module.trainer, self._module, {})
+            checkpoint[DELAYED_GRADIENT] = {**self.emulator.state_dict(), PROGRESS: self._of_all_ranks(own)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        if self.world_size == 1:
+            return [own]
+        every: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(every, own)
+        return every
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        content = super().load_checkpoint(checkpoint_path, weights_only)
+        every = content.get(DELAYED_GRADIENT, {}).get(PROGRESS)
+        if every is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
+            change = (
+                f"{self.world_size} processes, and the checkpoint was written by {len(every)}: they read other data"
+            )
+            own = every[min(self.global_rank, len(every) - 1)]
+            self.progress.resume(own, content["loops"]["fit_loop"], [change] if len(every) != self.world_size else ())
+        return content
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self._module.trainer
+        loader = super().process_dataloader(dataloader)
+        return self.progress.training_loader(loader, trainer) if trainer.training else loader
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -305,7 +348,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if any(GATHERED_OPTIMIZER in state for state in checkpoint["optimizer_states"]):
+        if any(BY_PARAMETER in state for state in checkpoint["optimizer_states"]):
             raise ConfigurationError(
                 "this checkpoint was written by a pipeline strategy, which keeps the optimizer by stages: load only the"
                 " weights: pass the model loaded with load_state_dict, without ckpt_path"
@@ -322,6 +365,11 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._is_training, self._loaded_state = False, None
+        self.progress.forget()
+        if self._module_first is not None:
+            self._module_first.release()
+        if self._stop_on_signal is not None:
+            self._stop_on_signal.preemption.requeue()
         super().teardown()
 
     @classmethod

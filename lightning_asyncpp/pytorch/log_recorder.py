@@ -11,7 +11,7 @@ import json
 import math
 import numbers
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -148,6 +148,32 @@ class LogRecorder:
         self._pending.clear()
         self.values.clear()
         self.entries.clear()
+
+    def state_dict(self, modules: Mapping[str, Any]) -> dict[str, Any]:
+        """What was recorded and not sent on yet; torchmetrics objects by their names.
+
+        Args:
+            modules: name -> module, that object among them.
+        """
+        self.settle()
+        name_of = {id(module): name for name, module in modules.items()}
+        return {
+            "entries": [asdict(entry) for entry in self.entries.values()],
+            "values": {name: asdict(accumulator) for name, accumulator in self.values.items()},
+            "metrics": {
+                name: {"object": name_of[id(metric)], "entry": asdict(self.metric_entries[name])}
+                for name, metric in self.metrics.items()
+                if id(metric) in name_of
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` returned."""
+        self.entries = {fields["name"]: Entry(**fields) for fields in state["entries"]}
+        self.values = {name: Accumulator(**fields) for name, fields in state["values"].items()}
+        for name, saved in state["metrics"].items():
+            if isinstance(metric := modules.get(saved["object"]), Metric):
+                self.metrics[name], self.metric_entries[name] = metric, Entry(**saved["entry"])
 
     def schema(self) -> str:
         """Names and options in the order of the values, as JSON."""

@@ -1,12 +1,15 @@
 """The private names of Lightning that the strategies need, each behind one function that fails loudly without it.
 
-Lightning has no public way to replace its per-batch broadcast of SIGTERM, to ask whether validation is due, or to log a
+Lightning has no public way to replace what it does about signals, to ask whether validation is due, or to log a
 metric with the step that it belongs to.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,26 +19,91 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning_asyncpp.pipeline.private_names import required
 
 
-def replace_sigterm_broadcast(trainer: Trainer, on_sigterm: Callable[[], None]) -> None:
-    """Drop the blocking broadcast of every batch; ``on_sigterm`` is called when this process receives SIGTERM."""
-    purpose = "agree on SIGTERM without a broadcast in every batch"
+def replace_sigterm_broadcast(trainer: Trainer, function: Callable[[], None] = lambda: None) -> None:
+    """Drop the blocking broadcast before every training batch; ``function`` takes its place."""
     loop = trainer.fit_loop.epoch_loop
+    required(loop, "_broadcast_sigterm_tensor", "agree on SIGTERM without a broadcast in every batch")
+    loop.__dict__["_broadcast_sigterm_tensor"] = function
+
+
+def replace_signal_handlers(trainer: Trainer, on_signal: Callable[[int], None], next_: Callable[[], None]) -> None:
+    """Handle SIGTERM, SIGUSR1 and SLURM's requeue signal by ``on_signal`` alone, from where Lightning begins to.
+
+    Lightning's own handlers broadcast, or save a checkpoint, at whatever point each rank is. A handler of the user's
+    for SIGUSR1 stays, and one for SIGTERM is called, too. Lightning puts the earlier handlers back when the run ends.
+
+    Args:
+        trainer: whose handlers they are.
+        on_signal: called in the handler with the signal's number.
+        next_: called when the handlers are in place, which is after checkpoints were restored and before any loop runs.
+    """
+    purpose = "end a run on a signal"
     connector = required(trainer, "_signal_connector", purpose)
-    required(loop, "_broadcast_sigterm_tensor", purpose)
+    register = required(type(connector), "register_signal_handlers", purpose)
+    has_handler = required(connector, "_has_already_handler", purpose)
+    set_handler = required(connector, "_register_signal", purpose)
     required(connector, "_sigterm_notifier_fn", purpose)
-    loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
+    required(connector, "_slurm_sigusr_handler_fn", purpose)
 
     def notify(signum: int, _: Any) -> None:
-        if trainer.strategy.launcher is not None:
-            trainer.strategy.launcher.kill(signum)
-        on_sigterm()
+        on_signal(signum)
 
-    connector._sigterm_notifier_fn = notify
+    def register_all() -> None:
+        register(connector)
+        if not has_handler(signal.SIGUSR1):
+            set_handler(signal.SIGUSR1, notify)
+        next_()
+
+    connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = notify
+    connector.register_signal_handlers = register_all
+
+
+def save_last_checkpoint(trainer: Trainer, callback: ModelCheckpoint) -> str:
+    """Write the callback's ``last.ckpt``, whether it keeps one or not, and return its path; a collective call."""
+    purpose = "save a checkpoint before the process ends"
+    save = required(callback, "_save_last_checkpoint", purpose)
+    candidates = required(callback, "_monitor_candidates", purpose)(trainer)
+    kept, callback.save_last = callback.save_last, True
+    if kept == "link" and trainer.is_global_zero and os.path.islink(callback.last_model_path):
+        os.remove(callback.last_model_path)  # else the file that it points to would be overwritten
+    try:
+        save(trainer, candidates)
+    finally:
+        callback.save_last = kept
+    return callback.last_model_path
+
+
+def requeue_path(trainer: Trainer) -> str:
+    """Where Lightning looks for the checkpoint of a SLURM job that was requeued."""
+    connector = required(trainer, "_checkpoint_connector", "save a checkpoint before a requeue")
+    return str(connector.hpc_save_path(trainer.default_root_dir))
 
 
 def set_received_sigterm(trainer: Trainer) -> None:
     """Let Lightning end the run after this batch; every rank calls it at the same batch."""
     required(trainer, "_signal_connector", "end a run on SIGTERM").received_sigterm = True
+
+
+def count_epoch_as_whole(trainer: Trainer) -> None:
+    """Have Lightning end the epoch in which a run was resumed as any other."""
+    required(trainer.fit_loop, "_restarting", "let schedulers step at the end of a resumed epoch")
+    trainer.fit_loop._restarting = False
+
+
+def end_batch(trainer: Trainer, counted: bool) -> None:
+    """Do what Lightning does after a batch and whatever validation follows it.
+
+    Args:
+        trainer: about to go on after a batch.
+        counted: count the batch, too, where Lightning would not.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    purpose = "end a batch after which a run was resumed"
+    accumulates = required(loop, "_should_accumulate", purpose)
+    required(loop, "_batches_that_stepped", purpose)
+    required(loop, "update_lr_schedulers", purpose)("step", update_plateau_schedulers=True)
+    if counted and not accumulates():
+        loop._batches_that_stepped += 1
 
 
 def validation_is_due(trainer: Trainer) -> bool:
@@ -44,6 +112,22 @@ def validation_is_due(trainer: Trainer) -> bool:
     check = required(loop, "_should_check_val_fx", "drain the pipeline before validation")
     fetcher = required(trainer.fit_loop, "_data_fetcher", "drain the pipeline before validation")
     return bool(check(fetcher))
+
+
+def run_validations_in(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run the validations of a training in a context, from before their loaders are iterated; not the sanity check.
+
+    That leaves no trace by itself: Lightning puts the generators back after it.
+    """
+    purpose = "keep the random numbers of validations apart from those of the training"
+    loop = required(trainer.fit_loop.epoch_loop, "val_loop", purpose)
+    run = required(type(loop), "run", purpose)
+
+    def run_in_context() -> Any:
+        with nullcontext() if trainer.sanity_checking else context():
+            return run(loop)
+
+    loop.run = run_in_context
 
 
 def has_timed_validation(trainer: Trainer) -> bool:
@@ -141,3 +225,12 @@ def skips_backward(trainer: Trainer) -> bool:
     """Whether the training loop runs forwards only, as StochasticWeightAveraging has it in its extra epoch."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     return bool(required(loop, "_skip_backward", "know that no backward follows a training step"))
+
+
+def batches_ahead(trainer: Trainer) -> int:
+    """How many batches of training were read that have not been trained on."""
+    purpose = "know where the training data is"
+    fetcher = required(trainer.fit_loop, "_data_fetcher", purpose)
+    progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+    waiting = [] if fetcher is None else required(fetcher, "batches", purpose)  # none after the training
+    return len(waiting) + int(progress["ready"]) - int(progress["processed"])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -98,6 +99,21 @@ class StepMetrics:
         self._module = self._trainer = self._log = self._hooks = None
         for kept in (self._updates, self._losses, self._logged, self._early, self._spent):
             kept.clear()
+        self._evaluation.clear()  # what an evaluation recorded that did not come to its end
+
+    def state_dict(self, module: LightningModule) -> dict[str, Any]:
+        """What was logged and is not known to Lightning yet: by hooks after the last batch.
+
+        Args:
+            module: that was trained; after the training it is not connected any more.
+        """
+        return self._train.state_dict(dict(module.named_modules()))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` returned."""
+        assert self._module is not None
+        if self._mesh.is_last:
+            self._train.load_state_dict(state, dict(self._module.named_modules()))
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -144,11 +160,13 @@ class StepMetrics:
         assert self._trainer is not None
         assert self._log is not None
         engine = self.session.running()
+        # Of the batch that just ended; in the middle of an accumulation that mini-batch is still open.
+        newest = engine.mini_batch - (0 if engine.accumulating else 1)
         while self._updates:
             update, entries = self._updates.popleft()
             for entry, value, weight in self._rows(update, entries):
                 self._log_training(entry, value, weight)
-            private.log_step_metrics(self._trainer, batches_ago=engine.mini_batch - 1 - update.mini_batch)
+            private.log_step_metrics(self._trainer, batches_ago=newest - update.mini_batch)
 
     def log_rest_of_epoch(self) -> None:
         """Log, at an epoch's end, what no batch logged: hooks after the last update, and updates after a skipped batch.
@@ -222,14 +240,22 @@ class StepMetrics:
         self._evaluation.settle()
         return merge_outputs(output.results, output.weights)
 
+    def ends_loader(self, batch_idx: int, dataloader_idx: int) -> bool:
+        """Whether an evaluation's batch is the last of its loader; without a length, only the loop knows which is."""
+        return batch_idx + 1 >= self._batches_of_loader(dataloader_idx)
+
     def _end_evaluation_batch(self, batch_idx: int, dataloader_idx: int) -> None:
-        """Log what a loader brought, after its last batch; without a length, only the loop knows which that is."""
+        """Log what a loader brought, after its last batch; of one without a length, what each batch brought."""
+        has_length = self._batches_of_loader(dataloader_idx) != math.inf
+        if not has_length or self.ends_loader(batch_idx, dataloader_idx):
+            self.log_evaluation(whole_loader=has_length)
+
+    def _batches_of_loader(self, dataloader_idx: int) -> int | float:
+        """How many batches of a loader are evaluated; infinitely many where only the loop knows."""
         trainer = self._trainer
         assert trainer is not None
         limits = trainer.num_sanity_val_batches if trainer.sanity_checking else _evaluated_batches(trainer)
-        limit = limits[dataloader_idx] if dataloader_idx < len(limits) else float("inf")
-        if limit == float("inf") or batch_idx + 1 >= limit:
-            self.log_evaluation(whole_loader=limit != float("inf"))
+        return limits[dataloader_idx] if dataloader_idx < len(limits) else math.inf
 
     def log_evaluation(self, whole_loader: bool) -> None:
         """Log what was recorded since the last call, alike on all ranks; a blocking collective, once per loader.

@@ -32,6 +32,11 @@ class AsyncPipelineStrategy(PipelineStrategy):
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
         metric_slots: how many names ``self.log`` may log per training batch.
         max_message_bytes: largest activation message that a stage accepts, in bytes.
+        interface: network interface that connections of the ranks use, such as ``"eth1"``; several with commas between.
+            Default: what the environment variables ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` say, or else
+            loopback if all ranks run on one machine, or else any.
+        heartbeat: seconds after which a rank that gives no sign of life is taken for lost, and all ranks end. A thread
+            gives them, so slow ranks do, too; for progress there is ``timeout``. ``None``: nobody watches.
         process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
         timeout: of blocking communication.
         start_method: how Lightning starts the processes; ``"popen"`` runs the script again.

@@ -107,5 +107,7 @@ class StageWindow:
     def _completed(self, wait: Span) -> float:
         """When the last backward of the mini-batch ended whose update was waited for."""
         end = self._ends.get(wait.index)
-        ends = [time for k, time in self._backwards if end is not None and k < end]
-        return max(ends, default=wait.start)
+        if end is None:
+            return wait.start
+        # From the newest on, which is one of the last few; backwards run in the order of their micro-batches.
+        return next((time for k, time in reversed(self._backwards) if k < end), wait.start)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_asyncpp.data.errors import DataError
@@ -50,3 +53,30 @@ class Unsized(Dataset):
 def test_a_dataset_without_a_length_is_the_samplers_business() -> None:
     given = DataLoader(Unsized(), sampler=[0, 1])
     assert stage_loader(given, 2, 0, needs_data=True) is given
+
+
+def workers_rank(given: DataLoader, replica: int) -> int | None:
+    prepared = stage_loader(given, 2, replica, needs_data=True)
+    assert isinstance(prepared, DataLoader)
+    function = prepared.worker_init_fn
+    return function.keywords["rank"] if isinstance(function, partial) else None
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_workers_are_seeded_by_the_replica(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    """Whether Lightning has told the loader its rank before, as Fabric does, or would later, as the Trainer does."""
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    given = loader(4)
+    if told:
+        given.worker_init_fn = partial(pl_worker_init_function, rank=7)
+    assert workers_rank(given, replica=1) == 1
+
+
+def test_workers_that_nobody_asked_to_seed_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    assert workers_rank(loader(4), replica=1) is None
+    own = loader(4)
+    own.worker_init_fn = print
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    stage_loader(own, 2, 1, needs_data=True)
+    assert own.worker_init_fn is print

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_asyncpp import durable
 from lightning_asyncpp.data import ByteTokenizer, DataError, TextDataModule
 from lightning_asyncpp.data import token_dataset as token_dataset_module
 from lightning_asyncpp.data.corpus import find_text_files, split_files
@@ -82,7 +83,7 @@ def test_folders_of_version_1_are_read_without_checksums(prepared: Path) -> None
 
 def test_large_files_are_read_in_blocks(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = read_metadata(prepared)
-    monkeypatch.setattr(token_dataset_module, "_READ_BYTES", 100)
+    monkeypatch.setattr(durable, "_READ_BYTES", 100)
     verify_checksums(prepared, metadata)
     wrong = dataclasses.replace(metadata, checksums=dict.fromkeys(metadata.checksums, "00000000"))
     with pytest.raises(DataError, match="and was 00000000"):

@@ -187,11 +187,6 @@ def reserved_name(path: str) -> None:
     run.fabric.save(path, {**run.state, "pipeline": 1})
 
 
-def load_with_other_stages(path: str) -> None:
-    run = Run(Case(3))
-    run.fabric.load(path, run.state)
-
-
 def load_before_setup(path: str) -> None:
     _, fabric, model = _parts()
     fabric.load(path, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import signal
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -29,6 +31,7 @@ class Run:
     case: Case
     precision: Any = "32-true"
     spoilt: bool = False  # other initial weights, which loading must replace
+    options: dict[str, Any] = field(default_factory=dict)  # more of the strategy's
 
     def __post_init__(self) -> None:
         case = self.case
@@ -43,6 +46,7 @@ class Run:
             nonfinite_gradients="skip" if case.nan_at is not None else "stop",
             micro_batch_weight=case.weight,
             weight_dtype="bf16" if case.bf16 else None,
+            **self.options,
         )
         self.fabric = make_fabric(self.strategy, self.precision, seed=99 if self.spoilt else case.seed)
         model = case.make_model()
@@ -114,13 +118,30 @@ def train(case: Case, evaluate_after: tuple[int, ...] = (), precision: Any = "32
     return run.result()
 
 
-def save_and_go_on(case: Case, path: str, at: int, precision: Any = "32-true") -> dict[str, Any]:
+def save_and_go_on(
+    case: Case, path: str, at: int, precision: Any = "32-true", options: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Save after mini-batch ``at`` - 1 and go on."""
-    run = Run(case, precision)
+    run = Run(case, precision, options=options or {})
     run.train(stop=at)
     run.fabric.save(path, run.state)
     run.train(start=at)
     return run.result()
+
+
+def told_to_end(case: Case, path: str, told: tuple[int, ...], at: int) -> list[int]:
+    """Train until all ranks agreed to end and save; some receive SIGTERM before mini-batch ``at``."""
+    run = Run(case)
+    before = signal.signal(signal.SIGTERM, lambda *_: run.strategy.request_stop())
+    try:
+        while not run.strategy.stop_agreed:
+            if len(run.norms) == at and run.mesh.rank in told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.train(start=len(run.norms), stop=len(run.norms) + 1)
+        run.fabric.save(path, run.state)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return [len(run.norms)]
 
 
 def load_and_go_on(

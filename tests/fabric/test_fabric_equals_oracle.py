@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.state import merge
+from lightning_asyncpp.storage.tree import merged
 from tests.fabric import runs
 from tests.pipeline.cases import Case
 from tests.pipeline.compare import assert_same_norms, assert_same_weights, weights_of
@@ -41,7 +41,7 @@ RESUMED = Case(
 
 
 def weights_by_name(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    return merge([result["weights"] for result in results])
+    return merged([result["weights"] for result in results])
 
 
 @pytest.mark.parametrize("num_stages", STAGES)
@@ -94,6 +94,31 @@ def test_a_loaded_run_goes_on_with_all_that_versions_hold(
         assert {v.dtype for v in torch.load(path, weights_only=True)["model"].values()} == {torch.bfloat16}
 
 
+SHARDED = {"state_dict_type": "sharded", "async_checkpoints": True}
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "saving"),
+    [
+        ((2, 1), {"tied": True, "routed": True}, SHARDED),
+        ((1, 3), {"bf16": True}, {}),
+        pytest.param((3, 2), {"tied": True, "routed": True}, {}, marks=pytest.mark.slow),
+        pytest.param((2, 3), {"bf16": True}, SHARDED, marks=pytest.mark.slow),
+        pytest.param((3, 1), {"start": 4}, SHARDED, marks=pytest.mark.slow),
+    ],
+)
+def test_a_loaded_run_goes_on_with_other_stages(
+    pools: Pools, stages: tuple[int, int], options: dict[str, Any], saving: dict[str, Any], tmp_path: Path
+) -> None:
+    """Bitwise; from one file, or from parts that were written while training went on."""
+    path, case = str(tmp_path / "run.ckpt"), replace(RESUMED, **options)
+    expected = run_oracle(case)[0]
+    precision = "bf16-mixed" if case.bf16 else "32-true"
+    before, after = stages
+    assert_same_weights(pools.run(before, runs.save_and_go_on, case, path, 3, precision, saving), expected)
+    assert_same_weights(pools.run(after, runs.load_and_go_on, case, path, (), precision), expected)
+
+
 @pytest.mark.parametrize("start", [0, 2, 4])
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
 def test_model_and_optimizer_may_be_loaded_one_after_the_other(
@@ -138,3 +163,18 @@ def test_lower_precision_does_not_depend_on_the_number_of_stages(pools: Pools, p
     assert one.keys() == three.keys()
     assert all(np.array_equal(one[name], three[name]) for name in one)
     assert any(not np.array_equal(one[name], exact[name]) for name in one)
+
+
+@pytest.mark.parametrize(("told", "replicas"), [((0,), 1), ((1, 2), 1), ((1,), 2)])
+def test_ranks_that_are_told_to_end_agree_and_resume(
+    pools: Pools, told: tuple[int, ...], replicas: int, tmp_path: Path
+) -> None:
+    """SIGTERM on any rank, at any moment, ends the loop on all of them after the same mini-batch."""
+    path = str(tmp_path / "told.ckpt")
+    case = replace(RESUMED, data_parallel_size=replicas)
+    world = 3 if replicas == 1 else 2
+    steps = pools.run(world, runs.told_to_end, case, path, told, 3)
+    assert steps in ([[4]] * world, [[5]] * world, [[6]] * world)
+    whole, resumed = pools.run(world, runs.train, case), pools.run(world, runs.load_and_go_on, case, path)
+    for name, weight in weights_by_name(whole).items():
+        np.testing.assert_array_equal(weights_by_name(resumed)[name], weight)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from lightning.fabric import wrappers
 from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.strategy import Strategy
 
-from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
+from lightning_asyncpp.fabric.private import backward_allowed, converted_state, drop_backward_sync_control
 from lightning_asyncpp.pipeline.private_names import PrivateNameError
 
 
@@ -37,3 +38,10 @@ def test_without_fabrics_control_of_the_reduction() -> None:
     del strategy._backward_sync_control
     with pytest.raises(PrivateNameError, match=r"has no DDPStrategy\._backward_sync_control"):
         drop_backward_sync_control(strategy)
+
+
+def test_without_fabrics_conversion_of_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert converted_state(DDPStrategy(), {"step": 3}, None) == {"step": 3}
+    monkeypatch.delattr(Strategy, "_convert_stateful_objects_in_state")
+    with pytest.raises(PrivateNameError, match=r"has no DDPStrategy\._convert_stateful_objects_in_state"):
+        converted_state(DDPStrategy(), {"step": 3}, None)

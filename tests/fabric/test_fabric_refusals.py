@@ -82,12 +82,6 @@ def test_loading_refused(pools: Pools, checkpoint: str, scenario: Any, message: 
     check(pools.outcomes(2, scenario, checkpoint), "ConfigurationError", message)
 
 
-@pytest.mark.parametrize("num_stages", [1, 3])
-def test_loading_with_another_number_of_stages_refused(pools: Pools, checkpoint: str, num_stages: int) -> None:
-    outcomes = pools.outcomes(num_stages, refused.load_with_other_stages, checkpoint)
-    check(outcomes, "ConfigurationError", f"written by 2 stages, this run has {num_stages}.*use devices=2")
-
-
 def test_collectives_in_the_step_are_refused(pools: Pools) -> None:
     first, last = reversed(pools.outcomes(2, refused.collective_in_step))
     check([last], "RuntimeError", "all_reduce was called inside step_fn.*move it out")

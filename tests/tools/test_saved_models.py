@@ -349,6 +349,21 @@ def test_what_cannot_be_exported_or_imported(by_bytes: Trained, command: Any, tm
     assert {path.name for path in tmp_path.iterdir()} == {"out", "in.ckpt"}
 
 
+def test_a_sharded_checkpoint_is_read_as_one_file_is(by_bytes: Trained, command: Any, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded.ckpt"
+    command("checkpoint", "convert", by_bytes.checkpoint, sharded, "--to", "sharded", "--stages", "2")
+    assert figures(command, tmp_path, sharded)["loss"] == figures(command, tmp_path, by_bytes.checkpoint)["loss"]
+    both = sharded, by_bytes.checkpoint
+    written = [command("generate", path, "--greedy", "--max-new-tokens", "8") for path in both]
+    assert written[0] == written[1]
+    for path in both:
+        command("export", path, "--output", tmp_path / f"{path.stem}-hf")
+    (one,), (other,) = ((tmp_path / f"{p.stem}-hf").glob("*.safetensors") for p in both)
+    assert one.read_bytes() == other.read_bytes()
+    next(sharded.glob("*stage-0001*")).unlink()
+    assert "is missing, though index.json names it" in command("generate", sharded, fails=True)
+
+
 def test_sizes_of_shards() -> None:
     assert [_size(text) for text in ("5GB", "500 MB", "1.5kb", "123", "2g")] == [
         5 * 10**9,

@@ -1,6 +1,7 @@
-"""A training script that is started by a launcher, to be killed, told to end, or to fail by itself.
+"""A training script that is started by a launcher, to be killed, stopped, told to end, or to fail by itself.
 
-Arguments: the folder in which every rank writes its process id and its last step, and optionally where to raise.
+Arguments: the folder in which every rank writes its process id, its last step and the error that ended it; then,
+optionally, where to raise, and seconds without a sign of life after which a rank is gone.
 """
 
 from __future__ import annotations
@@ -8,63 +9,124 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 
-import lightning_asyncpp  # noqa: F401  (registers the strategies)
+import lightning_asyncpp
 from tests.trainer.runs import Net, Run, Samples
+
+MISTAKE = "the user's own mistake"
+WHEN = 30  # a layer's forward, a batch, a step, or a sample
+SLOW_SECONDS = 12.0
 
 
 class Reports(L.Callback):
-    """Writes the process id when training runs, and at the end the step."""
+    """Writes the process id when training runs, and at the end the step; raises on rank 0 if that is asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, where: str) -> None:
+        self.folder, self.where = folder, where
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         time.sleep(0.01)
         if index == 3:
             (self.folder / f"{trainer.global_rank}.tmp").write_text(str(os.getpid()))
             os.replace(self.folder / f"{trainer.global_rank}.tmp", self.folder / f"{trainer.global_rank}.pid")
+        if self.where == "callback" and trainer.global_rank == 0 and index == WHEN:
+            raise ArithmeticError(MISTAKE)
+        if self.where == "slow" and index == WHEN:
+            trainer.should_stop = True
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         (self.folder / f"{trainer.global_rank}.step").write_text(f"{trainer.global_step} {type(exception).__name__}")
 
 
+class FailingSGD(torch.optim.SGD):
+    """Raises in a step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == WHEN:
+            raise ArithmeticError(MISTAKE)
+        return super().step(closure)
+
+
+class FailingSamples(Samples):
+    """Cannot be read to the end."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.reads == 8 * WHEN:
+            raise ArithmeticError(MISTAKE)
+        return super().__getitem__(index)
+
+
 class Fails(Net):
-    """Raises in the loss, on the last stage, or in a layer of the first one."""
+    """Raises in the loss, on the last stage, in a layer of the first or the middle stage, or in an optimizer."""
 
     def __init__(self, run: Run, where: str) -> None:
         super().__init__(run)
         self.where = where
-        if where == "layer":
-            self.model[0].register_forward_hook(lambda *_: self._raise_late())  # type: ignore[index]
         self.forwards = 0
+        layer = {"layer": 0, "middle": 3, "slow": 3}.get(where)
+        if layer is not None:
+            self.model[layer].register_forward_hook(lambda *_: self._late())  # type: ignore[index]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if self.where == "loss" and batch_idx == 9:
-            raise ArithmeticError("the user's own mistake")
+            raise ArithmeticError(MISTAKE)
         return loss
 
-    def _raise_late(self) -> None:
+    def configure_optimizers(self) -> Any:
+        mine = self.where == "optimizer" and self.trainer.strategy.session.mesh.stage == 1
+        return (FailingSGD if mine else torch.optim.SGD)(self.parameters(), lr=0.01)
+
+    def _late(self) -> None:
         self.forwards += 1
-        if self.forwards == 30:
-            raise ArithmeticError("the user's own mistake")
+        if self.forwards == WHEN:
+            if self.where == "slow":
+                time.sleep(SLOW_SECONDS)
+            else:
+                raise ArithmeticError(MISTAKE)
+
+
+def note_error(folder: Path) -> None:
+    """Let what ends this process, as the user sees it, be in a file of its own, too."""
+
+    def hook(*error: Any) -> None:
+        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+        (folder / f"{rank}.error").write_text("".join(traceback.format_exception(*error)))
+        sys.__excepthook__(*error)
+
+    sys.excepthook = hook
+
+
+def arguments() -> Iterator[str]:
+    yield from sys.argv[1:]
+    yield from ("nowhere", "60")[len(sys.argv) - 2 :]
 
 
 def main() -> None:
-    folder, where = Path(sys.argv[1]), sys.argv[2]
+    folder, where, heartbeat = arguments()
+    note_error(Path(folder))
     L.seed_everything(1)
-    loader = torch.utils.data.DataLoader(Samples(80_000), batch_size=8)
+    first_stage = where == "loader" and os.environ.get("LOCAL_RANK") == "2"
+    samples = (FailingSamples if first_stage else Samples)(80_000)
     trainer = L.Trainer(
-        accelerator="cpu", devices=3, strategy="async_pipeline", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, callbacks=[Reports(folder)],
+        accelerator="cpu", devices=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        strategy=lightning_asyncpp.AsyncPipelineStrategy(heartbeat=float(heartbeat)),
+        callbacks=[Reports(Path(folder), where)],
     )  # fmt: skip
-    trainer.fit(Fails(Run(Net), where), loader)
+    trainer.fit(Fails(Run(Net), where), torch.utils.data.DataLoader(samples, batch_size=8))
 
 
 if __name__ == "__main__":

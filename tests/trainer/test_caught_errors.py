@@ -59,6 +59,10 @@ def test_an_error_that_is_caught_on_one_rank_ends_all(pools: Pools, rank: int, h
     run = replace(RUN, callbacks=((Raises, {"rank": rank, "hook": hook}),))
     outcomes = pools.outcomes(STAGES, fit, run, timeout=SOON)
     assert [o.error for o in outcomes] == ["ArithmeticError" if r == rank else "PeerLostError" for r in range(STAGES)]
+    line = f"rank {rank} (stage {STAGES - 1 - rank}) failed first: ArithmeticError: the user's own mistake"
+    for r, outcome in enumerate(outcomes):
+        assert outcome.message.startswith("the user's own mistake" if r == rank else line)
+        assert (" in _raise\n" in outcome.message) == (r == 0 != rank), "users look at rank 0"
     again = pools.outcomes(STAGES, fit, RUN, timeout=SOON)
     assert [outcome.error for outcome in again] == [""] * STAGES, "the next Trainer of these processes does not train"
 
@@ -67,4 +71,4 @@ def test_a_checkpoint_that_rank_0_cannot_write_ends_all(pools: Pools, tmp_path: 
     callback = (FullDisk, {"dirpath": str(tmp_path), "every_n_train_steps": 2, "save_top_k": -1})
     run = replace(RUN, callbacks=(callback,), trainer={"enable_checkpointing": True})
     outcomes = pools.outcomes(STAGES, fit, run, timeout=SOON)
-    assert [outcome.error for outcome in outcomes] == ["OSError", "PeerLostError", "PeerLostError"]
+    assert [outcome.error for outcome in outcomes] == ["OSError", "OtherStageFailedError", "OtherStageFailedError"]

@@ -19,24 +19,31 @@ PLAIN = [sys.executable, SCRIPT]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", SCRIPT]
 LAUNCHERS = [pytest.param(PLAIN, id="lightning"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)]
 SECONDS = 30
+HEARTBEAT = 4.0  # busy machines let a process wait for seconds
 
 
 class Launched:
     """A running script and the processes of its ranks, found by an argument that is unique to it."""
 
-    def __init__(self, command: list[str], folder: Path, where: str = "nowhere") -> None:
+    def __init__(self, command: list[str], folder: Path, where: str, heartbeat: float) -> None:
         self.folder = folder
         self._output = (folder / "output").open("w")
         env = {k: v for k, v in os.environ.items() if k not in ("PL_GLOBAL_SEED",)}
         env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [*command, str(folder), where], stdout=self._output, stderr=self._output, env=env, start_new_session=True,
-            cwd=folder,
+            [*command, str(folder), where, str(heartbeat)], stdout=self._output, stderr=self._output, env=env,
+            start_new_session=True, cwd=folder,
         )  # fmt: skip
 
     @property
     def output(self) -> str:
         return (self.folder / "output").read_text()
+
+    def error(self, rank: int) -> str:
+        """What ended the script of a rank, as its user sees it."""
+        path = self.folder / f"{rank}.error"
+        assert path.exists(), f"rank {rank} did not say why it ended:\n{self.output}"
+        return path.read_text()
 
     def alive(self) -> list[int]:
         """Process ids of everything that was started with our folder as an argument; zombies do not count."""
@@ -74,8 +81,8 @@ class Launched:
 
 
 @contextmanager
-def launched(command: list[str], folder: Path, where: str = "nowhere") -> Iterator[Launched]:
-    run = Launched(command, folder, where)
+def launched(command: list[str], folder: Path, where: str = "nowhere", heartbeat: float = 60.0) -> Iterator[Launched]:
+    run = Launched(command, folder, where, heartbeat)
     try:
         yield run
     finally:
@@ -90,19 +97,48 @@ def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -
     with launched(command, tmp_path) as run:
         os.kill(run.pid_of(rank), signal.SIGKILL)
         assert run.ended() != 0
-        assert "PeerLostError" in run.output
-        assert "is gone" in run.output
+        text = f"rank {rank} (stage {2 - rank}) is gone: its process ended without an error of its own (killed,"
+        assert text in run.error(0 if rank else 1)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a stopped process cannot be found")
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("rank", [*(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1)), 2])
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_a_stopped_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -> None:
+    with launched(command, tmp_path, heartbeat=HEARTBEAT) as run:
+        os.kill(run.pid_of(rank), signal.SIGSTOP)
+        assert run.ended(60) != 0
+        text = f"rank {rank} (stage {2 - rank}) is gone: no sign of life for {HEARTBEAT:g} s"
+        assert text in run.error(0 if rank else 1)
+        if command is PLAIN and rank:
+            assert text in run.output.rstrip().splitlines()[-1], "below all that other ranks have said"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("where", ["loss", "layer"])
+@pytest.mark.parametrize(
+    ("where", "rank"), [("loss", 0), ("callback", 0), ("layer", 2), ("loader", 2), ("middle", 1), ("optimizer", 1)]
+)
 @pytest.mark.parametrize("command", LAUNCHERS)
-def test_an_exception_on_one_rank_ends_all(command: list[str], where: str, tmp_path: Path) -> None:
+def test_an_exception_on_one_rank_ends_all(command: list[str], where: str, rank: int, tmp_path: Path) -> None:
     with launched(command, tmp_path, where) as run:
-        assert run.ended(90) != 0
-        assert "ArithmeticError: the user's own mistake" in run.output
-        assert run.output.index("ArithmeticError") < run.output.index("PeerLostError")
+        assert run.ended(180) != 0
+        mistake = "ArithmeticError: the user's own mistake"
+        assert run.error(0).rstrip().splitlines()[-1].strip() == mistake, "users look at rank 0"
+        assert "in _late" in run.error(0) or where not in ("layer", "middle"), "with the place in their code"
+        if rank:
+            assert f"PeerLostError: rank {rank} (stage {2 - rank}) failed first: {mistake}\n" in run.error(0)
+        if command is PLAIN:
+            assert run.output.rstrip().endswith(f"rank {rank} (stage {2 - rank}) failed first: {mistake}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_slow_rank_is_not_missed(tmp_path: Path) -> None:
+    with launched(PLAIN, tmp_path, "slow", HEARTBEAT) as run:
+        assert run.ended(240) == 0, run.output
+        assert "is gone" not in run.output
 
 
 @pytest.mark.timeout(280)
@@ -111,7 +147,11 @@ def test_sigterm_ends_all_after_a_common_batch(command: list[str], tmp_path: Pat
     with launched(command, tmp_path) as run:
         run.pid_of(0)
         os.kill(run.process.pid, signal.SIGTERM)
-        run.ended()
+        code = run.ended()
         steps = [(tmp_path / f"{rank}.step").read_text() for rank in range(3)]
         assert len(set(steps)) == 1, steps
         assert steps[0].endswith("SIGTERMException")
+        assert f"Stopped by SIGTERM after step {steps[0].split()[0]}; nothing was saved" in run.output
+        if command is PLAIN:  # torchrun ends with its own account
+            assert code == 143
+            assert "Traceback" not in run.output

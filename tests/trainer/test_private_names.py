@@ -4,29 +4,56 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.trainer.connectors.logger_connector import result
+from torchmetrics import MeanMetric
 
 from lightning_asyncpp.pipeline.private_names import PrivateNameError
 from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state
+from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
+
+
+def replace_signal_handlers(trainer: L.Trainer) -> None:
+    private.replace_signal_handlers(trainer, lambda _: None, lambda: None)
+
 
 USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] = {
     # name: (owner, what needs it)
     "_signal_connector": (lambda t: t, lambda t: private.set_received_sigterm(t)),
     "_broadcast_sigterm_tensor": (
-        lambda t: type(t.fit_loop.epoch_loop), lambda t: private.replace_sigterm_broadcast(t, lambda: None)
+        lambda t: type(t.fit_loop.epoch_loop), private.replace_sigterm_broadcast
     ),
-    "_sigterm_notifier_fn": (
-        lambda t: type(t._signal_connector), lambda t: private.replace_sigterm_broadcast(t, lambda: None)
+    "_sigterm_notifier_fn": (lambda t: type(t._signal_connector), replace_signal_handlers),
+    "_slurm_sigusr_handler_fn": (lambda t: type(t._signal_connector), replace_signal_handlers),
+    "register_signal_handlers": (lambda t: type(t._signal_connector), replace_signal_handlers),
+    "_has_already_handler": (lambda t: type(t._signal_connector), replace_signal_handlers),
+    "_register_signal": (lambda t: type(t._signal_connector), replace_signal_handlers),
+    "_save_last_checkpoint": (
+        lambda t: type(t.checkpoint_callback), lambda t: private.save_last_checkpoint(t, t.checkpoint_callback)
     ),
+    "_monitor_candidates": (
+        lambda t: type(t.checkpoint_callback), lambda t: private.save_last_checkpoint(t, t.checkpoint_callback)
+    ),
+    "_checkpoint_connector": (lambda t: t, private.requeue_path),
+    "_restarting": (lambda t: t.fit_loop, private.count_epoch_as_whole),
+    "update_lr_schedulers": (lambda t: type(t.fit_loop.epoch_loop), lambda t: private.end_batch(t, counted=True)),
+    "_should_accumulate": (lambda t: type(t.fit_loop.epoch_loop), lambda t: private.end_batch(t, counted=True)),
     "_should_check_val_fx": (lambda t: type(t.fit_loop.epoch_loop), private.validation_is_due),
     "_data_fetcher": (lambda t: t.fit_loop, private.validation_is_due),
+    "val_loop": (lambda t: t.fit_loop.epoch_loop, lambda t: private.run_validations_in(t, nullcontext)),
+    "run": (
+        lambda t: type(t.fit_loop.epoch_loop.val_loop), lambda t: private.run_validations_in(t, nullcontext)
+    ),
     "_val_check_time_interval": (lambda t: t, private.has_timed_validation),
     "_layer_sync": (lambda t: t._accelerator_connector, private.synchronizes_batch_norm),
     "_compiler_ctx": (lambda t: t.lightning_module, lambda t: private.is_compiled(t.lightning_module)),
@@ -87,8 +114,52 @@ def test_a_missing_name_of_a_running_trainer_is_named(name: str) -> None:
         private.log_step_metrics(running, 0)
 
 
+def test_a_missing_list_of_batches_is_named(trainer: L.Trainer) -> None:
+    assert private.batches_ahead(trainer) == 0
+    trainer.fit_loop._data_fetcher = SimpleNamespace(batches=[1])  # type: ignore[assignment]
+    assert private.batches_ahead(trainer) == 1
+    trainer.fit_loop._data_fetcher = SimpleNamespace()  # type: ignore[assignment]
+    with pytest.raises(PrivateNameError, match="batches"):
+        private.batches_ahead(trainer)
+
+
+@pytest.mark.parametrize("name", ["_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_current_fx"])
+def test_a_missing_name_of_what_was_logged_is_named(
+    trainer: L.Trainer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    logged_state(trainer)
+    monkeypatch.delattr(trainer._logger_connector, name)
+    with pytest.raises(PrivateNameError, match=name):
+        logged_state(trainer)
+
+
+@pytest.mark.parametrize("name", ["_Metadata", "_Sync", "_ResultMetric"])
+def test_a_missing_class_of_metrics_is_named(trainer: L.Trainer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    trainer.fit_loop.epoch_loop._results.log("on_train_start", "x", torch.tensor(2.0), batch_size=3)
+    state = logged_state(trainer)
+    load_logged_state(trainer, state, in_epoch=True)
+    assert float(trainer.fit_loop.epoch_loop._results["on_train_start.x"].compute()) == 2.0
+    monkeypatch.delattr(result, name)
+    with pytest.raises(PrivateNameError, match=name):
+        load_logged_state(trainer, state, in_epoch=True)
+
+
+def test_a_missing_count_of_a_metrics_updates_is_named() -> None:
+    module = BoringModel()
+    module.mean = MeanMetric()
+    module.mean.update(torch.tensor(3.0))
+    states = metric_states(module)
+    other = BoringModel()
+    other.mean = MeanMetric()
+    load_metric_states(other, states)
+    assert float(other.mean.compute()) == 3.0
+    del other.mean._update_count
+    with pytest.raises(PrivateNameError, match=r"torchmetrics \S+ has no MeanMetric._update_count"):
+        load_metric_states(other, states)
+
+
 def test_every_name_is_tested() -> None:
     source = Path(private.__file__).read_text()
     required = set(re.findall(r', "(\w+)", (?:purpose|")', source))
-    assert required == set(USES) | {"_batches_that_stepped", "metrics"}
+    assert required == set(USES) | {"_batches_that_stepped", "metrics", "batches"}
     assert "getattr(" not in source, "a name that is looked up quietly"

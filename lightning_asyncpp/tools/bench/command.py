@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
+
+from lightning_asyncpp.tools.subcommands import chosen
 
 _COMMANDS = {  # by the name of their module
     "schedule": "utilisation of sleeping stages under every schedule",
@@ -18,21 +19,11 @@ _COMMANDS = {  # by the name of their module
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``asyncpp bench <command> ...``."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+    if (given := chosen("bench", _COMMANDS, argv, kind="benchmark")) is None:
         return
-    command, *rest = arguments
-    if command not in _COMMANDS:
-        print(f"{_usage()}\nasyncpp bench: error: unknown benchmark {command!r}", file=sys.stderr)
-        raise SystemExit(2)
+    command, rest = given
     # Imported late: torch takes seconds, and a wrong command should not.
     importlib.import_module(f"lightning_asyncpp.tools.bench.{command.replace('-', '_')}").main(rest)
-
-
-def _usage() -> str:
-    lines = [f"  {name:<14}{text}" for name, text in _COMMANDS.items()]
-    return "\n".join([f"usage: asyncpp bench {{{','.join(_COMMANDS)}}} [--help] ...", "", *lines])
 
 
 if __name__ == "__main__":

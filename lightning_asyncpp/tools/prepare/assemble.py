@@ -24,11 +24,10 @@ from lightning_asyncpp.data.token_dataset import (
     INDEX,
     PLAN,
     Metadata,
-    checksum,
     count_sequences,
     write_metadata,
 )
-from lightning_asyncpp.durable import replace_durably
+from lightning_asyncpp.durable import checksum, replace_durably
 from lightning_asyncpp.tools.prepare.files import SourceFile
 from lightning_asyncpp.tools.prepare.piece import VALIDATION, Record, Work
 

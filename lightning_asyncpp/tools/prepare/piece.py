@@ -21,9 +21,9 @@ from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import HubError
 from lightning_asyncpp.data.replica import replica_environment
 from lightning_asyncpp.data.source import load_tokenizer
-from lightning_asyncpp.data.token_dataset import CHUNK_BYTES, checksum, smallest_dtype
+from lightning_asyncpp.data.token_dataset import CHUNK_BYTES, smallest_dtype
 from lightning_asyncpp.data.tokenizer import Tokenizer
-from lightning_asyncpp.durable import replace_durably
+from lightning_asyncpp.durable import checksum, replace_durably
 from lightning_asyncpp.tools.prepare.documents import Documents, read_documents
 from lightning_asyncpp.tools.prepare.plan import Plan, read_plan
 

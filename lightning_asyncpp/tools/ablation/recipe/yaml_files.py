@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
+from lightning_asyncpp.yaml_limits import TAG_ERRORS, check_yaml
+
 _FLOAT = re.compile(
     r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
     |[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
@@ -54,11 +56,13 @@ def read_yaml(path: Path) -> Any:
         ValueError: it cannot be read, is no YAML, or repeats a key; the message names the file.
     """
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        return yaml.load(text, Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"{path} cannot be read: {reason}") from error
-    except (yaml.YAMLError, TypeError) as error:  # TypeError: a key that cannot be one, such as a list
+    except (yaml.YAMLError, *TAG_ERRORS) as error:  # TypeError also for a key that cannot be one, such as a list
         raise ValueError(f"{path} is no YAML that can be used: {error}") from error
 
 

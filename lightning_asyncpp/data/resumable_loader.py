@@ -1,0 +1,146 @@
+"""A training loader that goes on where a checkpoint was: with the batch after the last one that was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.seed import isolate_rng
+from litdata import StreamingDataLoader
+
+from lightning_asyncpp.data.replica import leave_where_it_was, set_epoch_before
+
+_END = object()
+
+
+def is_stateful(loader: object) -> bool:
+    """Whether a loader can say where it is, and go on from there."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class ResumableLoader:
+    """Stands in front of a training loader; everything else about it is the loader's own.
+
+    What loaders with a state do about the ends of epochs differs. This one asks them in the middle of an epoch alone,
+    and lets them come to its end, after which most of them begin anew by themselves.
+
+    Args:
+        loader: of this replica.
+        prefetched: how many batches were taken from here that training has not got yet.
+        at_start: called once, when the first batch after a resume is about to be read: what is drawn for it is drawn
+            after what was drawn before the checkpoint.
+        own_seeds: whether the seed of worker processes is kept, so that a resumed epoch draws no other one.
+
+    Attributes:
+        waits: there is nothing to read until this is false: the end of the last epoch is still to come.
+    """
+
+    def __init__(
+        self, loader: Any, prefetched: Callable[[], int], at_start: Callable[[], None], own_seeds: bool = True
+    ) -> None:
+        self.loader = loader
+        self._prefetched, self._at_start, self._own_seeds = prefetched, at_start, own_seeds
+        self.waits = False
+        self._generator = torch.Generator()
+        self._seed = self._batches = 0
+        self._exhausted = False
+        self._before: dict[str, Any] | None = None
+        self._resumed: tuple[Mapping[str, Any], bool] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # before there is one
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is: after the last batch that it has got."""
+        ahead = self._prefetched()
+        if not ahead:
+            return self._state()
+        return self._before if ahead == 1 and self._before is not None else {"batches": self._batches - ahead}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of the loader's own, from a checkpoint of Lightning's; :meth:`resume` is told more."""
+        if "batches" not in state:
+            self.loader.load_state_dict(state)
+
+    def resume(self, state: Mapping[str, Any], ended: bool) -> None:
+        """Begin the next iteration where a checkpoint was.
+
+        Args:
+            state: of :meth:`state_dict`.
+            ended: whether its epoch had ended: the iteration is the next epoch's.
+        """
+        self._resumed = (state, ended)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over an epoch; nothing is read before the first batch is asked for."""
+        if self.waits:
+            return
+        resumed, self._resumed = self._resumed, None
+        state, ended = resumed or ({}, True)
+        self._batches = 0 if ended else int(state["batches"])
+        self._before, self._exhausted = None, False
+        length = sized_len(self.loader)
+        iterator = self._anew() if resumed is None else self._begin(state, ended)
+        try:
+            while (batch := self._next(iterator, length)) is not _END:
+                self._batches += 1
+                if self._batches == length:  # only now the loader itself knows that its epoch has ended
+                    self._exhausted = next(iterator, _END) is _END
+                yield batch
+        finally:
+            leave_where_it_was(self.loader)
+
+    def _begin(self, state: Mapping[str, Any], ended: bool) -> Iterator[Any]:
+        """An iterator that goes on from a checkpoint, or of the epoch after it."""
+        inner = state.get("loader")
+        if inner is not None and not ended:
+            self.loader.load_state_dict(inner)
+        elif inner is not None and isinstance(self.loader, StreamingDataLoader):
+            set_epoch_before(self.loader, inner)
+        elif inner is not None:
+            self.loader.load_state_dict(inner)
+            # Some begin the next epoch by themselves once the last one was read, others must be asked twice.
+            with isolate_rng():
+                began_anew = next(iter(self.loader), _END) is not _END
+            if began_anew and state["exhausted"]:
+                self.loader.load_state_dict(inner)
+        if ended:  # what an epoch draws to begin with is still to be drawn
+            self._at_start()
+            return self._anew()
+        self._seed_workers(state.get("seed"))
+        iterator: Iterator[Any] = iter(self.loader)
+        self._at_start()
+        return iterator
+
+    def _anew(self) -> Iterator[Any]:
+        self._seed_workers(None)
+        iterator: Iterator[Any] = iter(self.loader)
+        return iterator
+
+    def _seed_workers(self, seed: int | None) -> None:
+        """Give the loader's workers a seed that is drawn once an epoch, as it would draw it, and not after a resume.
+
+        What is drawn afterwards would depend on where the epoch was resumed.
+        """
+        if not self._own_seeds or getattr(self.loader, "generator", _END) not in (None, self._generator):
+            return
+        self._seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
+        self.loader.generator = self._generator.manual_seed(self._seed)
+
+    def _next(self, iterator: Iterator[Any], length: int | None) -> Any:
+        if length is None and self._batches:  # such loaders are read one batch ahead
+            self._before = self._state()
+        batch = next(iterator, _END)
+        self._exhausted = batch is _END
+        return batch
+
+    def _state(self) -> dict[str, Any]:
+        state = self.loader.state_dict() if is_stateful(self.loader) else None
+        return {"seed": self._seed, "batches": self._batches, "exhausted": self._exhausted, "loader": state}

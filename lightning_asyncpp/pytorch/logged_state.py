@@ -1,0 +1,111 @@
+"""What Lightning knows of an epoch's metrics so far, which its checkpoints do not hold: all by private names of it.
+
+The mean over an epoch is made of every batch since its beginning; without this a training that is resumed in the middle
+would log the mean of the rest.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.logger_connector import result as lightnings
+from torch import Tensor
+
+from lightning_asyncpp.pipeline.private_names import required
+
+_PURPOSE = "go on with an epoch's metrics after a resume"
+_FIELDS = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
+    "metric_attribute",
+)  # fmt: skip
+_SYNC = {"should": "_should", "rank_zero_only": "rank_zero_only"}
+_VALUES = ("value", "cumulated_batch_size")
+_NEWEST = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def logged_state(trainer: Trainer) -> dict[str, Any]:
+    """The metrics of the training epoch that runs, and the newest value of every metric: numbers, tensors and strings.
+
+    Raises:
+        PrivateNameError: Lightning keeps them elsewhere by now.
+    """
+    connector = required(trainer, "_logger_connector", _PURPOSE)
+    results = required(trainer.fit_loop.epoch_loop, "_results", _PURPOSE)
+    return {
+        "epoch": {key: _entry(metric) for key, metric in results.items() if _is_kept(metric)},
+        "newest": {name: dict(required(connector, name, _PURPOSE)) for name in _NEWEST},
+        "hook": required(connector, "_current_fx", _PURPOSE),
+    }
+
+
+def load_logged_state(trainer: Trainer, state: Mapping[str, Any], in_epoch: bool) -> None:
+    """Go on with metrics that :func:`logged_state` returned.
+
+    Args:
+        trainer: about to train.
+        state: of the run that is resumed.
+        in_epoch: whether its epoch goes on; else a new one begins.
+
+    Raises:
+        PrivateNameError: Lightning keeps them elsewhere by now.
+    """
+    connector = required(trainer, "_logger_connector", _PURPOSE)
+    for name in _NEWEST:
+        required(connector, name, _PURPOSE).update(state["newest"][name])
+    if not in_epoch:
+        return
+    results = required(trainer.fit_loop.epoch_loop, "_results", _PURPOSE)
+    for key, entry in state["epoch"].items():
+        results[key] = (_number if entry["values"] else _object)(trainer, entry)
+    # The next batch is not the first one of its epoch, after which Lightning would begin to count anew.
+    required(connector, "_first_loop_iter", _PURPOSE)
+    connector._first_loop_iter = True
+    connector._current_fx = state["hook"]
+
+
+def _is_kept(metric: Any) -> bool:
+    """Whether a metric has values in this epoch: numbers that were logged, or an object of the module that was."""
+    is_object = not metric.is_tensor and required(metric.meta, "metric_attribute", _PURPOSE) is not None
+    return is_object or (metric.is_tensor and not metric.has_reset)
+
+
+def _entry(metric: Any) -> dict[str, Any]:
+    meta = metric.meta
+    kept = _VALUES if metric.is_tensor else ()  # those of an object are kept with it
+    values: dict[str, Tensor] = {name: getattr(metric, name) for name in kept if hasattr(metric, name)}
+    return {
+        "meta": {name: required(meta, name, _PURPOSE) for name in _FIELDS},
+        "reduce_fx": meta.reduce_fx.__name__,
+        "sync": {name: required(meta.sync, name, _PURPOSE) for name in _SYNC},
+        "values": values,
+        "step": required(metric, "_forward_cache", _PURPOSE),
+        "updates": metric.update_count,
+    }
+
+
+def _number(trainer: Trainer, entry: Mapping[str, Any]) -> Any:
+    metric = _metric(trainer, entry, is_tensor=True)
+    for name, value in entry["values"].items():
+        setattr(metric, name, value.clone())
+    return metric
+
+
+def _object(trainer: Trainer, entry: Mapping[str, Any]) -> Any:
+    metric = _metric(trainer, entry, is_tensor=False)
+    metric.value = operator.attrgetter(entry["meta"]["metric_attribute"])(trainer.lightning_module)
+    return metric
+
+
+def _metric(trainer: Trainer, entry: Mapping[str, Any], is_tensor: bool) -> Any:
+    meta = required(lightnings, "_Metadata", _PURPOSE)(**entry["meta"], reduce_fx=entry["reduce_fx"])
+    sync = {argument: entry["sync"][name] for name, argument in _SYNC.items()}
+    # As self.log makes it: metrics of one name with different options are refused.
+    meta.sync = required(lightnings, "_Sync", _PURPOSE)(fn=trainer.strategy.reduce, **sync)
+    metric = required(lightnings, "_ResultMetric", _PURPOSE)(meta, is_tensor)
+    metric._forward_cache = entry["step"]
+    required(metric, "_update_count", _PURPOSE)
+    metric._update_count = entry["updates"]
+    return metric

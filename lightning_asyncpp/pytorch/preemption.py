@@ -1,0 +1,114 @@
+"""A run that is told to end: by which signal, what is saved, with which exit code it ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+
+import lightning as L
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.loop_state import mark_validation_as_outstanding
+from lightning_asyncpp.pytorch.slurm import requeue_job, requeue_signal
+
+
+class Preemption:
+    """Receives SIGTERM and SIGUSR1, and ends a run that all ranks agreed to end.
+
+    A handler only takes a note, at whatever point the process is; what follows is done between two batches.
+
+    Args:
+        trainer: whose run it is.
+        on_signal: called in the handler.
+
+    Attributes:
+        received: the first signal that this process got; 0 if none.
+        ended: the run was ended here, with everything saved.
+    """
+
+    def __init__(self, trainer: L.Trainer, on_signal: Callable[[], None]) -> None:
+        self.received = 0
+        self.ended = False
+        self._trainer, self._on_signal = trainer, on_signal
+        self._requeue = False
+
+    def receive(self, signum: int) -> None:
+        """Take a note of a signal; those after the first change nothing."""
+        self.received = self.received or signum
+        self._on_signal()
+
+    def end(self, exception: SIGTERMException, signals: Sequence[int]) -> None:
+        """Save what a restart goes on from, say so, and give the exception its exit code; a collective call.
+
+        Args:
+            exception: that ends the run, out of Lightning's loops.
+            signals: what each rank received.
+        """
+        requeue = requeue_signal(self._trainer)
+        self._requeue = requeue is not None and requeue in signals
+        number = signal.Signals(requeue if self._requeue and requeue else max(signals) or signal.SIGTERM)
+        where = f"after step {self._trainer.global_step}" if self._is_training else f"in {self._stage}"
+        path = self._save() if self._is_training else None
+        self.ended = True
+        exception.code = exit_code(self._trainer, number)
+        rank_zero_info(f"Stopped by {number.name} {where}; {f'checkpoint: {path}' if path else 'nothing was saved'}")
+
+    def requeue(self) -> None:
+        """Let SLURM start the job again, if that was asked for; call it when all ranks are done."""
+        if self._requeue and self._trainer.is_global_zero:
+            requeue_job()
+        self._requeue = False
+
+    @property
+    def _is_training(self) -> bool:
+        return self._trainer.state.fn == TrainerFn.FITTING and not self._trainer.sanity_checking
+
+    @property
+    def _stage(self) -> str:
+        function = self._trainer.state.fn
+        return "the sanity check" if self._trainer.sanity_checking or function is None else f"trainer.{function.value}"
+
+    def _save(self) -> str | None:
+        trainer = self._trainer
+        if trainer.validating:
+            mark_validation_as_outstanding(trainer)
+            trainer.training = True  # for what Lightning tears down
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return None
+        path = save_last(trainer)
+        if self._requeue:
+            path = str(trainer.strategy.broadcast(private.requeue_path(trainer)))
+            trainer.save_checkpoint(path)
+        return path
+
+
+def save_last(trainer: L.Trainer) -> str | None:
+    """Write the checkpoint that ``ckpt_path="last"`` finds; a collective call.
+
+    Returns:
+        Its path; None if no callback says where.
+    """
+    full = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and not c.save_weights_only]
+    keeping = [callback for callback in full if callback.save_last]
+    on_exception = [c for c in trainer.checkpoint_callbacks if isinstance(c, OnExceptionCheckpoint)]
+    if on_exception and not keeping:
+        return on_exception[0].ckpt_path  # which it writes itself, after this
+    for callback in keeping or full:
+        return private.save_last_checkpoint(trainer, callback)
+    return None
+
+
+def exit_code(trainer: L.Trainer, signum: int) -> int:
+    """What a process ends with whose run a signal ended: 128 + its number, as shells have it.
+
+    Lightning's launcher kills what still runs once a process that it launched ends with an error, although the first
+    one, whose code is the run's, may still be writing logs: those end with 0.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
+    return 0 if launched else 128 + signum

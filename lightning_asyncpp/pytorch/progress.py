@@ -1,0 +1,195 @@
+"""How far a training has come beside its weights and loops: where its data is, its random numbers, its metrics.
+
+Every rank has its own: a checkpoint holds them by rank, and after a change of the stages a rank takes up those of the
+last stage of its replica, which is where the loss was computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_asyncpp.data.resumable_loader import ResumableLoader, is_stateful
+from lightning_asyncpp.data.stage_loader import PlaceholderLoader
+from lightning_asyncpp.pipeline.checkpoint.random_states import set_random_states
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state
+from lightning_asyncpp.pytorch.loop_state import Outstanding
+from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
+from lightning_asyncpp.pytorch.validation_randomness import ValidationRandomness
+
+PROGRESS = "progress"
+"""Entry of a checkpoint's state of a strategy: by rank, what :meth:`Progress.state` returned."""
+INEXACT = (
+    "the rest of the run would not be that of the uninterrupted one. Resume from a checkpoint of an epoch's end, or"
+    " accept it: give the strategy inexact_resume=True"
+)
+
+
+class Progress:
+    """The progress of one rank.
+
+    Args:
+        accepts_inexact: whether a resume is wanted that repeats or leaves out batches.
+
+    Attributes:
+        validations: their random numbers, which are not the training's.
+        seeds_workers: whether the seeds of loaders' workers are kept.
+    """
+
+    def __init__(self, accepts_inexact: bool = False) -> None:
+        self._accepts_inexact = accepts_inexact
+        self.seeds_workers = True
+        self.validations = ValidationRandomness()
+        self._loaders: list[ResumableLoader] = []
+        self._state: Mapping[str, Any] | None = None
+        self._loops: Mapping[str, Any] = {}
+        self._changes: list[str] = []
+        self._draws: Mapping[str, Any] | None = None
+
+    # -- a checkpoint is written --------------------------------------------------------------------------------------
+
+    def state(self, trainer: Trainer, module: LightningModule, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank must remember.
+
+        Args:
+            trainer: in training, or after it.
+            module: its torchmetrics objects.
+            recorded: what the strategy keeps of metrics.
+        """
+        return {
+            "outstanding": list(Outstanding.of(trainer)),
+            "accumulating": _accumulating(trainer),
+            "random": self.validations.of_training(),
+            "random_in_validations": self.validations.of_validations(),
+            "loaders": [loader.state_dict() for loader in self._loaders],
+            "logged": logged_state(trainer),
+            "metrics": metric_states(module),
+            "recorded": recorded,
+        }
+
+    # -- a run goes on ------------------------------------------------------------------------------------------------
+
+    def resume(self, state: Mapping[str, Any] | None, loops: Mapping[str, Any], changes: Sequence[str]) -> None:
+        """Go on from a checkpoint when training starts.
+
+        Args:
+            state: of this rank; None: the checkpoint holds none.
+            loops: the state of the Trainer's loops in the checkpoint.
+            changes: what makes it impossible to go on exactly in the middle of an epoch, in words.
+        """
+        self._state, self._loops, self._changes = state, loops, list(changes)
+        self._draws = None if state is None else state["random"]
+        self.validations.go_on(None if state is None else self._draws_of_validation(state))
+        self._loaders = []
+
+    @staticmethod
+    def _draws_of_validation(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        # The very first goes on from the training's generators, which are where they were with the next batch only.
+        is_first = state["random_in_validations"] is None and Outstanding(*state["outstanding"]).validation
+        states: Mapping[str, Any] | None = state["random" if is_first else "random_in_validations"]
+        return states
+
+    @property
+    def outstanding(self) -> Sequence[bool]:
+        """What was still to come of the batch after which the checkpoint was written, as :class:`Outstanding`."""
+        return () if self._state is None else self._state["outstanding"]
+
+    def end_epoch(self) -> None:
+        """Let loaders be read again that had nothing left for the end of an epoch in which the run was resumed."""
+        for loader in self._loaders:
+            loader.waits = False
+
+    def forget(self) -> None:
+        """Begin a run anew: the loaders are those of another one."""
+        self._state, self._draws, self._loaders = None, None, []
+        self.validations.go_on(None)
+
+    def training_loader(self, loader: Any, trainer: Trainer) -> Any:
+        """The loader that is read instead of ``loader``, from where a checkpoint was if there is one.
+
+        Raises:
+            ConfigurationError: it cannot go on in the middle of an epoch, and that was not accepted.
+        """
+        if isinstance(loader, PlaceholderLoader):
+            loader.loader = self.training_loader(loader.loader, trainer)  # says the same of itself as where it is read
+            return loader
+        number = len(self._loaders)
+        ahead = functools.partial(private.batches_ahead, trainer)
+        resumable = ResumableLoader(loader, ahead, self._draw_as_before, self.seeds_workers)
+        self._loaders.append(resumable)
+        if self._state is not None:
+            saved = self._state["loaders"]
+            state = saved[number] if number < len(saved) else {"batches": 0}
+            if self._in_mid_epoch:
+                self._check(loader, state)
+            resumable.resume(state, ended=not self._in_mid_epoch)
+            resumable.waits = Outstanding(*self.outstanding).epoch_end
+        return resumable
+
+    def begin(self, trainer: Trainer, module: LightningModule) -> Mapping[str, Any] | None:
+        """Take up metrics, when all that is before training is done; what the strategy kept of them is returned."""
+        state = self._state
+        if state is None:
+            return None
+        goes_on = self._in_mid_epoch or self._before_validation or Outstanding(*self.outstanding).epoch_end
+        load_logged_state(trainer, state["logged"], goes_on)
+        load_metric_states(module, state["metrics"])
+        self._state = None
+        recorded: Mapping[str, Any] = state["recorded"]
+        return recorded
+
+    @property
+    def _in_mid_epoch(self) -> bool:
+        progress = self._loops["epoch_loop.batch_progress"]
+        return bool(progress["current"]["ready"]) and not progress["is_last_batch"]
+
+    @property
+    def _before_validation(self) -> bool:
+        """Whether a validation was abandoned, with which the epoch goes on."""
+        counts = self._loops["epoch_loop.val_loop.batch_progress"]["total"]
+        return bool(counts["ready"] == counts["completed"] + 1)
+
+    def _draw_as_before(self) -> None:
+        if self._draws is not None:
+            set_random_states(self._draws)
+            self._draws = None
+
+    def _check(self, loader: Any, state: Mapping[str, Any]) -> None:
+        problems = list(self._changes)
+        if self._state is not None and self._state["accumulating"]:
+            problems.append(
+                "the checkpoint does not hold the gradients that were accumulated: save it when an update is due, every"
+                " accumulate_grad_batches batches"
+            )
+        if not is_stateful(loader):
+            problems.append(
+                f"a {type(loader).__name__} cannot go on in the middle of an epoch: batches would be seen twice; use a"
+                " loader with a state, such as torchdata's StatefulDataLoader, litdata's StreamingDataLoader or"
+                " TextDataModule"
+            )
+        elif isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
+            problems.append(
+                "the sampler of the training loader, around which the Trainer put its own, does not say where it was;"
+                " give the loader torchdata's StatefulDistributedSampler, or the Trainer use_distributed_sampler=False"
+            )
+        elif state.get("loader") is None:
+            problems.append("the checkpoint does not say where the loader of the training data was")
+        if problems and not self._accepts_inexact:
+            after = self._loops["epoch_loop.batch_progress"]["current"]["ready"]
+            raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}. {_at(after)}{INEXACT}"])
+
+
+def _accumulating(trainer: Trainer) -> bool:
+    """Whether batches ran that no update has followed yet."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(progress.current.ready % trainer.accumulate_grad_batches) and not progress.is_last_batch
+
+
+def _at(batches: int) -> str:
+    return f"The checkpoint was written after batch {batches} of an epoch: "

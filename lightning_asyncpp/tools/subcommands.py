@@ -1,0 +1,34 @@
+"""Commands of a tool, such as ``asyncpp bench schedule``: which was given, and what is said if none was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+
+def chosen(
+    tool: str, commands: Mapping[str, str], argv: Sequence[str] | None, kind: str = "command", arguments: str = ""
+) -> tuple[str, list[str]] | None:
+    """The command that was given, and its arguments; ``None`` after help was printed, for which none was needed.
+
+    Args:
+        tool: its name after ``asyncpp``.
+        commands: name -> what it does.
+        argv: the arguments of the tool; ``None``: those of the process.
+        kind: what a command is called in messages.
+        arguments: that every command takes, for the help.
+
+    Raises:
+        SystemExit: with code 2: there is no such command.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    lines = [f"  {name:<14}{text}" for name, text in commands.items()]
+    usage = "\n".join([f"usage: asyncpp {tool} {{{','.join(commands)}}} {arguments}[--help] ...", "", *lines])
+    if not given or given[0] in ("-h", "--help"):
+        print(usage)
+        return None
+    command, *rest = given
+    if command not in commands:
+        print(f"{usage}\nasyncpp {tool}: error: unknown {kind} {command!r}", file=sys.stderr)
+        raise SystemExit(2)
+    return command, rest

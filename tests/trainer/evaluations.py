@@ -1,0 +1,246 @@
+"""Scenarios: trainings with and without evaluations in between, where everything draws random numbers and counts."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncPipelineStrategy
+from tests.pipeline.cases import DIM, Experts, Projection, Routed
+from tests.trainer.runs import ListLogger, Net, Run, Samples, arrays, make_trainer, plain_metrics
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """What is validated in a training, and when.
+
+    Attributes:
+        trainer: arguments of the Trainer.
+        sizes: number of samples and batch size of each validation loader.
+        shuffled: by a sampler that draws from torch's generator, in place of the distributed one.
+        drawing: samples of the training set are changed by random numbers as they are read.
+        workers: processes that read the training set.
+        gradients: the validation runs with gradients enabled.
+        seeded: by ``seed_everything``.
+        drawn_before: the process has drawn from its generators since.
+    """
+
+    trainer: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[tuple[int, int], ...] = ((13, 4),)
+    shuffled: bool = False
+    drawing: bool = True
+    workers: int = 0
+    gradients: bool = False
+    seeded: bool = True
+    drawn_before: bool = False
+
+
+class NoisySamples(Samples):
+    """Every sample is moved by random numbers of torch, numpy and Python when it is read."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"] + 0.1 * torch.randn(DIM) + 0.1 * np.random.rand() + 0.1 * random.random()}
+
+
+class TorchNoisySamples(Samples):
+    """The same with torch's random numbers alone, which validation steps leave as they are."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"] + 0.1 * torch.randn(DIM)}
+
+
+class RestlessNet(Net):
+    """Running statistics, dropout, layers that count, and random numbers around the model."""
+
+    def __init__(self, run: Run, gradients: bool = False) -> None:
+        super().__init__(run)
+        torch.manual_seed(4)
+        self.gradients = gradients
+        self.batches: list[str] = []
+        self.model = nn.Sequential(
+            nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Dropout(0.2), Routed(), Projection(), Experts(0.2), Routed(),
+            nn.BatchNorm1d(DIM), nn.Linear(DIM, 1),
+        )  # fmt: skip
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.batches.append(fingerprint(batch["x"]))
+        out = self.model(batch["x"] + 0.1 * torch.randn_like(batch["x"]))
+        loss = F.mse_loss(out * (1 + 0.1 * torch.rand(())), batch["y"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        with torch.set_grad_enabled(self.gradients):
+            out = self.model(batch["x"] + torch.randn_like(batch["x"]))
+        self.log("val_loss", F.mse_loss(out * torch.rand(()), batch["y"]) + np.random.rand() + random.random())
+
+
+class DrawsInValidation(L.Callback):
+    """Draws from every generator in the hooks of a validation."""
+
+    def on_validation_start(self, *args: Any) -> None:
+        draw()
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        draw()
+
+    def on_validation_epoch_end(self, *args: Any) -> None:
+        draw()
+
+    def on_validation_end(self, *args: Any) -> None:
+        draw()
+
+
+def training_loader(run: Run, plan: Evaluations) -> DataLoader:
+    """The training set; its workers are forks, because a pool's process would import everything anew for them."""
+    data = NoisySamples(run.samples) if plan.drawing else Samples(run.samples)
+    forked = "fork" if plan.workers else None
+    return DataLoader(data, run.batch_size, run.shuffle, num_workers=plan.workers, multiprocessing_context=forked)
+
+
+@contextmanager
+def may_have_children() -> Iterator[None]:
+    """A pool's processes are daemons, which multiprocessing allows no workers for data."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before, config["daemon"] = config.get("daemon"), False
+    try:
+        yield
+    finally:
+        config["daemon"] = before
+
+
+def draw() -> tuple[float, float, float]:
+    """A number of each of the process's generators."""
+    return float(torch.rand(())), float(np.random.rand()), random.random()
+
+
+def fingerprint(x: Tensor) -> str:
+    """A few letters that stand for a tensor."""
+    return hashlib.blake2b(x.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def trajectory(run: Run, evaluations: Evaluations | None, plan: Evaluations) -> dict[str, Any]:
+    """Train with or without evaluations.
+
+    Args:
+        run: strategy, options and optimizer.
+        evaluations: those that there are; None: none at all.
+        plan: how training data is read.
+    """
+    if plan.seeded:
+        L.seed_everything(run.seed, verbose=False, workers=True)
+    else:
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            os.environ.pop(name, None)
+    if plan.drawn_before:
+        draw()
+    module = RestlessNet(run, evaluations is not None and evaluations.gradients)
+    more: dict[str, Any] = {
+        "use_distributed_sampler": not plan.shuffled,
+        "limit_val_batches": 0,
+        "logger": ListLogger(),
+    }
+    loaders = None
+    if evaluations is not None:
+        more |= {"limit_val_batches": 1.0, **evaluations.trainer, "callbacks": [DrawsInValidation()]}
+        loaders = [
+            DataLoader(TorchNoisySamples(count, seed), batch_size=size, shuffle=plan.shuffled)
+            for seed, (count, size) in enumerate(evaluations.sizes, 1)
+        ]
+    trainer = make_trainer(run, **more)
+    with may_have_children():
+        trainer.fit(module, training_loader(run, plan), loaders, ckpt_path=run.ckpt_path, weights_only=True)
+    validations = [metrics for _, metrics in trainer.loggers[0].records if "val_loss" in " ".join(metrics)]  # type: ignore[attr-defined]
+    return {
+        "weights": arrays(dict(module.named_parameters())),
+        "buffers": arrays(dict(module.named_buffers())),
+        "losses": [(s, m["train_loss_step"]) for s, m in trainer.loggers[0].records if "train_loss_step" in m],  # type: ignore[attr-defined]
+        "epochs": [m["train_loss_epoch"] for _, m in trainer.loggers[0].records if "train_loss_epoch" in m],  # type: ignore[attr-defined]
+        "counted": [(m["samples"], m["busiest"]) for _, m in trainer.loggers[0].records if "busiest" in m],  # type: ignore[attr-defined]
+        "batches": module.batches,
+        "left_over": draw(),
+        "validations": validations,
+        "callback_metrics": plain_metrics(trainer),
+    }
+
+
+def fabric_batches(run: Run, plan: Evaluations) -> list[str]:
+    """The batches of a loop over Fabric, two epochs, as this rank's loader hands them on."""
+    L.seed_everything(run.seed, verbose=False, workers=True)
+    world = dist.get_world_size()
+    fabric = L.Fabric(strategy=FabricAsyncPipelineStrategy(**run.options), devices=world, accelerator="cpu")
+    fabric.launch()
+    if plan.drawn_before:
+        draw()
+    loader = training_loader(run, plan)
+    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=not plan.shuffled)
+    batches = []
+    for epoch in range(2):
+        if isinstance(sampler := getattr(loader, "sampler", None), DistributedSampler):
+            sampler.set_epoch(epoch)
+        with may_have_children():
+            batches += [fingerprint(batch["x"]) for batch in loader if isinstance(batch, dict)]
+    return batches
+
+
+def trainer_batches(run: Run, plan: Evaluations) -> list[str]:
+    """The same by a Trainer."""
+    L.seed_everything(run.seed, verbose=False, workers=True)
+    seen: list[str] = []
+
+    class Sees(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if isinstance(batch, dict):
+                seen.append(fingerprint(batch["x"]))
+
+    loader = training_loader(run, plan)
+    trainer = make_trainer(run, callbacks=[Sees()], use_distributed_sampler=not plan.shuffled)
+    with may_have_children():
+        trainer.fit(RestlessNet(run), loader)
+    return seen
+
+
+class Unpredictable(Net):
+    """Uses an operation that has no deterministic implementation."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        out = self.model(batch["x"])
+        place = torch.zeros(len(out), dtype=torch.int64)
+        torch.zeros(3).put_(place, out.detach().flatten())
+        return F.mse_loss(out, batch["y"])
+
+
+def fit_deterministically(run: Run, deterministic: Any) -> dict[str, Any]:
+    """Train under ``Trainer(deterministic=...)``."""
+    L.seed_everything(run.seed, verbose=False)
+    try:
+        module = run.module(run)
+        trainer = make_trainer(run, deterministic=deterministic)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, DataLoader(Samples(run.samples), batch_size=run.batch_size))
+        return {
+            "enabled": torch.are_deterministic_algorithms_enabled(),
+            "warned": any("deterministic implementation" in str(warning.message) for warning in caught),
+            "weights": arrays(dict(module.named_parameters())),
+        }
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,114 @@
+"""Scenarios: evaluations with torchmetrics objects, and evaluations of checkpoints that others wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from tests.pipeline.cases import DIM
+from tests.trainer.runs import Net, Run, Samples, arrays, loader, make_trainer, plain_metrics
+
+CLASSES = 3
+
+
+def classes(batch: dict[str, Tensor]) -> Tensor:
+    """(samples,) int64: classes that the inputs decide on."""
+    return (batch["x"][:, :2] > 0).sum(1)
+
+
+class ClassifierNet(Net):
+    """Measures its validations with torchmetrics objects: some are logged, some computed where the epoch ends."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        torch.manual_seed(4)
+        self.model = nn.Sequential(
+            nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Dropout(run.dropout), nn.Linear(DIM, DIM), nn.Tanh(),
+            nn.Linear(DIM, CLASSES),
+        )  # fmt: skip
+        self.mean = MeanMetric()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        scores = {"accuracy": MulticlassAccuracy(CLASSES), "f1": MulticlassF1Score(CLASSES)}
+        self.scores = MetricCollection(scores, prefix="val_")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.model(batch["x"]), classes(batch))
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._measure(batch, "val_loss")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._measure(batch, "test_loss")
+
+    def _measure(self, batch: dict[str, Tensor], name: str) -> None:
+        logits, target = self.model(batch["x"]), classes(batch)
+        losses = F.cross_entropy(logits, target, reduction="none")
+        self.mean.update(losses)
+        self.accuracy.update(logits, target)
+        self.scores.update(logits, target)
+        self.log(name, losses.mean())
+        self.log("logged_accuracy", self.accuracy)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean_loss", self.mean.compute())
+        self.log_dict(self.scores.compute())
+        self.mean.reset()
+        self.scores.reset()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+def fit_measured(run: Run, folder: str) -> dict[str, Any]:
+    """Train with callbacks that decide on what torchmetrics objects say; what they decided, on this rank."""
+    L.seed_everything(run.seed, verbose=False)
+    module = run.module(run)
+    best = ModelCheckpoint(folder, monitor="val_accuracy", mode="max", save_top_k=2, filename="{step}")
+    patient = EarlyStopping("mean_loss", patience=0, min_delta=0.5)
+    trainer = make_trainer(run, callbacks=[best, patient], enable_checkpointing=True, logger="list")
+    trainer.fit(
+        module, loader(run, shuffle=run.shuffle), DataLoader(Samples(run.val_samples[0], 1), batch_size=run.batch_size)
+    )
+    return {
+        "callback_metrics": plain_metrics(trainer), "step": trainer.global_step, "best": best.best_model_path,
+        "kept": sorted(best.best_k_models), "stopped": patient.stopped_epoch, "best_score": float(patient.best_score),
+        "weights": arrays(dict(module.named_parameters())),
+    }  # fmt: skip
+
+
+def fit_and_save(run: Run, path: str) -> None:
+    """Train, and save at the end."""
+    L.seed_everything(run.seed, verbose=False)
+    trainer = make_trainer(run, logger="list")
+    trainer.fit(run.module(run), loader(run, shuffle=run.shuffle))
+    trainer.save_checkpoint(path)
+
+
+def evaluate_checkpoints(run: Run, paths: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """``validate``, ``test`` and ``predict`` of each checkpoint, by a module with other weights."""
+    found = {}
+    for writer, path in paths.items():
+        L.seed_everything(run.seed + 1, verbose=False)
+        module = run.module(run)
+        for parameter in module.parameters():
+            torch.nn.init.constant_(parameter, 3.0)
+        trainer = make_trainer(run, logger=False)
+        data = DataLoader(Samples(run.val_samples[0], 1), batch_size=run.batch_size)
+        metrics = [
+            getattr(trainer, what)(module, data, ckpt_path=path, weights_only=True, verbose=False)[0]
+            for what in ("validate", "test")
+        ]
+        predicted = trainer.predict(module, data, ckpt_path=path, weights_only=True)
+        # Replicas have a part each, and stages before the last one nothing.
+        parts = [batch.numpy() for batch in predicted or [] if batch is not None]
+        found[writer] = {"metrics": metrics, "predicted": parts}
+    return found

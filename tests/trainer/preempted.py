@@ -1,0 +1,156 @@
+"""Scenarios: a run on the ranks of a pool in which some of them receive a signal at a certain moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from torch import Tensor
+from torch.nn import functional as F
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics import MeanSquaredError
+
+from tests.trainer.runs import Net, Run, Samples, evaluate, fit
+
+
+class Resumable(Net):
+    """Its shuffled loader keeps its place; its validation draws random numbers, and has a torchmetrics object."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.val_mse = MeanSquaredError()
+
+    def train_dataloader(self) -> Any:
+        return StatefulDataLoader(Samples(self.run.samples), batch_size=self.run.batch_size, shuffle=True)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        output = self.model(batch["x"])
+        noise = 1 + 0.1 * torch.rand(())
+        self.log("val_loss", noise * F.mse_loss(output, batch["y"]), prog_bar=True)
+        if dataloader_idx == 0:
+            self.val_mse(output, batch["y"])
+            self.log("val_mse", self.val_mse)
+
+
+@dataclass
+class Signals(L.Callback):
+    """Sends a signal to its own process, once.
+
+    Attributes:
+        ranks: on which.
+        hook: in which.
+        index: of the call, counted over the run from 0.
+        number: of the signal.
+    """
+
+    ranks: tuple[int, ...]
+    hook: str
+    index: int = 0
+    number: int = signal.SIGTERM
+    calls: int = 0
+
+    def _called(self, trainer: L.Trainer, hook: str) -> None:
+        if hook != self.hook or trainer.sanity_checking != (hook == "on_sanity"):
+            return
+        if self.calls == self.index and trainer.global_rank in self.ranks:
+            os.kill(os.getpid(), self.number)
+            os.kill(os.getpid(), self.number)  # the second one changes nothing
+        self.calls += 1
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._called(trainer, "on_train_batch_end")
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._called(trainer, "on_train_epoch_start")
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._called(trainer, "on_validation_start")
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._called(trainer, "on_validation_end")
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._called(trainer, "on_sanity" if trainer.sanity_checking else "on_validation_batch_end")
+
+    def on_test_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._called(trainer, "on_test_batch_end")
+
+    def on_predict_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._called(trainer, "on_predict_batch_end")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
+        self._called(trainer, "on_save_checkpoint")
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._called(trainer, "on_train_end")
+
+
+class Records(L.Callback):
+    """What was logged, kept although the run ends with an exception."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"records": [], "steps": [], "batches": 0, "best": {}, "validations": 0}
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen["steps"].append(trainer.global_step)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen["batches"] += not trainer.sanity_checking
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen["validations"] += not trainer.sanity_checking
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        self._finish(trainer)
+
+    def on_fit_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._finish(trainer)
+
+    def _finish(self, trainer: L.Trainer) -> None:
+        self.seen["records"] = [record for log in trainer.loggers for record in getattr(log, "records", [])]
+        best = getattr(trainer.checkpoint_callback, "best_k_models", {})
+        self.seen["best"] = {os.path.basename(path): float(score) for path, score in best.items()}
+        self.seen["step"] = trainer.global_step
+
+
+def under_slurm(run: Run, folder: str, **options: Any) -> dict[str, Any]:
+    """:func:`preempted` as a task of a SLURM job, whose ``scontrol`` lies in a folder."""
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    before = dict(os.environ)
+    os.environ.update(
+        SLURM_NTASKS=world, SLURM_NTASKS_PER_NODE=world, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0",
+        SLURM_JOB_ID="4711", SLURM_JOB_NAME="train", PATH=f"{folder}:{os.environ['PATH']}",
+    )  # fmt: skip
+    try:
+        return preempted(replace(run, trainer={**run.trainer, "plugins": SLURMEnvironment(**options)}))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def with_own_handler(run: Run) -> dict[str, Any]:
+    """:func:`preempted` in a process that has a handler for SIGUSR1."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    try:
+        return {**preempted(run), "received": received}
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def preempted(run: Run, what: str = "fit") -> dict[str, Any]:
+    """Run, and report with which exit code it ended and what was seen until then."""
+    records = Records()
+    run = replace(run, callbacks=(*run.callbacks, (lambda: records, {})))
+    result: dict[str, Any] = {}
+    code: Any = 0
+    try:
+        result = fit(run) if what == "fit" else evaluate(run, what)
+    except SystemExit as end:
+        code = end.code
+    return {**result, "code": code, "seen": records.seen}

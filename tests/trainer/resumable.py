@@ -1,0 +1,100 @@
+"""Loaders that go on in mid-epoch, and a module whose training shows everything that a resume could lose."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from litdata import StreamingDataLoader, StreamingDataset
+from litdata.streaming import Cache
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics import MeanSquaredError
+
+from tests.trainer.runs import Net, Run, Samples, make_trainer, report
+
+
+class NumberedSamples(Dataset):
+    """Samples that know their number; ``noisy`` ones are drawn upon with the process's own random numbers."""
+
+    def __init__(self, count: int, noisy: bool) -> None:
+        self.samples, self.noisy = Samples(count), noisy
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = self.samples[index]
+        if self.noisy:
+            sample["x"] = sample["x"] + 0.01 * (torch.rand(()) + random.random() + float(np.random.rand()))
+        return {**sample, "number": torch.tensor(index)}
+
+
+def write_litdata(folder: Path, count: int) -> None:
+    """The samples as a litdata dataset of several chunks."""
+    samples = NumberedSamples(count, noisy=False)
+    cache = Cache(str(folder), chunk_size=5)
+    for index in range(count):
+        cache[index] = samples[index]
+    cache.done()
+    cache.merge()
+
+
+def training_loader(run: Run, kind: str, folder: str) -> Any:
+    """A loader by words: ``plain``, ``stateful`` (torchdata's) or ``litdata``; ``noisy``, ``workers``."""
+    workers = 2 if "workers" in kind else 0
+    if "litdata" in kind:
+        data = StreamingDataset(folder, shuffle=True, drop_last=False)
+        return StreamingDataLoader(data, batch_size=run.batch_size, num_workers=workers)
+    make = StatefulDataLoader if "stateful" in kind else DataLoader
+    return make(NumberedSamples(run.samples, "noisy" in kind), run.batch_size, shuffle=True, num_workers=workers)
+
+
+class Showing(Net):
+    """Logs in every way that has an epoch's value, draws random numbers in a hook, and notes what it was fed."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.error = MeanSquaredError()
+        self.numbers: list[list[int]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.numbers.append(batch["number"].tolist())
+        output = self.model(batch["x"])
+        loss = F.mse_loss(output, batch["y"])
+        self.error(output, batch["y"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        self.log("total", loss, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("highest", loss, reduce_fx="max", on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("drawn", torch.rand(()) + random.random(), on_step=True, on_epoch=True)
+
+
+class Marks(L.Callback):
+    """Notes how much had been logged when a checkpoint was saved, by step."""
+
+    def __init__(self) -> None:
+        self.logged: dict[int, int] = {}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.logged[trainer.global_step] = len(trainer.logger.records)  # type: ignore[union-attr]
+
+
+def fit_showing(run: Run, kind: str, folder: str) -> dict[str, Any]:
+    """Train, and report what was seen; ``numbers`` are those of micro-batches, on the last stage."""
+    L.seed_everything(run.seed, verbose=False)
+    module = Showing(run)
+    marks = Marks()
+    trainer = make_trainer(run, callbacks=[marks])
+    vals = DataLoader(NumberedSamples(9, False), batch_size=4) if run.val_samples else None
+    trainer.fit(module, training_loader(run, kind, folder), vals, ckpt_path=run.ckpt_path)
+    return report(trainer, module) | {"numbers": module.numbers, "marks": marks.logged}

@@ -1,0 +1,126 @@
+"""A run that goes on from a checkpoint is the uninterrupted one: batches, weights, losses, and metrics of epochs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.trainer.pool import Pools
+from tests.trainer.reference import assert_equal_weights, joined_weights
+from tests.trainer.resumable import fit_showing, write_litdata
+from tests.trainer.runs import Net, Run
+
+EPOCHS = {"max_epochs": 3}
+STEPS = {"max_steps": 12, "max_epochs": -1}
+SAVING = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": 1}
+
+
+def run_of(folder: Path, kind: str, trainer: dict[str, Any], val_samples: tuple[int, ...] = (), **more: Any) -> Run:
+    options = {"gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
+    return Run(
+        Net, dropout=0.2, optimizer="muon", error_feedback=True, samples=37, val_samples=val_samples,
+        shuffle="stateful" not in kind,  # the Trainer's sampler around a loader's own does not say where it is
+        callbacks=((ModelCheckpoint, {"dirpath": folder} | SAVING),), trainer=options | trainer,
+        **{"scheduler": "decay-step"} | more,
+    )  # fmt: skip
+
+
+def check(pools: Pools, run: Run, kind: str, folder: Path, steps: list[int], stages: int = 2) -> None:
+    """Resumed after each of the steps, the rest equals that of the whole run."""
+    write_litdata(folder / "data", run.samples)
+    processes = stages * run.options.get("data_parallel_size", 1)
+    whole = pools.run(processes, fit_showing, run, kind, str(folder / "data"))
+    for step in steps:
+        again = replace(run, callbacks=(), ckpt_path=str(folder / f"step={step}.ckpt"))
+        resumed = pools.run(processes, fit_showing, again, kind, str(folder / "data"))
+        assert resumed[0]["numbers"]
+        assert resumed[0]["numbers"] == whole[0]["numbers"][-len(resumed[0]["numbers"]) :], step
+        # In Lightning's own loops a step's losses are logged after its checkpoint.
+        logged = whole[0]["marks"][step] + (run.strategy == "delayed")
+        assert resumed[0]["records"] == whole[0]["records"][logged:], step
+        assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [("litdata", EPOCHS), ("stateful noisy", STEPS), ("plain", EPOCHS)],
+    ids=["litdata", "stateful", "plain"],
+)
+def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], tmp_path: Path) -> None:
+    """In mid-epoch and at an epoch's last batch, whose epoch's end is still to come; a plain loader at the latter."""
+    check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [5] if kind == "plain" else [3, 5, 9, 10])
+
+
+@pytest.mark.parametrize("kind", ["litdata", pytest.param("stateful noisy", marks=pytest.mark.slow)])
+def test_an_emulated_delay_after_any_batch(pools: Pools, kind: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, kind, EPOCHS, strategy="delayed", options={"micro_batches": 2})
+    check(pools, run, kind, tmp_path, [3, 5, 10], stages=1)
+
+
+@pytest.mark.parametrize(
+    "trainer", [EPOCHS | {"val_check_interval": 2}, STEPS], ids=["in mid-epoch", "at an epoch's end"]
+)
+def test_before_a_validation(pools: Pools, trainer: dict[str, Any], tmp_path: Path) -> None:
+    """The resumed run begins with it."""
+    run = run_of(tmp_path, "litdata", trainer, val_samples=(9,), scheduler="plateau-epoch-val_loss")
+    check(pools, run, "litdata", tmp_path, [2, 4, 5, 7])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainer", [EPOCHS, STEPS, EPOCHS | {"limit_train_batches": 4}], ids=["epochs", "steps", "limit"]
+)
+@pytest.mark.parametrize("kind", ["litdata", "litdata workers", "stateful", "stateful noisy", "stateful workers"])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2)])
+def test_after_every_batch(
+    pools: Pools, kind: str, trainer: dict[str, Any], stages: int, replicas: int, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, kind, trainer, options={"data_parallel_size": replicas})
+    if replicas > 1 and "stateful" in kind:
+        pytest.skip("the same data for both replicas: the Trainer's sampler, which would part it, cannot go on")
+    check(pools, run, kind, tmp_path, list(range(1, 12 if replicas == 1 else 6)), stages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [EPOCHS, STEPS], ids=["epochs", "steps"])
+@pytest.mark.parametrize(
+    "validating", [{"val_check_interval": 2}, {"check_val_every_n_epoch": None, "val_check_interval": 4}, {}]
+)
+@pytest.mark.parametrize("scheduler", ["decay-epoch", "plateau-epoch-val_loss", "plateau-step-train_loss"])
+def test_around_every_validation(
+    pools: Pools, trainer: dict[str, Any], validating: dict[str, Any], scheduler: str, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, "litdata", trainer | validating, val_samples=(9,), scheduler=scheduler)
+    check(pools, run, "litdata", tmp_path, list(range(1, 12)))
+
+
+def test_in_mid_accumulation_is_refused(pools: Pools, tmp_path: Path) -> None:
+    """Saved by a validation, which need not come with an update; what was accumulated is not in the checkpoint."""
+    trainer = EPOCHS | {"accumulate_grad_batches": 2, "val_check_interval": 3}
+    saving = {"save_top_k": -1, "filename": "{step}", "monitor": "val_loss"}
+    run = replace(
+        run_of(tmp_path, "litdata", trainer, val_samples=(9,)),
+        callbacks=((ModelCheckpoint, {"dirpath": tmp_path} | saving),),
+    )
+    write_litdata(tmp_path / "data", run.samples)
+    pools.run(2, fit_showing, run, "litdata", str(tmp_path / "data"))
+    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=1.ckpt"))
+    for outcome in pools.outcomes(2, fit_showing, again, "litdata", str(tmp_path / "data")):
+        assert "does not hold the gradients that were accumulated" in outcome.message
+
+
+def test_a_plain_loader_in_mid_epoch_is_refused_unless_accepted(pools: Pools, tmp_path: Path) -> None:
+    run = run_of(tmp_path, "plain", EPOCHS)
+    pools.run(2, fit_showing, run, "plain", "")
+    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=3.ckpt"))
+    for outcome in pools.outcomes(2, fit_showing, again, "plain", ""):
+        assert outcome.error == "ConfigurationError"
+        assert "a DataLoader cannot go on in the middle of an epoch: batches would be seen twice" in outcome.message
+        assert "after batch 3 of an epoch" in outcome.message
+        assert "inexact_resume=True" in outcome.message
+    accepted = pools.run(2, fit_showing, replace(again, options={"inexact_resume": True}), "plain", "")
+    assert accepted[0]["steps"] == list(range(4, 16))

@@ -1,0 +1,92 @@
+"""Ranks with any numbers of evaluation batches end together, and leave no message behind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_asyncpp.pipeline.mesh import Groups, Mesh
+from lightning_asyncpp.pipeline.stop_rounds import StopRounds, batches_behind
+from tests.trainer.pool import Pools
+
+Place = tuple[int, int]
+
+
+def evaluate(rounds: StopRounds, loaders: list[int], told: Place | None) -> Place | None:
+    """Go through loaders with so many batches each; the loader and the batch at which all end."""
+    for loader, count in enumerate(loaders):
+        for batch in range(count):
+            if rounds.after_batch(told is not None and (loader, batch) >= told):
+                return loader, batch
+        if rounds.finish(told is not None and (loader, count) >= told):
+            return loader, count
+    return None
+
+
+def random_evaluations(seed: int, number: int) -> list[tuple[int, list[list[int]], list[Place | None], Place | None]]:
+    """Evaluations one after the other: what each rank had, when it was told to end, and where it did."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    assert group is not None
+    draw, outcomes = random.Random(seed), []
+    mesh = Mesh(1, world, rank, Groups(group, group))
+    for _ in range(number):
+        behind = draw.choice([1, 2, 4])
+        num_loaders = draw.choice([1, 2, 3])
+        loaders = [[draw.randint(0, 9) for _ in range(num_loaders)] for _ in range(world)]
+        told: list[Place | None] = [
+            (draw.randrange(num_loaders), draw.randint(0, 9)) if draw.random() < 0.3 else None for _ in range(world)
+        ]
+        rounds = StopRounds(mesh, behind)
+        for _ in range(draw.choice([1, 2])):  # it is as new after an end, whichever that was
+            ended = evaluate(rounds, loaders[rank], told[rank])
+            total = torch.ones(1)
+            dist.all_reduce(total, group=group)  # finds a message of another call, if any was left
+            assert total.item() == world
+        outcomes.append((behind, loaders, told, ended))
+    return outcomes
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_end_where_they_have_to(pools: Pools, world: int) -> None:
+    per_rank = pools.run(world, random_evaluations, world, 60)
+    stopped = 0
+    for behind, loaders, told, ended in [
+        (b, ls, t, [ranks[i][3] for ranks in per_rank]) for i, (b, ls, t, _) in enumerate(per_rank[0])
+    ]:
+        given = [(ask, counts) for ask, counts in zip(told, loaders) if ask is not None]
+        if not given:
+            assert ended == [None] * world
+            continue
+        if None in ended:
+            assert set(ended) == {None}, "all or nobody"
+            # Only who was told after its last flag is not heard.
+            assert all(ask >= (len(counts) - 1, counts[-1]) for ask, counts in given)
+            continue
+        stopped += 1
+        assert len({place[0] for place in ended}) == 1, "in the same loader"
+        loader, first = ended[0][0], min(ask for ask, _ in given)
+        assert loader >= first[0]
+        under_way = {batch for (_, batch), counts in zip(ended, loaders) if batch < counts[loader]}
+        assert len(under_way) <= 1, "after the same batch"
+        heard = [ask[1] for ask, counts in given if ask[0] == loader and ask[1] <= counts[loader]]
+        if loader == first[0] and first[1] in heard:
+            assert all(batch == first[1] + behind for batch in under_way)
+    assert stopped > 10
+
+
+def test_no_stage_waits_for_those_behind_it() -> None:
+    """With as many micro-batches as stages the last one lags by less than a batch, with one by all the others."""
+    assert batches_behind(4, 4) == batches_behind(1, 1) == 2
+    assert batches_behind(4, 1) == 5
+
+
+def test_a_single_process_ends_soon() -> None:
+    rounds = StopRounds(Mesh(1, 1, 0), 2)
+    assert [rounds.after_batch(False), rounds.after_batch(True), rounds.after_batch(True)] == [False] * 3
+    assert rounds.after_batch(True)
+    assert not rounds.finish(False)
+    assert rounds.finish(True)
