@@ -129,7 +129,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
         open_saved(tmp_path / "code")
     with pytest.raises(WeightsError, match="there is no such file or folder"):
         open_saved(tmp_path / "absent")
-    with pytest.raises(WeightsError, match=r"folder without config\.json"):
+    with pytest.raises(WeightsError, match=r"folder without index\.json and config\.json"):
         open_saved(tmp_path)
 
 

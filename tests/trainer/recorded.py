@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +24,12 @@ METER = Trace(-1)
 
 
 class SleepingNet(Net):
-    """Two layers that sleep, 30 ms forward and 60 ms backward each, and note when they did."""
+    """Two layers that sleep, 30 ms forward and 60 ms backward each or as many times that, and note when they did."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, times: float = 1.0) -> None:
         super().__init__(run)
         METER.spans.clear()
-        self.model = nn.Sequential(*[SleepingLayer(Sleeps(30.0, 60.0), DIM, METER) for _ in range(2)])
+        self.model = nn.Sequential(*[SleepingLayer(Sleeps(30.0 * times, 60.0 * times), DIM, METER) for _ in range(2)])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss = F.mse_loss(self.model(batch["x"]).mean(1, keepdim=True), batch["y"])
@@ -57,10 +58,10 @@ class Slept:
     elapsed: float
 
 
-def fit_asleep(run: Run) -> Slept:
+def fit_asleep(run: Run, times: float = 1.0) -> Slept:
     """Train with layers that sleep, in a process that has trained before: first calls of anything take long."""
     fit(replace(run, module=SleepingNet, samples=run.batch_size, callbacks=()))
-    fit(replace(run, module=SleepingNet, callbacks=(*run.callbacks, (WallClock, {}))))
+    fit(replace(run, module=functools.partial(SleepingNet, times=times), callbacks=(*run.callbacks, (WallClock, {}))))
     start, end = WallClock.times
     asleep = sum(min(span.end, end) - max(span.start, start) for span in METER.spans if span.end > start)
     return Slept(asleep, end - start)

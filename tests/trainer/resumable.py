@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,14 @@ def write_litdata(folder: Path, count: int) -> None:
     cache.merge()
 
 
-def training_loader(run: Run, kind: str, folder: str) -> Any:
+def training_loader(run: Run, kind: str, folder: str, samples: Callable[[int, bool], Dataset] = NumberedSamples) -> Any:
     """A loader by words: ``plain``, ``stateful`` (torchdata's) or ``litdata``; ``noisy``, ``workers``."""
     workers = 2 if "workers" in kind else 0
     if "litdata" in kind:
         data = StreamingDataset(folder, shuffle=True, drop_last=False)
         return StreamingDataLoader(data, batch_size=run.batch_size, num_workers=workers)
     make = StatefulDataLoader if "stateful" in kind else DataLoader
-    return make(NumberedSamples(run.samples, "noisy" in kind), run.batch_size, shuffle=True, num_workers=workers)
+    return make(samples(run.samples, "noisy" in kind), run.batch_size, shuffle=True, num_workers=workers)
 
 
 class Showing(Net):
@@ -89,12 +90,16 @@ class Marks(L.Callback):
         self.logged[trainer.global_step] = len(trainer.logger.records)  # type: ignore[union-attr]
 
 
-def fit_showing(run: Run, kind: str, folder: str) -> dict[str, Any]:
+def fit_showing(
+    run: Run, kind: str, folder: str, *, make: Callable[[Run], Showing] = Showing,
+    callbacks: Sequence[L.Callback] = (), samples: Callable[[int, bool], Dataset] = NumberedSamples,
+) -> dict[str, Any]:  # fmt: skip
     """Train, and report what was seen; ``numbers`` are those of micro-batches, on the last stage."""
     L.seed_everything(run.seed, verbose=False)
-    module = Showing(run)
+    module = make(run)
     marks = Marks()
-    trainer = make_trainer(run, callbacks=[marks])
+    trainer = make_trainer(run, callbacks=[marks, *callbacks])
     vals = DataLoader(NumberedSamples(9, False), batch_size=4) if run.val_samples else None
-    trainer.fit(module, training_loader(run, kind, folder), vals, ckpt_path=run.ckpt_path)
+    loader = training_loader(run, kind, folder, samples)
+    trainer.fit(module, loader, vals, ckpt_path=run.ckpt_path, weights_only=True)
     return report(trainer, module) | {"numbers": module.numbers, "marks": marks.logged}

@@ -62,6 +62,10 @@ class NamedAlike(ResumableNet):
         self.add_module("0", nn.Linear(2, 2).requires_grad_(False))
 
 
+def state_step(path: Path) -> int:
+    return int(torch.load(path, weights_only=True)["global_step"])
+
+
 def test_what_stands_beside_the_model_keeps_its_own_weights(pools: Pools, tmp_path: Path) -> None:
     callbacks = (saving(tmp_path, every_n_epochs=1),)
     run = replace(RUN, module=NamedAlike, callbacks=callbacks, trainer={**RUN.trainer, "max_epochs": 1})
@@ -71,6 +75,9 @@ def test_what_stands_beside_the_model_keeps_its_own_weights(pools: Pools, tmp_pa
     assert state["0.weight"].shape == (2, 2)
     assert state["0.weight"].dtype == torch.float32
     assert state["model.0.weight"].dtype == torch.bfloat16
+    resumed = replace(run, ckpt_path=str(path), callbacks=(), trainer={**run.trainer, "max_epochs": 2})
+    for stages in (2, 3):
+        assert pools.run(stages, fit, resumed)[0]["global_step"] == 2 * state_step(path)
 
 
 def test_it_needs_mixed_precision(pools: Pools) -> None:
@@ -84,4 +91,4 @@ def test_a_checkpoint_of_another_weight_dtype_is_refused(pools: Pools, tmp_path:
     pools.run(2, fit, run)
     other = replace(run, options={"micro_batches": 4}, callbacks=(), ckpt_path=str(tmp_path / "step=3.ckpt"))
     for outcome in pools.outcomes(2, fit, other):
-        assert "written with weight_dtype=bf16, this run has None" in outcome.message
+        assert "written with weight_dtype='bf16', this run has None" in outcome.message

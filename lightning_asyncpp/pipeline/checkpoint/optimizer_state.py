@@ -8,6 +8,7 @@ What is no parameter's (a count of steps) is kept for each stage that wrote it.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -112,9 +113,14 @@ def keep_states_once(saved: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def _names_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Names of the optimizer's parameters, in the order in which its state numbers them."""
+    """Names of the optimizer's parameters, in the order in which its state numbers them.
+
+    Frozen ones beside the model, which every stage has, get numbers of their own.
+    """
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    beside = itertools.count()
+    held = (id(p) for group in optimizer.param_groups for p in group["params"])
+    return [name_of[key] if key in name_of else f"beside the model: {next(beside)}" for key in held]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

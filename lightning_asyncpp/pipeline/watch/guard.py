@@ -59,6 +59,8 @@ class Guard:
         self._stopped: int | None = None
         self._adopted: list[subprocess.Popen] = []
         self._deadline: threading.Timer | None = None
+        self._is_released = False
+        self._deciding = threading.Lock()  # on the two above, in the script's thread and in the watch's
         self._at_exit: AtExit | None = None
         weakref.finalize(watched, self.end).atexit = False
 
@@ -71,6 +73,7 @@ class Guard:
         if self._limit is None or self._end is not None or mesh.groups is None:
             return
         self._mesh, self._cause, self._is_heard, self._stopped = mesh, None, False, None
+        self._is_released = False
         self._end = meet(mesh, self._limit, self._learn)
         self._at_exit = self._at_exit or AtExit(self._exit)
         self._end.start()
@@ -95,9 +98,11 @@ class Guard:
             self.release()
 
     def release(self) -> None:
-        """The error is in the hands of the script, which may take its time."""
-        if self._deadline is not None:
-            self._deadline.cancel()
+        """The error is in the hands of the script, which may take its time, also if more is learnt of the error later."""
+        with self._deciding:
+            self._is_released = True
+            if self._deadline is not None:
+                self._deadline.cancel()
 
     def end(self) -> None:
         """Say goodbye, and watch no longer."""
@@ -149,7 +154,9 @@ class Guard:
         return max(self._limit / 2, _LEAST_LEAVE_SECONDS)
 
     def _hurry(self) -> None:
-        if self._deadline is None or self._deadline.finished.is_set():
+        with self._deciding:
+            if self._is_released or (self._deadline is not None and not self._deadline.finished.is_set()):
+                return
             self._deadline = threading.Timer(self._leave_seconds, self._leave_now)
             self._deadline.daemon = True
             self._deadline.start()
