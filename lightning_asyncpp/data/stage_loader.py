@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.replica import is_litdata, use_replica
-from lightning_asyncpp.data.resumable_loader import is_stateful
 
 
 class PlaceholderBatch:
@@ -32,6 +31,8 @@ def has_placeholder(batch: object) -> bool:
 class PlaceholderLoader:
     """As many placeholders as a loader has batches; the loader itself is never iterated.
 
+    Its state lives on the ranks that read, where every training loader has one.
+
     Args:
         loader: the loader of this replica, with a length.
     """
@@ -44,11 +45,8 @@ class PlaceholderLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[PlaceholderBatch]:
-        return (PlaceholderBatch() for _ in range(len(self)))
-
-
-class StatefulPlaceholderLoader(PlaceholderLoader):
-    """A placeholder for a loader that can be resumed: the state lives on the ranks that read."""
+        waits = getattr(self.loader, "waits", False)  # a resumed loader, for the end of the epoch before
+        return (PlaceholderBatch() for _ in range(0 if waits else len(self)))
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to keep."""
@@ -78,7 +76,7 @@ def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bo
     _seed_workers(loader, replica)
     if needs_data or not (is_litdata(loader) or _is_map_style(loader)):
         return loader
-    return StatefulPlaceholderLoader(loader) if is_stateful(loader) else PlaceholderLoader(loader)
+    return PlaceholderLoader(loader)
 
 
 def _check_size(loader: object, num_replicas: int) -> None:

@@ -103,6 +103,23 @@ HANGS = """
 """
 
 
+def test_a_script_that_has_its_error_is_not_ended_when_more_is_learnt() -> None:
+    """The watch's thread may be later than the script's."""
+    end = """
+    NobodyElse.cause = cause
+    watch.is_torn_down = True
+    watch.fail(ArithmeticError("own"))
+    watch.release()
+    watch._learn(cause)
+    time.sleep(1.5)
+    """.strip()
+    script = textwrap.dedent(
+        HANGS.replace("threading.Thread(target=watch._learn, args=[cause]).start()", "").format(end=end)
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("end", "sign"),
     [

@@ -98,7 +98,7 @@ class Guard:
             self.release()
 
     def release(self) -> None:
-        """The error is in the hands of the script, which may take its time, also if more is learnt of the error later."""
+        """The error is in the hands of the script, which may take its time, also if the watch learns of one later."""
         with self._deciding:
             self._is_released = True
             if self._deadline is not None:
