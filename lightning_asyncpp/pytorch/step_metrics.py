@@ -97,23 +97,28 @@ class StepMetrics:
         if self._hooks is not None:
             self._hooks.release()
         self._module = self._trainer = self._log = self._hooks = None
-        for kept in (self._updates, self._losses, self._logged, self._early, self._spent):
+        for kept in (self._updates, self._losses, self._logged, self._early):
             kept.clear()
         self._evaluation.clear()  # what an evaluation recorded that did not come to its end
 
     def state_dict(self, module: LightningModule) -> dict[str, Any]:
-        """What was logged and is not known to Lightning yet: by hooks after the last batch.
+        """What was logged and is not known to Lightning yet, by hooks after the last batch, and which metrics are over.
 
         Args:
             module: that was trained; after the training it is not connected any more.
         """
-        return self._train.state_dict(dict(module.named_modules()))
+        modules = dict(module.named_modules())
+        spent = [name for name, metric in modules.items() if any(metric is other for other in self._spent)]
+        return {**self._train.state_dict(modules), "spent": spent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` returned."""
         assert self._module is not None
         if self._mesh.is_last:
-            self._train.load_state_dict(state, dict(self._module.named_modules()))
+            modules = dict(self._module.named_modules())
+            self._train.load_state_dict(state, modules)
+            found = (modules.get(name) for name in state["spent"])
+            self._spent = [metric for metric in found if isinstance(metric, Metric)]
 
     # -- training -------------------------------------------------------------------------------------------------
 

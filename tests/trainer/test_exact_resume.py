@@ -55,6 +55,19 @@ def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stage
     check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [5] if kind == "plain" else [3, 5, 10], stages)
 
 
+@pytest.mark.parametrize(("strategy", "processes"), [("async", 2), ("delayed", 1)])
+def test_after_an_epochs_end(pools: Pools, strategy: str, processes: int, tmp_path: Path) -> None:
+    """Its metrics were logged, and do not count for the next."""
+    run = run_of(tmp_path, "plain", EPOCHS, strategy=strategy)
+    saving = {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": True}
+    run = replace(run, callbacks=((ModelCheckpoint, saving),))
+    whole = pools.run(processes, fit_showing, run, "plain", "")
+    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=5.ckpt"))
+    records = pools.run(processes, fit_showing, again, "plain", "")[0]["records"]
+    assert records
+    assert records == whole[0]["records"][-len(records) :]
+
+
 @pytest.mark.parametrize("kind", ["litdata", pytest.param("stateful noisy", marks=pytest.mark.slow)])
 def test_an_emulated_delay_after_any_batch(pools: Pools, kind: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, kind, EPOCHS, strategy="delayed", options={"micro_batches": 2})
