@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -256,7 +257,9 @@ class PipelineSession:
                 f" {type(self.failure).__name__}: {self.failure}"
             ) from self.failure
         if self.engine is None:
-            raise RuntimeError("the pipeline is not set up yet")
+            error = sys.exc_info()[1]  # which one of Lightning's callbacks that save on an exception would hide
+            why = f": {type(error).__name__}: {error}" if error is not None else ""
+            raise RuntimeError(f"the pipeline is not set up yet{why}")
         return self.engine
 
     def fail(self, error: BaseException) -> None:

@@ -36,9 +36,21 @@ def logged_state(trainer: Trainer) -> dict[str, Any]:
     results = required(trainer.fit_loop.epoch_loop, "_results", _PURPOSE)
     return {
         "epoch": {key: _entry(metric) for key, metric in results.items() if _is_kept(metric)},
+        "evaluated": _objects(required(trainer.fit_loop.epoch_loop.val_loop, "_results", _PURPOSE)),
         "newest": {name: dict(required(connector, name, _PURPOSE)) for name in _NEWEST},
         "hook": required(connector, "_current_fx", _PURPOSE),
     }
+
+
+def names_of_spent(state: Mapping[str, Any], in_epoch: bool) -> list[str]:
+    """The objects of the module that Lightning would reset before they are used again: they begin anew after a resume.
+
+    Args:
+        state: what :func:`logged_state` returned.
+        in_epoch: whether the training's epoch goes on. A validation that was under way begins again.
+    """
+    trained = [entry["meta"]["metric_attribute"] for entry in state["epoch"].values() if not entry["values"]]
+    return [*state["evaluated"], *([] if in_epoch else trained)]
 
 
 def load_logged_state(trainer: Trainer, state: Mapping[str, Any], in_epoch: bool) -> None:
@@ -68,8 +80,15 @@ def load_logged_state(trainer: Trainer, state: Mapping[str, Any], in_epoch: bool
 
 def _is_kept(metric: Any) -> bool:
     """Whether a metric has values in this epoch: numbers that were logged, or an object of the module that was."""
-    is_object = not metric.is_tensor and required(metric.meta, "metric_attribute", _PURPOSE) is not None
-    return is_object or (metric.is_tensor and not metric.has_reset)
+    return _is_object(metric) or (metric.is_tensor and not metric.has_reset)
+
+
+def _is_object(metric: Any) -> bool:
+    return not metric.is_tensor and required(metric.meta, "metric_attribute", _PURPOSE) is not None
+
+
+def _objects(results: Mapping[str, Any]) -> list[str]:
+    return [metric.meta.metric_attribute for metric in results.values() if _is_object(metric)]
 
 
 def _entry(metric: Any) -> dict[str, Any]:

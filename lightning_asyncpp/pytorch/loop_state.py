@@ -44,6 +44,8 @@ class Outstanding(NamedTuple):
     def of(cls, trainer: L.Trainer) -> Outstanding:
         """What is still to come for a trainer that writes a checkpoint now."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
+        if trainer.state.fn == TrainerFn.FITTING and trainer.validating:
+            return cls(epoch_end=progress.is_last_batch)
         if not trainer.training or progress.total.completed >= progress.state_dict()["total"]["processed"]:
             return cls()
         return cls(True, private.validation_is_due(trainer), progress.is_last_batch)
@@ -68,10 +70,13 @@ class ResumedLoops:
             return
         fit_loop, epoch_loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         epochs = fit_loop.epoch_progress.total
-        if epoch_loop.restarting and epochs.ready == epochs.completed > 0:
+        processed = epochs.state_dict()["processed"]
+        if epoch_loop.restarting and epochs.ready == processed > 0:
             epoch_loop.restarting = False  # that epoch is over; the next begins
+            if epochs.completed < processed:  # saved in its last hook
+                fit_loop.epoch_progress.increment_completed()
         outstanding = self._outstanding = Outstanding(*self._progress.outstanding)
-        if outstanding.validation or outstanding.epoch_end:
+        if outstanding.batch_end and (outstanding.validation or outstanding.epoch_end):
             epoch_loop.batch_progress.increment_completed()  # else Lightning would begin with the next batch
         if outstanding.validation:
             mark_validation_as_outstanding(self._trainer)

@@ -18,7 +18,7 @@ from lightning_asyncpp.data.stage_loader import PlaceholderLoader
 from lightning_asyncpp.pipeline.checkpoint.random_states import set_random_states
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pytorch import private
-from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state
+from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state, names_of_spent
 from lightning_asyncpp.pytorch.loop_state import Outstanding
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
 from lightning_asyncpp.pytorch.validation_randomness import ValidationRandomness
@@ -139,7 +139,8 @@ class Progress:
             return None
         goes_on = self._in_mid_epoch or self._before_validation or Outstanding(*self.outstanding).epoch_end
         load_logged_state(trainer, state["logged"], goes_on)
-        load_metric_states(module, state["metrics"])
+        spent = names_of_spent(state["logged"], goes_on)
+        load_metric_states(module, {name: saved for name, saved in state["metrics"].items() if name not in spent})
         self._state = None
         recorded: Mapping[str, Any] = state["recorded"]
         return recorded

@@ -9,16 +9,20 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, SyncPipelineStrategy
 from lightning_asyncpp.fabric.strategy import PipelineStrategy
 from tests.pipeline.cases import Case, make_model
 
 
+def world_size() -> int:
+    """Number of processes, as the launcher says it."""
+    return int(os.environ["WORLD_SIZE"])
+
+
 def make_fabric(strategy: PipelineStrategy, precision: Any = "32-true", seed: int = 5) -> L.Fabric:
     """A launched Fabric on all ranks of this pool."""
-    fabric = L.Fabric(strategy=strategy, devices=dist.get_world_size(), accelerator="cpu", precision=precision)
+    fabric = L.Fabric(strategy=strategy, devices=world_size(), accelerator="cpu", precision=precision)
     fabric.launch()
     fabric.seed_everything(seed, verbose=False)
     return fabric
@@ -41,7 +45,7 @@ class Run:
             fresh_last_stage=case.fresh,
             synchronous_start=case.start,
             data_parallel_size=case.data_parallel_size,
-            partition=case.counts(dist.get_world_size() // case.data_parallel_size),
+            partition=case.counts(world_size() // case.data_parallel_size),
             placement=case.placement,
             nonfinite_gradients="skip" if case.nan_at is not None else "stop",
             micro_batch_weight=case.weight,

@@ -62,7 +62,7 @@ class Showing(Net):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.error = MeanSquaredError()
+        self.error, self.val_error = MeanSquaredError(), MeanSquaredError()
         self.numbers: list[list[int]] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -75,6 +75,12 @@ class Showing(Net):
         self.log("total", loss, reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("highest", loss, reduce_fx="max", on_step=False, on_epoch=True)
         return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        output = self.model(batch["x"])
+        self.val_error(output, batch["y"])
+        self.log("val_loss", F.mse_loss(output, batch["y"]))
+        self.log("val_error", self.val_error)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.log("drawn", torch.rand(()) + random.random(), on_step=True, on_epoch=True)

@@ -55,17 +55,20 @@ def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stage
     check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [5] if kind == "plain" else [3, 5, 10], stages)
 
 
+@pytest.mark.parametrize("at_epoch_end", [True, False])
 @pytest.mark.parametrize(("strategy", "processes"), [("async", 2), ("delayed", 1)])
-def test_after_an_epochs_end(pools: Pools, strategy: str, processes: int, tmp_path: Path) -> None:
-    """Its metrics were logged, and do not count for the next."""
-    run = run_of(tmp_path, "plain", EPOCHS, strategy=strategy)
-    saving = {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": True}
-    run = replace(run, callbacks=((ModelCheckpoint, saving),))
-    whole = pools.run(processes, fit_showing, run, "plain", "")
-    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=5.ckpt"))
-    records = pools.run(processes, fit_showing, again, "plain", "")[0]["records"]
-    assert records
-    assert records == whole[0]["records"][-len(records) :]
+def test_after_an_epochs_end(pools: Pools, strategy: str, processes: int, at_epoch_end: bool, tmp_path: Path) -> None:
+    """Or after its validation: metrics were logged, and do not count for the next epoch; the last step is an end, too."""
+    trainer = {"max_steps": 10, "max_epochs": -1}
+    run = run_of(tmp_path, "plain", trainer, val_samples=(9,), strategy=strategy)
+    saving = {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": at_epoch_end}
+    whole = pools.run(processes, fit_showing, replace(run, callbacks=((ModelCheckpoint, saving),)), "plain", "")[0]
+    for step in (5, 10):
+        again = replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt"))
+        resumed = pools.run(processes, fit_showing, again, "plain", "")[0]
+        # Lightning logs an epoch's own values between the two moments, and once.
+        assert resumed["records"] == whole["records"][whole["marks"][step] + at_epoch_end :]
+        assert resumed["epoch"] == whole["epoch"]
 
 
 @pytest.mark.parametrize("kind", ["litdata", pytest.param("stateful noisy", marks=pytest.mark.slow)])
