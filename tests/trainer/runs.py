@@ -248,7 +248,8 @@ def make_strategy(run: Run) -> Any:
 
 
 def make_trainer(run: Run, **more: Any) -> L.Trainer:
-    devices = 1 if run.strategy == "plain" else int(os.environ.get("WORLD_SIZE", 1))
+    processes = 1 if run.strategy == "plain" else int(os.environ.get("WORLD_SIZE", 1))
+    devices = min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
     arguments: dict[str, Any] = {
         "max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
         "enable_model_summary": False, "log_every_n_steps": 1, "num_sanity_val_steps": 0,
@@ -258,7 +259,10 @@ def make_trainer(run: Run, **more: Any) -> L.Trainer:
     if isinstance(kind := arguments["logger"], str):
         arguments["logger"] = LOGGERS[kind](arguments.get("default_root_dir"))
     callbacks = [*arguments.pop("callbacks", []), *(make(**kwargs) for make, kwargs in run.callbacks), Watch()]
-    return L.Trainer(accelerator="cpu", devices=devices, strategy=make_strategy(run), callbacks=callbacks, **arguments)
+    return L.Trainer(
+        accelerator="cpu", devices=devices, num_nodes=processes // devices, strategy=make_strategy(run),
+        callbacks=callbacks, **arguments,
+    )  # fmt: skip
 
 
 def fit(run: Run) -> dict[str, Any]:

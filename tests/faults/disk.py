@@ -1,0 +1,50 @@
+"""A disk that is too small: a real file system of a given size, for which one has to be root."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LARGE = 2**28
+
+
+def size_of(folder: Path) -> int:
+    """Bytes in files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+@functools.cache
+def why_not() -> str:
+    """Why there can be none here; nothing if there can."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        return "mounts a small file system, for which one has to be root"
+    done = subprocess.run(
+        ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True
+    )
+    return done.stderr.strip()
+
+
+@contextmanager
+def small(folder: Path, size: int, wanted: bool) -> Iterator[Callable[[], None]]:
+    """Let a folder be a disk of so many bytes, until the function that is given makes it large.
+
+    Args:
+        folder: an empty one.
+        size: bytes.
+        wanted: without it the folder stays as it is, and the function does nothing.
+    """
+    if not wanted:
+        yield lambda: None
+        return
+    options = f"size={size}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True, timeout=30)
+    grow = ["mount", "-o", f"remount,size={_LARGE}", folder]
+    try:
+        yield lambda: [subprocess.run(grow, check=True, timeout=30), None][1]
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True, timeout=30)

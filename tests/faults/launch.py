@@ -1,0 +1,183 @@
+"""Start the ranks of a job, wait until all have ended, and look at what is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import multiprocessing as mp
+
+from tests.faults import script
+from tests.faults.jobs import Job
+from tests.faults.places import Fault
+from tests.trainer.pool import elastic_environment
+
+HEARTBEAT = 60.0
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where ranks run.
+
+    Attributes:
+        namespaces: the network namespaces of all ranks, each a host of its own; none for this machine.
+        address: of the first rank's host.
+        variables: of the environment, for all.
+    """
+
+    namespaces: tuple[str, ...] = ()
+    address: str = "127.0.0.1"
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def environment(self, rank: int, processes: int, port: int) -> dict[str, str]:
+        """What torchrun would set."""
+        variables = elastic_environment(rank, processes, port) | {"MASTER_ADDR": self.address} | self.variables
+        if self.namespaces:
+            variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+        return variables
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes of a job ended.
+
+    Attributes:
+        folder: their files.
+        codes: exit codes by rank; those of signals are negative.
+        seconds: from the fault, or the start without one, to the end of the last.
+    """
+
+    folder: Path
+    codes: list[int]
+    seconds: float
+
+    def output(self, rank: int) -> str:
+        return (self.folder / f"{rank}.output").read_text()
+
+    def outputs(self) -> str:
+        """All that was said."""
+        texts = [f"---- rank {r}, exit code {code}:\n{self.output(r)}" for r, code in enumerate(self.codes)]
+        return "\n".join(texts)
+
+    def happened(self, rank: int) -> bool:
+        return (self.folder / f"{rank}.happened").exists()
+
+    def reached(self, rank: int) -> int | None:
+        """The step that a rank had seen the end of; ``None`` if it had not begun to train."""
+        file = self.folder / f"{rank}.reached"
+        return int(file.read_text()) if file.exists() else None
+
+    def results(self) -> list[dict[str, Any]]:
+        """What all ranks came to; they must have ended well."""
+        assert self.codes == [0] * len(self.codes), self.outputs()
+        return [script.result_of(self.folder, rank) for rank in range(len(self.codes))]
+
+
+def launch(
+    job: Job, folder: Path, checkpoints: Path, fault: Fault | None = None, *, limit: float,
+    heartbeat: float = HEARTBEAT, hosts: Hosts = Hosts(),
+) -> Ended:  # fmt: skip
+    """Run a job to its end.
+
+    Args:
+        job: what to run.
+        folder: for files of the ranks; beside it lies the data.
+        checkpoints: the folder for checkpoints.
+        fault: what goes wrong.
+        limit: seconds after the fault, or after the start without one, within which all ranks have to end.
+        heartbeat: of the strategy, in seconds.
+        hosts: where the ranks run.
+
+    Raises:
+        AssertionError: some did not end, with what every thread of them was doing; or they left processes behind.
+    """
+    folder.mkdir(parents=True)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.faults.script"])
+    port = _port()
+    processes = []
+    for rank in range(job.processes):
+        environment = hosts.environment(rank, job.processes, port)
+        namespace = hosts.namespaces[rank] if hosts.namespaces else ""
+        args = (rank, job, folder, checkpoints, fault, environment, heartbeat, namespace)
+        processes.append(context.Process(target=script.run, args=args))
+    with _ended_at_last(processes):
+        for process in processes:
+            process.start()
+        begin = _wait(processes, folder, fault, limit)
+        seconds = time.monotonic() - begin
+        pids = [process.pid for process in processes]
+        _check_nothing_is_left([pid for pid in pids if pid is not None])
+    return Ended(folder, [int(process.exitcode or 0) for process in processes], seconds)
+
+
+def _port() -> int:
+    """One that no connection of another process gets by chance until it is used."""
+    first_of_those = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(10_000, first_of_those)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+@contextmanager
+def _ended_at_last(processes: list[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join(10)
+
+
+def _wait(processes: list[Any], folder: Path, fault: Fault | None, limit: float) -> float:
+    """Until all have ended; since when the limit ran."""
+    begin, seen = time.monotonic(), fault is None
+    while alive := [rank for rank, process in enumerate(processes) if process.exitcode is None]:
+        if not seen and fault is not None and (folder / f"{fault.rank}.happened").exists():
+            begin, seen = time.monotonic(), True
+        if time.monotonic() - begin > limit:
+            raise AssertionError(_where(processes, alive, folder, limit))
+        time.sleep(0.02)
+    return begin
+
+
+def _where(processes: list[Any], alive: list[int], folder: Path, limit: float) -> str:
+    for rank in alive:
+        os.kill(processes[rank].pid, script.WHERE_SIGNAL)
+    time.sleep(1)
+    said = Ended(folder, [processes[rank].exitcode for rank in range(len(processes))], limit).outputs()
+    return f"ranks {alive} did not end within {limit:g} s:\n{said}"
+
+
+def _check_nothing_is_left(sessions: list[int], patience: float = 15.0) -> None:
+    """Workers of loaders look for their rank every five seconds."""
+    deadline = time.monotonic() + patience
+    while left := [pid for pid, session in _alive() if session in sessions]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"{len(left)} processes outlived their ranks")
+        time.sleep(0.05)
+
+
+def _alive() -> Iterator[tuple[int, int]]:
+    """Process and session ids of what runs here; zombies do not."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if state[0] != "Z":
+                yield int(entry.name), int(state[3])

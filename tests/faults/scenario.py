@@ -1,0 +1,98 @@
+"""What goes wrong in which job, where and when, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from tests.faults.jobs import JOBS, Job
+from tests.faults.places import Fault
+
+USERS = ("forward", "backward", "step", "optimizer", "loader", "callback", "logger", "evaluation", "save")
+ANYWHERE = ("call", "call", "call", "storage", *USERS)
+KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("kill", ANYWHERE),
+    ("raise", USERS),
+    ("kill", ("storage",)),
+    ("term", ("call",)),
+    ("stop", ANYWHERE),
+    ("full", ("disk",)),
+    ("memory", USERS),
+    ("nan", ("forward", "backward")),
+    ("kill", ("call",)),
+    ("leave", ANYWHERE),
+    ("raise", ("save", "callback", "logger", "evaluation")),
+    ("usr1", ("call",)),
+    ("cut", ("call",)),
+    ("raise", ("loader", "optimizer", "step")),
+    ("small", ()),
+)
+"""What happens, and where it can; ``small`` is a small disk, which some save finds full."""
+
+GONE = ("kill", "leave", "stop", "cut")
+ERRORS = ("raise", "full", "memory", "nan")
+TOLD = ("term", "usr1")
+_NEEDS_OTHERS = ("stop", "leave", "cut")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One of them.
+
+    Attributes:
+        job: in which job.
+        what, places: what happens, and where: in the first of the places that the rank passes.
+        share: how far through all the times that a place is passed, from 0 to 1.
+        seed: which one this is; also draws the rank.
+    """
+
+    seed: int
+    job: Job
+    what: str
+    places: tuple[str, ...]
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.seed}-{self.job.name}-{self.what}"
+
+    def fault(self, counts: list[dict[str, int]], process: int = 0) -> Fault:
+        """What goes wrong, once it is known how often each rank passes each place.
+
+        Args:
+            counts: of an undisturbed run, by rank.
+            process: for ``"cut"``, the process that passes packets on.
+        """
+        rng = random.Random(self.seed)
+        for place in self.places:
+            ranks = [rank for rank, passed in enumerate(counts) if passed.get(place)]
+            if ranks:
+                rank = rng.choice(ranks)
+                return Fault(self.what, place, rank, int(self.share * counts[rank][place]), process)
+        raise ValueError(f"{self}: no rank passes {self.places}")
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed; every sort of fault comes once in as many as there are."""
+    rng = random.Random(1000 + seed)
+    what, places = KINDS[seed % len(KINDS)]
+    job = rng.choice([job for job in JOBS.values() if _can_be(job, what)])
+    return Scenario(seed, job, what, (*rng.sample(places, len(places)), "call"), rng.random())
+
+
+def _can_be(job: Job, what: str) -> bool:
+    by_trainer = not job.name.startswith("fabric")
+    if what in TOLD or what == "small":
+        return by_trainer  # what a loop of the user's own does then, is its own; it keeps its newest checkpoint alone
+    if what == "cut":
+        return by_trainer and job.processes == 2
+    return job.processes > 1 or what not in _NEEDS_OTHERS
+
+
+def mistake_of(what: str) -> str:
+    """What an error says."""
+    texts: dict[str, Any] = {
+        "raise": "the user's own mistake", "full": "No space left on device", "small": "No space left on device",
+        "memory": "can't allocate memory", "nan": "NaN or Inf",
+    }  # fmt: skip
+    return str(texts[what])

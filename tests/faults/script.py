@@ -1,0 +1,92 @@
+"""A rank as a launcher starts it: a process of its own, which ends as a script does."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.faults.jobs import Here, Job
+from tests.faults.places import Fault, Places
+from tests.pipeline.pool import end_with_parent
+
+WHERE_SIGNAL = signal.SIGUSR2
+_CLONE_NEWNET = 0x40000000
+
+
+def run(
+    rank: int, job: Job, folder: Path, checkpoints: Path, fault: Fault | None, environment: dict[str, str],
+    heartbeat: float, namespace: str = "",
+) -> None:  # fmt: skip
+    """Be a rank of a job, to the end of this process; what it came to is in files of its number."""
+    os.setsid()
+    _speak_into(folder / f"{rank}.output")
+    faulthandler.register(WHERE_SIGNAL, all_threads=True)
+    end_with_parent()
+    if namespace:
+        _enter(namespace)
+    os.environ.update(environment)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    multiprocessing.set_start_method("fork", force=True)  # for workers of loaders, as in a script
+    places = Places(rank, fault, folder / f"{rank}.happened")
+    here = Here(places, checkpoints, folder.parent / "data", folder / f"{rank}.reached", heartbeat)
+    _end(_code_of(here, job, folder / f"{rank}.result"))
+
+
+def _code_of(here: Here, job: Job, result: Path) -> int:
+    """Train; the exit code that Python would give this process."""
+    try:
+        here.places.start()
+        came_to = job.train(here)
+        result.write_bytes(pickle.dumps(came_to | {"counts": dict(here.places.counts)}))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _end(code: int) -> None:
+    """As Python ends: threads, what was registered for the end, what was printed."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _speak_into(file: Path) -> None:
+    output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _enter(namespace: str) -> None:
+    """Be on another host from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(namespace, os.O_RDONLY)
+    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+    os.close(descriptor)
+
+
+def result_of(folder: Path, rank: int) -> Any:
+    """What a rank that ended well came to."""
+    return pickle.loads((folder / f"{rank}.result").read_bytes())

@@ -1,0 +1,162 @@
+"""Something goes wrong anywhere: all ranks end in time and say why, and a resumed run is the undisturbed one.
+
+``pytest tests/faults`` runs one of each sort; ``pytest -m slow tests/faults -n 2 --dist load`` more than 200.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from lightning_asyncpp.storage.reading import verify
+from tests.faults import disk, network
+from tests.faults.jobs import JOBS, TIMEOUT_SECONDS, Job
+from tests.faults.launch import HEARTBEAT, Ended, Hosts, launch
+from tests.faults.places import Fault
+from tests.faults.scenario import ERRORS, GONE, KINDS, TOLD, Scenario, draw, mistake_of
+from tests.trainer.resumable import write_litdata
+
+SHORT_HEARTBEAT = 4.0  # busy machines let a process wait for seconds
+LEAVE_SECONDS = 15.0  # twice for a busy machine: what a rank has to end in after it was told
+START_SECONDS = 90.0
+TOLD_CODE = {"term": 143, "usr1": 138}
+MANY = 225
+
+
+class Undisturbed(NamedTuple):
+    """A job in which nothing goes wrong: what its ranks came to, and the bytes of its checkpoints."""
+
+    results: list[dict[str, Any]]
+    size: int
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the data."""
+    folder = tmp_path_factory.mktemp("faults")
+    write_litdata(folder / "data", 37)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(folder: Path) -> Callable[[str], Undisturbed]:
+    @functools.cache
+    def run(name: str) -> Undisturbed:
+        checkpoints = folder / f"{name}-checkpoints"
+        checkpoints.mkdir()
+        results = launch(JOBS[name], folder / name, checkpoints, limit=START_SECONDS).results()
+        return Undisturbed(results, disk.size_of(checkpoints))
+
+    return run
+
+
+@pytest.fixture
+def place(folder: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder beside the data for one scenario."""
+    path = folder / request.node.name.replace("/", "-")
+    path.mkdir()
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def scenarios() -> list[Any]:
+    """One of each sort, and many."""
+    found = []
+    for seed in range(MANY):
+        scenario = draw(seed)
+        marks = [pytest.mark.timeout(280)]
+        marks += [pytest.mark.slow] if seed >= len(KINDS) else []
+        if scenario.what == "small":
+            marks.append(pytest.mark.skipif(bool(why := disk.why_not()), reason=why))
+        if scenario.what == "cut":
+            marks.append(pytest.mark.skipif(bool(why := network.why_not()), reason=why))
+        found.append(pytest.param(scenario, marks=marks, id=str(scenario)))
+    return found
+
+
+@pytest.mark.parametrize("scenario", scenarios())
+def test_all_end_and_a_resumed_run_is_the_undisturbed_one(
+    scenario: Scenario, undisturbed: Callable[[str], Undisturbed], folder: Path, place: Path
+) -> None:
+    job, whole = scenario.job, undisturbed(scenario.job.name)
+    checkpoints = place / "checkpoints"
+    checkpoints.mkdir()
+    (place / "data").symlink_to(folder / "data")
+    with disk.small(checkpoints, int((0.1 + 0.8 * scenario.share) * whole.size), scenario.what == "small") as grow:
+        ended, fault = disturbed(scenario, whole, place, checkpoints)
+        check_end(scenario, ended, fault)
+        check_checkpoints(scenario, checkpoints)
+        grow()
+        again = launch(job, place / "again", checkpoints, limit=START_SECONDS).results()
+        check_resumed(job, again, whole.results, ended, fault)
+
+
+def disturbed(scenario: Scenario, whole: Undisturbed, place: Path, checkpoints: Path) -> tuple[Ended, Fault | None]:
+    """Run the job, and let it happen."""
+    job, counts = scenario.job, [result["counts"] for result in whole.results]
+    heartbeat = SHORT_HEARTBEAT if scenario.what in ("stop", "cut") else HEARTBEAT
+    start = functools.partial(launch, job, place / "disturbed", checkpoints, heartbeat=heartbeat)
+    if scenario.what == "small":
+        return start(limit=START_SECONDS), None
+    limit = TIMEOUT_SECONDS + LEAVE_SECONDS + (SHORT_HEARTBEAT if heartbeat == SHORT_HEARTBEAT else 0)
+    if scenario.what == "cut":
+        limit += TIMEOUT_SECONDS + 15.0  # before the ranks have met, torch's store is called twice
+        with network.two_hosts() as (hosts, process):
+            fault = scenario.fault(counts, process)
+            return start(fault, limit=limit, hosts=hosts), fault
+    fault = scenario.fault(counts)
+    return start(fault, limit=limit, hosts=Hosts()), fault
+
+
+def check_end(scenario: Scenario, ended: Ended, fault: Fault | None) -> None:
+    """No rank ends well that should not, and all say what went wrong first."""
+    assert fault is None or ended.happened(fault.rank), f"did not happen: {fault}\n{ended.outputs()}"
+    ranks = range(scenario.job.processes)
+    begun = all(ended.reached(rank) is not None for rank in ranks)
+    if scenario.what in TOLD and begun:
+        assert set(ended.codes) in ({TOLD_CODE[scenario.what]}, {0}), ended.outputs()
+        return
+    fine = [rank for rank in ranks if ended.codes[rank] == 0]
+    assert fine == ([fault.rank] if fault is not None and fault.what == "leave" else []), ended.outputs()
+    if scenario.what in ERRORS or fault is None:
+        for rank in ranks:
+            last = ended.output(rank).rstrip().splitlines()[-1]
+            assert mistake_of(scenario.what) in last, f"rank {rank}, of {fault}:\n{ended.outputs()}"
+    elif scenario.what in GONE and begun and scenario.job.watched:
+        for rank in set(ranks) - {fault.rank}:
+            assert "is gone" in ended.output(rank), f"rank {rank}, of {fault}:\n{ended.outputs()}"
+
+
+def check_checkpoints(scenario: Scenario, checkpoints: Path) -> None:
+    """What is there is whole; what was begun and failed is not there."""
+    for path in checkpoints.glob("*.ckpt"):
+        assert verify(path) == []
+    if scenario.what in ERRORS:
+        assert not list(checkpoints.glob(".*.partial"))
+
+
+def check_resumed(
+    job: Job, again: list[dict[str, Any]], whole: list[dict[str, Any]], ended: Ended, fault: Fault | None
+) -> None:
+    """From not too far back, and then bit by bit."""
+    start, steps = again[0]["start"], whole[0]["step"]
+    assert {result["start"] for result in again} == {start}
+    assert [result["step"] for result in again] == [steps] * job.processes
+    reached = min((ended.reached(rank) or 0) for rank in range(job.processes))
+    assert start >= (reached - 1) // job.save_every * job.save_every - job.save_every, f"{reached} reached, {fault}"
+    for mine, expected in zip(again, whole, strict=True):
+        for name, trail in expected["trails"].items():
+            tail = mine["trails"][name]
+            assert tail == trail[len(trail) - len(tail) :], f"{name} from step {start}, after {fault}"
+            assert bool(tail) == (bool(trail) and start < steps), f"{name} from step {start}, after {fault}"
+        numbers = expected["trails"].get("numbers", [])
+        assert len(mine["trails"].get("numbers", [])) * steps == len(numbers) * (steps - start), fault
+        assert mine["weights"].keys() == expected["weights"].keys()
+        for name, weight in expected["weights"].items():
+            assert np.array_equal(mine["weights"][name], weight), f"{name}, after {fault}"
