@@ -44,7 +44,9 @@ class PlaceholderLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[PlaceholderBatch]:
-        return (PlaceholderBatch() for _ in range(len(self)))
+        # A loader that is resumed may have nothing to read yet; this stage must not begin an epoch that others do not.
+        count = 0 if getattr(self.loader, "waits", False) else len(self)
+        return (PlaceholderBatch() for _ in range(count))
 
 
 class StatefulPlaceholderLoader(PlaceholderLoader):

@@ -60,6 +60,7 @@ class ResumedLoops:
     def __init__(self, trainer: L.Trainer, progress: Progress) -> None:
         self._trainer, self._progress = trainer, progress
         self._outstanding = Outstanding()
+        self._in_epoch_end = False  # the checkpoint was written by a hook there
         self._max_steps: int | None = None
 
     def before_training(self) -> None:
@@ -68,6 +69,10 @@ class ResumedLoops:
             return
         fit_loop, epoch_loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         epochs = fit_loop.epoch_progress.total
+        processed = fit_loop.epoch_progress.state_dict()["total"]["processed"]
+        self._in_epoch_end = epochs.ready == processed > epochs.completed
+        if self._in_epoch_end:
+            fit_loop.epoch_progress.increment_completed()
         if epoch_loop.restarting and epochs.ready == epochs.completed > 0:
             epoch_loop.restarting = False  # that epoch is over; the next begins
         outstanding = self._outstanding = Outstanding(*self._progress.outstanding)
@@ -83,7 +88,9 @@ class ResumedLoops:
     def at_start(self) -> None:
         """Call this when training starts: Lightning knows by now where it resumes, and counts rightly from here on."""
         val_loop = self._trainer.fit_loop.epoch_loop.val_loop
-        if val_loop.restarted_mid_evaluation:
+        if self._in_epoch_end:
+            private.end_epoch(self._trainer)
+        elif val_loop.restarted_mid_evaluation:
             val_loop.batch_progress.total.reset_on_restart()
         elif self._outstanding.batch_end:
             private.end_batch(self._trainer, counted=self._outstanding.epoch_end)

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_asyncpp.data.resumable_loader import ResumableLoader, is_stateful
-from lightning_asyncpp.data.stage_loader import PlaceholderLoader
+from lightning_asyncpp.data.stage_loader import PlaceholderLoader, StatefulPlaceholderLoader
 from lightning_asyncpp.pipeline.checkpoint.random_states import set_random_states
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pytorch import private
@@ -117,8 +117,8 @@ class Progress:
             ConfigurationError: it cannot go on in the middle of an epoch, and that was not accepted.
         """
         if isinstance(loader, PlaceholderLoader):
-            loader.loader = self.training_loader(loader.loader, trainer)  # says the same of itself as where it is read
-            return loader
+            # With a state as where it is read: Lightning counts those of the ranks that wrote the checkpoint.
+            return StatefulPlaceholderLoader(self.training_loader(loader.loader, trainer))
         number = len(self._loaders)
         ahead = functools.partial(private.batches_ahead, trainer)
         resumable = ResumableLoader(loader, ahead, self._draw_as_before, self.seeds_workers)
@@ -137,8 +137,7 @@ class Progress:
         state = self._state
         if state is None:
             return None
-        goes_on = self._in_mid_epoch or self._before_validation or Outstanding(*self.outstanding).epoch_end
-        load_logged_state(trainer, state["logged"], goes_on)
+        load_logged_state(trainer, state["logged"], self._in_epoch)
         load_metric_states(module, state["metrics"])
         self._state = None
         recorded: Mapping[str, Any] = state["recorded"]
@@ -150,10 +149,10 @@ class Progress:
         return bool(progress["current"]["ready"]) and not progress["is_last_batch"]
 
     @property
-    def _before_validation(self) -> bool:
-        """Whether a validation was abandoned, with which the epoch goes on."""
-        counts = self._loops["epoch_loop.val_loop.batch_progress"]["total"]
-        return bool(counts["ready"] == counts["completed"] + 1)
+    def _in_epoch(self) -> bool:
+        """Whether an epoch had begun, and its metrics were not logged yet."""
+        epochs = self._loops["epoch_progress"]["current"]
+        return bool(epochs["started"] > epochs["completed"])
 
     def _draw_as_before(self) -> None:
         if self._draws is not None:

@@ -102,18 +102,21 @@ class StepMetrics:
         self._evaluation.clear()  # what an evaluation recorded that did not come to its end
 
     def state_dict(self, module: LightningModule) -> dict[str, Any]:
-        """What was logged and is not known to Lightning yet: by hooks after the last batch.
+        """What was logged and is not known to Lightning yet, by hooks after the last batch; and what will begin anew.
 
         Args:
             module: that was trained; after the training it is not connected any more.
         """
-        return self._train.state_dict(dict(module.named_modules()))
+        spent = [name for name, metric in module.named_modules() if any(metric is other for other in self._spent)]
+        return {**self._train.state_dict(dict(module.named_modules())), "spent": spent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` returned."""
         assert self._module is not None
+        modules: dict[str, Any] = dict(self._module.named_modules())
         if self._mesh.is_last:
-            self._train.load_state_dict(state, dict(self._module.named_modules()))
+            self._train.load_state_dict(state, modules)
+            self._spent = [modules[name] for name in state.get("spent", ()) if name in modules]
 
     # -- training -------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,14 @@ def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], tmp_p
     check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [5] if kind == "plain" else [3, 5, 9, 10])
 
 
+@pytest.mark.parametrize(("kind", "trainer"), [("litdata", EPOCHS), ("plain", STEPS)], ids=["litdata", "plain"])
+def test_a_middle_stage_ends_the_epoch_with_the_others(
+    pools: Pools, kind: str, trainer: dict[str, Any], tmp_path: Path
+) -> None:
+    """It reads placeholders, of which there always are some, and which have a state if what is read elsewhere has."""
+    check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [10], stages=3)
+
+
 @pytest.mark.parametrize("kind", ["litdata", pytest.param("stateful noisy", marks=pytest.mark.slow)])
 def test_an_emulated_delay_after_any_batch(pools: Pools, kind: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, kind, EPOCHS, strategy="delayed", options={"micro_batches": 2})
@@ -68,6 +76,16 @@ def test_before_a_validation(pools: Pools, trainer: dict[str, Any], tmp_path: Pa
     """The resumed run begins with it."""
     run = run_of(tmp_path, "litdata", trainer, val_samples=(9,), scheduler="plateau-epoch-val_loss")
     check(pools, run, "litdata", tmp_path, [2, 4, 5, 7])
+
+
+@pytest.mark.parametrize("at_the_end", [True, False], ids=["epochs", "validations"])
+@pytest.mark.parametrize("trainer", [EPOCHS, STEPS], ids=["epochs", "steps"])
+def test_saved_while_an_epoch_ends(pools: Pools, trainer: dict[str, Any], at_the_end: bool, tmp_path: Path) -> None:
+    """Its metrics are still to be logged, and the learning rate to be decided on with them."""
+    saving = {"save_top_k": -1, "filename": "{step}", "every_n_epochs": 1, "save_on_train_epoch_end": at_the_end}
+    run = run_of(tmp_path, "plain", trainer, val_samples=(9,), scheduler="plateau-epoch-train_loss")
+    run = replace(run, callbacks=((ModelCheckpoint, {"dirpath": tmp_path} | saving),))
+    check(pools, run, "plain", tmp_path, [5, 10])
 
 
 @pytest.mark.slow
