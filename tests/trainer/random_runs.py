@@ -77,6 +77,7 @@ def chains(draw: st.DrawFn, workers: bool = False) -> Chain:
     fresh = bool(delay) and pick([False, False, True])
     base = _base(pick, drawn, tied=not fresh)
     pipelines = Pipelines(pick, base, delay, replicas, fresh, pick([0, 0, 1, 2, 4]) if delay else 0)
+    pipelines.draw_masters()
     legs = [pipelines.leg()]
     ats = _steps(pick, drawn.saved_steps)
     turning = pick([None, None, *range(len(ats))])
@@ -108,11 +109,17 @@ class Pipelines:
     """Pipelines that a chain goes through, each drawn from those that may go on from the one before it."""
 
     def __init__(self, pick: Pick, base: Run, delay: int, replicas: int, fresh: bool, start: int) -> None:
+        """Begin with any; ``start`` is the length of a synchronous start."""
         self._pick, self._base, self._replicas = pick, base, replicas
         self.delay, self.fresh, self.start = delay, fresh, start
         self._cut: list[int] | None = None  # of a fresh last stage, which stays where it is
         self.micro_batches = self._draw_micro_batches()
-        self._masters = {"weight_dtype": "bf16"} if base.trainer["precision"] == "bf16-mixed" and pick([0, 1]) else {}
+        self._masters: dict[str, str] = {}
+
+    def draw_masters(self) -> None:
+        """Perhaps keep weights in bf16 beside masters; the emulated delay cannot."""
+        if self._base.trainer["precision"] == "bf16-mixed" and self._pick([False, True]):
+            self._masters = {"weight_dtype": "bf16"}
 
     def leg(self, at: int = 0, stages: int | None = None) -> Leg:
         """Anything that does the same as before."""

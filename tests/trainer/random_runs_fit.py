@@ -23,7 +23,9 @@ class Counts(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         self.at[trainer.global_step] = {name: len(rows) for name, rows in happened(trainer, module).items()}
         # In Lightning's own loops a step's losses are logged after its checkpoint.
-        self.at[trainer.global_step]["records"] += trainer.training and module.run.strategy == "delayed"
+        epochs = trainer.fit_loop.epoch_progress.current
+        in_batch = trainer.training and epochs.processed < epochs.ready
+        self.at[trainer.global_step]["records"] += in_batch and module.run.strategy == "delayed"
 
 
 def happened(trainer: L.Trainer, module: Any) -> Happened:
