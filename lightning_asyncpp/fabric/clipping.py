@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning.fabric.strategies.strategy import Strategy
 from torch.nn import Module
-from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -16,6 +15,7 @@ from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession, check_norm_type
+from lightning_asyncpp.pipeline.update import clip_values
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Clipping:
         if self.algorithm == "max_norm":
             session.clip(self.limit)
         else:
-            clip_grad_value_(session.running().weights.parameters.values(), self.limit)
+            clip_values(session.running().weights.parameters.values(), self.limit)
 
 
 class ClippingBook:

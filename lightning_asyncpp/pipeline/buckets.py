@@ -9,6 +9,9 @@ from torch import Tensor
 
 Gradients = dict[str, "Tensor | None"]
 BUCKET_BYTES = 16 * 2**20
+_ALIGNMENT = 64
+"""Bytes: where torch's own tensors begin. Products of matrices are rounded by where these begin in memory, which must
+not depend on the stage that they are on."""
 
 
 class Bucket:
@@ -25,6 +28,11 @@ class Bucket:
     def __init__(self, names: Sequence[str], like: Mapping[str, Tensor]) -> None:
         self.names = list(names)
         self._like = like
+        self._padding: list[int] = []  # elements before each gradient
+        end, step = 0, max(1, _ALIGNMENT // like[self.names[0]].element_size())
+        for name in self.names:
+            self._padding.append(-end % step)
+            end += self._padding[-1] + like[name].numel()
 
     @property
     def device(self) -> torch.device:
@@ -34,18 +42,19 @@ class Bucket:
     def pack(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
         """Return the gradients of this bucket as a new flat tensor; what is None counts as zeros."""
         present = [gradients[name] for name in self.names]
-        pieces = [
-            torch.zeros_like(self._like[name]).reshape(-1) if gradient is None else gradient.reshape(-1)
-            for name, gradient in zip(self.names, present)
-        ]
+        pieces: list[Tensor] = []
+        for name, gradient, padding in zip(self.names, present, self._padding):
+            like = self._like[name]
+            pieces += [like.new_zeros(padding)] if padding else []
+            pieces.append(like.new_zeros(like.numel()) if gradient is None else gradient.reshape(-1))
         flags = [float(gradient is not None) for gradient in present]
         return torch.cat([*pieces, torch.tensor(flags, dtype=pieces[0].dtype, device=pieces[0].device)])
 
     def unpack(self, flat: Tensor) -> Gradients:
         """Return the (summed) gradients as views of ``flat``."""
-        sizes = [self._like[name].numel() for name in self.names]
+        sizes = [n for name, pad in zip(self.names, self._padding) for n in (pad, self._like[name].numel())]
         *pieces, flags = flat.split([*sizes, len(self.names)])
-        present = (flags > 0).tolist()
+        present, pieces = (flags > 0).tolist(), pieces[1::2]
         return {
             name: piece.view(self._like[name].shape) if there else None
             for name, piece, there in zip(self.names, pieces, present)

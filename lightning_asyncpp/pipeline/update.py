@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grad_value_
 
 from lightning_asyncpp.pipeline.buckets import Gradients
 from lightning_asyncpp.pipeline.errors import lost_peers
@@ -62,6 +64,12 @@ def gradient_norm(sum_of_squares: float, weight: float) -> float:
     """
     norm = math.sqrt(sum_of_squares) / weight if weight else 0.0
     return float(torch.tensor(norm, dtype=torch.float32))
+
+
+def clip_values(parameters: Iterable[Tensor], limit: float) -> None:
+    """Limit every element of the gradients that there are: a stage may have none in an update, which torch refuses."""
+    if with_gradient := [parameter for parameter in parameters if parameter.grad is not None]:
+        clip_grad_value_(with_gradient, limit)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -32,6 +32,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.unit_times import Example
+from lightning_asyncpp.pipeline.update import clip_values
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
@@ -176,6 +177,7 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
         self.session.attach(optimizer)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
 
     def _warn_without_delay(self, max_steps: int) -> None:
         start = self.session.settings.synchronous_start
@@ -287,6 +289,9 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.session.clip(float(clip_val))
 
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_values(self.precision_plugin.main_params(optimizer), float(clip_val))
+
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float], Any]:
         function = getattr(self._module, name)
 
@@ -360,7 +365,8 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
         self.step_metrics.disconnect()
         self._placeholder_hooks.release()
         if self._module_first is not None:

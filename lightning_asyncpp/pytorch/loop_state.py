@@ -62,6 +62,7 @@ class ResumedLoops:
     def __init__(self, trainer: L.Trainer, progress: Progress) -> None:
         self._trainer, self._progress = trainer, progress
         self._outstanding = Outstanding()
+        self._in_epoch_end = False  # the checkpoint was written by a hook there
         self._max_steps: int | None = None
 
     def before_training(self) -> None:
@@ -70,11 +71,12 @@ class ResumedLoops:
             return
         fit_loop, epoch_loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         epochs = fit_loop.epoch_progress.total
-        processed = epochs.state_dict()["processed"]
-        if epoch_loop.restarting and epochs.ready == processed > 0:
+        processed = fit_loop.epoch_progress.state_dict()["total"]["processed"]
+        self._in_epoch_end = epochs.ready == processed > epochs.completed
+        if self._in_epoch_end:
+            fit_loop.epoch_progress.increment_completed()
+        if epoch_loop.restarting and epochs.ready == epochs.completed > 0:
             epoch_loop.restarting = False  # that epoch is over; the next begins
-            if epochs.completed < processed:  # saved in its last hook
-                fit_loop.epoch_progress.increment_completed()
         outstanding = self._outstanding = Outstanding(*self._progress.outstanding)
         if outstanding.batch_end and (outstanding.validation or outstanding.epoch_end):
             epoch_loop.batch_progress.increment_completed()  # else Lightning would begin with the next batch
@@ -88,7 +90,9 @@ class ResumedLoops:
     def at_start(self) -> None:
         """Call this when training starts: Lightning knows by now where it resumes, and counts rightly from here on."""
         val_loop = self._trainer.fit_loop.epoch_loop.val_loop
-        if val_loop.restarted_mid_evaluation:
+        if self._in_epoch_end:
+            private.end_epoch(self._trainer)
+        elif val_loop.restarted_mid_evaluation:
             val_loop.batch_progress.total.reset_on_restart()
         elif self._outstanding.batch_end:
             private.end_batch(self._trainer, counted=self._outstanding.epoch_end)

@@ -106,6 +106,29 @@ def end_batch(trainer: Trainer, counted: bool) -> None:
         loop._batches_that_stepped += 1
 
 
+def end_epoch(trainer: Trainer) -> None:
+    """Do what Lightning does at an epoch's end after all hooks: schedulers decide on its metrics, which are logged.
+
+    Args:
+        trainer: about to begin with the epoch after it.
+    """
+    purpose = "end an epoch at whose end a run was resumed"
+    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    connector = required(trainer, "_logger_connector", purpose)
+    required(connector, "epoch_end_reached", purpose)()
+    required(connector, "on_epoch_end", purpose)()
+    was_whole = required(loop, "_num_ready_batches_reached", purpose)()
+    required(loop, "_batches_that_stepped", purpose)
+    log = required(connector, "update_train_epoch_metrics", purpose)
+    epochs.completed -= 1  # what follows belongs to that epoch and its last step
+    if was_whole:
+        required(loop, "update_lr_schedulers", purpose)("epoch", update_plateau_schedulers=True)
+    loop._batches_that_stepped -= 1
+    log()
+    loop._batches_that_stepped += 1
+    epochs.completed += 1
+
+
 def validation_is_due(trainer: Trainer) -> bool:
     """Whether the training loop validates after the current batch."""
     loop = trainer.fit_loop.epoch_loop

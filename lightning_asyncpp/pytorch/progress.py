@@ -117,7 +117,8 @@ class Progress:
             ConfigurationError: it cannot go on in the middle of an epoch, and that was not accepted.
         """
         if isinstance(loader, PlaceholderLoader):
-            loader.loader = self.training_loader(loader.loader, trainer)  # says the same of itself as where it is read
+            # It says the same of itself as where it is read.
+            loader.loader = self.training_loader(loader.loader, trainer)
             return loader
         number = len(self._loaders)
         ahead = functools.partial(private.batches_ahead, trainer)
@@ -137,9 +138,8 @@ class Progress:
         state = self._state
         if state is None:
             return None
-        goes_on = self._in_mid_epoch or self._before_validation or Outstanding(*self.outstanding).epoch_end
-        load_logged_state(trainer, state["logged"], goes_on)
-        spent = names_of_spent(state["logged"], goes_on)
+        load_logged_state(trainer, state["logged"], self._in_epoch)
+        spent = names_of_spent(state["logged"], self._in_epoch)
         load_metric_states(module, {name: saved for name, saved in state["metrics"].items() if name not in spent})
         self._state = None
         recorded: Mapping[str, Any] = state["recorded"]
@@ -151,10 +151,10 @@ class Progress:
         return bool(progress["current"]["ready"]) and not progress["is_last_batch"]
 
     @property
-    def _before_validation(self) -> bool:
-        """Whether a validation was abandoned, with which the epoch goes on."""
-        counts = self._loops["epoch_loop.val_loop.batch_progress"]["total"]
-        return bool(counts["ready"] == counts["completed"] + 1)
+    def _in_epoch(self) -> bool:
+        """Whether an epoch had begun, and its metrics were not logged yet."""
+        epochs = self._loops["epoch_progress"]["current"]
+        return bool(epochs["started"] > epochs["completed"])
 
     def _draw_as_before(self) -> None:
         if self._draws is not None:

@@ -215,3 +215,14 @@ def test_a_transposed_parameter_is_packed_by_rows() -> None:
     bucket = Bucket(["w"], {"w": weight})
     assert bucket.pack({"w": None}).tolist() == [0.0] * 7
     assert torch.equal(bucket.unpack(bucket.pack({"w": weight}))["w"], weight)
+
+
+def test_gradients_begin_where_tensors_of_torch_do() -> None:
+    """Else products with them were rounded by what stands before them in the bucket."""
+    like = {"a": torch.ones(3), "b": torch.ones(5, 7), "c": torch.ones(2)}
+    bucket = plan_buckets(like)[0]
+    gradients = {name: torch.randn(tensor.shape) for name, tensor in like.items()}
+    for name, gradient in bucket.unpack(bucket.pack(gradients)).items():
+        assert gradient is not None
+        assert gradient.data_ptr() % 64 == 0
+        assert torch.equal(gradient, gradients[name])

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
+from tests.pipeline.cases import make_model
+from tests.trainer.evaluations import may_have_children
 from tests.trainer.runs import Net, Run, Samples, make_trainer, report
 
 
@@ -49,12 +51,12 @@ def write_litdata(folder: Path, count: int) -> None:
 
 def training_loader(run: Run, kind: str, folder: str, samples: Callable[[int, bool], Dataset] = NumberedSamples) -> Any:
     """A loader by words: ``plain``, ``stateful`` (torchdata's) or ``litdata``; ``noisy``, ``workers``."""
-    workers = 2 if "workers" in kind else 0
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"} if "workers" in kind else {}
     if "litdata" in kind:
         data = StreamingDataset(folder, shuffle=True, drop_last=False)
-        return StreamingDataLoader(data, batch_size=run.batch_size, num_workers=workers)
+        return StreamingDataLoader(data, batch_size=run.batch_size, **workers)
     make = StatefulDataLoader if "stateful" in kind else DataLoader
-    return make(samples(run.samples, "noisy" in kind), run.batch_size, shuffle=True, num_workers=workers)
+    return make(samples(run.samples, "noisy" in kind), run.batch_size, shuffle=True, **workers)
 
 
 class Showing(Net):
@@ -86,6 +88,19 @@ class Showing(Net):
         self.log("drawn", torch.rand(()) + random.random(), on_step=True, on_epoch=True)
 
 
+class DrawnNet(Showing):
+    """Around any of the engine's models; ``random_input`` draws upon the process's generators before it."""
+
+    def __init__(self, run: Run, random_input: bool = False, **model: bool) -> None:
+        super().__init__(run)
+        self.model = make_model(run.dropout, **model)
+        self.random_input = random_input
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        noise = 0.1 * torch.randn_like(batch["x"]) if self.random_input else 0.0
+        return super().training_step({**batch, "x": batch["x"] + noise}, batch_idx)
+
+
 class Marks(L.Callback):
     """Notes how much had been logged when a checkpoint was saved, by step."""
 
@@ -107,5 +122,6 @@ def fit_showing(
     trainer = make_trainer(run, callbacks=[marks, *callbacks])
     vals = DataLoader(NumberedSamples(9, False), batch_size=4) if run.val_samples else None
     loader = training_loader(run, kind, folder, samples)
-    trainer.fit(module, loader, vals, ckpt_path=run.ckpt_path, weights_only=True)
+    with may_have_children():
+        trainer.fit(module, loader, vals, ckpt_path=run.ckpt_path, weights_only=True)
     return report(trainer, module) | {"numbers": module.numbers, "marks": marks.logged}

@@ -171,7 +171,8 @@ class ListLogger(Logger):
 
     @property
     def save_dir(self) -> str:
-        return tempfile.gettempdir()  # where checkpoints go that nobody reads
+        # Where checkpoints go that nobody reads; of this process, since others save under the same names.
+        return os.path.join(tempfile.gettempdir(), "lightning_asyncpp-tests", str(os.getpid()))
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to keep."""

@@ -63,12 +63,19 @@ def test_after_an_epochs_end(pools: Pools, strategy: str, processes: int, at_epo
     run = run_of(tmp_path, "plain", trainer, val_samples=(9,), strategy=strategy)
     saving = {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": at_epoch_end}
     whole = pools.run(processes, fit_showing, replace(run, callbacks=((ModelCheckpoint, saving),)), "plain", "")[0]
-    for step in (5, 10):
+    for step in (5,) if at_epoch_end else (5, 10):  # a run that has come to its end does not begin again
         again = replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt"))
         resumed = pools.run(processes, fit_showing, again, "plain", "")[0]
-        # Lightning logs an epoch's own values between the two moments, and once.
-        assert resumed["records"] == whole["records"][whole["marks"][step] + at_epoch_end :]
+        assert resumed["records"] == whole["records"][whole["marks"][step] :]
         assert resumed["epoch"] == whole["epoch"]
+
+
+@pytest.mark.parametrize(("kind", "trainer"), [("litdata", EPOCHS), ("plain", STEPS)], ids=["litdata", "plain"])
+def test_a_middle_stage_ends_the_epoch_with_the_others(
+    pools: Pools, kind: str, trainer: dict[str, Any], tmp_path: Path
+) -> None:
+    """It reads placeholders, of which there always are some, and which have a state if what is read elsewhere has."""
+    check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [10], stages=3)
 
 
 @pytest.mark.parametrize("kind", ["litdata", pytest.param("stateful noisy", marks=pytest.mark.slow)])
@@ -84,6 +91,16 @@ def test_before_a_validation(pools: Pools, trainer: dict[str, Any], tmp_path: Pa
     """The resumed run begins with it."""
     run = run_of(tmp_path, "litdata", trainer, val_samples=(9,), scheduler="plateau-epoch-val_loss")
     check(pools, run, "litdata", tmp_path, [2, 4, 5, 7])
+
+
+@pytest.mark.parametrize("at_the_end", [True, False], ids=["epochs", "validations"])
+@pytest.mark.parametrize("trainer", [EPOCHS, STEPS], ids=["epochs", "steps"])
+def test_saved_while_an_epoch_ends(pools: Pools, trainer: dict[str, Any], at_the_end: bool, tmp_path: Path) -> None:
+    """Its metrics are still to be logged, and the learning rate to be decided on with them."""
+    saving = {"save_top_k": -1, "filename": "{step}", "every_n_epochs": 1, "save_on_train_epoch_end": at_the_end}
+    run = run_of(tmp_path, "plain", trainer, val_samples=(9,), scheduler="plateau-epoch-train_loss")
+    run = replace(run, callbacks=((ModelCheckpoint, {"dirpath": tmp_path} | saving),))
+    check(pools, run, "plain", tmp_path, [5, 10])
 
 
 @pytest.mark.slow

@@ -11,10 +11,12 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
 from lightning_asyncpp.pipeline.oracle import train_reference
+from tests.pipeline.cases import DIM
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
 from tests.trainer.runs import Net, Run, Samples, arrays, fit, make_trainer
@@ -109,3 +111,25 @@ def test_clipping_by_value(pools: Pools, strategy: str) -> None:
     clipped, whole = oracle(run, 2, batches, after_update=clip_first)[0], oracle(run, 2, batches)[0]
     assert_equal_weights(joined_weights(results, 2), clipped)
     assert any(not np.array_equal(clipped[name], whole[name]) for name in clipped)
+
+
+class Idle(nn.Linear):
+    """Parameters that get no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class IdleNet(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(DIM, DIM), Idle(2, 2), nn.Linear(DIM, 1))
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_where_a_stage_has_no_gradient(pools: Pools, algorithm: str) -> None:
+    trainer = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm}
+    run = Run(IdleNet, options={"micro_batches": 3}, optimizer="sgd", trainer=trainer)
+    three, one = (joined_weights(pools.run(stages, fit, run), stages) for stages in (3, 1))
+    assert_equal_weights(three, one)

@@ -75,6 +75,9 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
 }  # fmt: skip
 
 
+AT_AN_EPOCHS_END = ("epoch_end_reached", "on_epoch_end", "update_train_epoch_metrics", "_num_ready_batches_reached")
+
+
 @pytest.fixture
 def trainer(tmp_path: Path) -> L.Trainer:
     """A Trainer that has run, with everything in place."""
@@ -112,6 +115,20 @@ def test_a_missing_name_of_a_running_trainer_is_named(name: str) -> None:
     del vars(loop if name in vars(loop) else connector)[name]
     with pytest.raises(PrivateNameError, match=name):
         private.log_step_metrics(running, 0)
+
+
+@pytest.mark.parametrize("name", AT_AN_EPOCHS_END)
+def test_a_missing_name_at_an_epochs_end_is_named(name: str) -> None:
+    parts = {part: lambda *_, **__: True for part in (*AT_AN_EPOCHS_END, "update_lr_schedulers")}
+    both = SimpleNamespace(**parts, _batches_that_stepped=1)
+    progress = SimpleNamespace(current=SimpleNamespace(completed=1))
+    running: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=both, epoch_progress=progress), _logger_connector=both
+    )
+    private.end_epoch(running)
+    delattr(both, name)
+    with pytest.raises(PrivateNameError, match=name):
+        private.end_epoch(running)
 
 
 def test_a_missing_list_of_batches_is_named(trainer: L.Trainer) -> None:
@@ -161,5 +178,5 @@ def test_a_missing_count_of_a_metrics_updates_is_named() -> None:
 def test_every_name_is_tested() -> None:
     source = Path(private.__file__).read_text()
     required = set(re.findall(r', "(\w+)", (?:purpose|")', source))
-    assert required == set(USES) | {"_batches_that_stepped", "metrics", "batches"}
+    assert required == set(USES) | {"_batches_that_stepped", "metrics", "batches", *AT_AN_EPOCHS_END}
     assert "getattr(" not in source, "a name that is looked up quietly"

@@ -1,0 +1,234 @@
+"""Chains of runs drawn at random: a whole one, and others that go on from each other's checkpoints as other pipelines.
+
+What is drawn follows docs/checkpoints.md: no chain here may be refused, and of each the page says what comes of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_asyncpp.pipeline.schedule import largest_lookahead
+from lightning_asyncpp.pipeline.units import has_parameters, pipeline_units
+from tests.pipeline.cases import make_model
+from tests.trainer.random_data import Data, data
+from tests.trainer.resumable import DrawnNet
+from tests.trainer.runs import BASES, CORRECTIONS, Run
+
+Pick = Callable[[Sequence[Any]], Any]
+FOR_MOMENTUM = ("adamw", "muon")  # of which `source="momentum"` knows the momentum
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A run of a chain.
+
+    Attributes:
+        stages: of the pipeline, in every replica.
+        run: all but where it saves, and what it goes on from.
+        at: step of the checkpoint that it goes on from, of the leg before it; 0: it begins.
+        reference: another run from the same checkpoint, or with ``from_start`` from the beginning, that must do the
+            same: the leg is not the rest of the one before it. None: it is.
+        from_start: see there.
+    """
+
+    stages: int
+    run: Run
+    at: int = 0
+    reference: Leg | None = None
+    from_start: bool = False
+
+    @property
+    def processes(self) -> int:
+        return self.stages * int(self.run.options.get("data_parallel_size", 1))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Runs that go on from each other; the first one is whole.
+
+    Attributes:
+        loader: how the training data is read, in words.
+        legs: the runs.
+        twin: what does the same as the first leg, by another strategy.
+    """
+
+    loader: str
+    legs: tuple[Leg, ...]
+    twin: Leg | None = None
+
+
+@st.composite
+def chains(draw: st.DrawFn, workers: bool = False) -> Chain:
+    """Of pipelines.
+
+    Args:
+        draw: hypothesis' own.
+        workers: whether loaders may have worker processes.
+    """
+    pick = _picker(draw)
+    delay, replicas = pick([1, 1, 1, 0]), pick([1, 1, 1, 1, 2])
+    drawn = data(pick, workers, replicas)
+    fresh = bool(delay) and pick([False, False, True])
+    base = _base(pick, drawn, tied=not fresh)
+    pipelines = Pipelines(pick, base, delay, replicas, fresh, pick([0, 0, 1, 2, 4]) if delay else 0)
+    pipelines.draw_masters()
+    legs = [pipelines.leg()]
+    ats = _steps(pick, drawn.saved_steps)
+    turning = pick([None, None, *range(len(ats))])
+    for number, at in enumerate(ats):
+        legs.append(pipelines.turned(at, len(legs) == 1) if number == turning else pipelines.leg(at))
+    return Chain(drawn.loader, tuple(_saving(pick, drawn, legs)))
+
+
+@st.composite
+def emulated_chains(draw: st.DrawFn) -> Chain:
+    """Of the emulated delay, with a pipeline as its twin."""
+    pick = _picker(draw)
+    drawn = data(pick, False, 1)
+    delay, fresh = pick([1, 1, 1, 0]), pick([False, False, True])
+    base = _base(pick, drawn, tied=not (delay and fresh))
+    pipelines = Pipelines(pick, base, delay, 1, bool(delay and fresh), pick([0, 0, 1, 2]) if delay else 0)
+    twin = pipelines.leg()
+    options: dict[str, Any] = {"micro_batches": pipelines.micro_batches, "delay": delay}
+    if delay:
+        options["synchronous_start"] = pipelines.start
+    if pipelines.fresh:
+        options |= {"delay": "fresh_last_stage", "stages": twin.stages, "partition": twin.run.options["partition"]}
+    emulated = replace(base, strategy="delayed", options=options)
+    legs = [Leg(1, emulated, at) for at in (0, *_steps(pick, drawn.saved_steps))]
+    return Chain(drawn.loader, tuple(_saving(pick, drawn, legs)), _saving(pick, drawn, [twin])[0])
+
+
+class Pipelines:
+    """Pipelines that a chain goes through, each drawn from those that may go on from the one before it."""
+
+    def __init__(self, pick: Pick, base: Run, delay: int, replicas: int, fresh: bool, start: int) -> None:
+        """Begin with any; ``start`` is the length of a synchronous start."""
+        self._pick, self._base, self._replicas = pick, base, replicas
+        self.delay, self.fresh, self.start = delay, fresh, start
+        self._cut: list[int] | None = None  # of a fresh last stage, which stays where it is
+        self.micro_batches = self._draw_micro_batches()
+        self._masters: dict[str, str] = {}
+
+    def draw_masters(self) -> None:
+        """Perhaps keep weights in bf16 beside masters; the emulated delay cannot."""
+        if self._base.trainer["precision"] == "bf16-mixed" and self._pick([False, True]):
+            self._masters = {"weight_dtype": "bf16"}
+
+    def leg(self, at: int = 0, stages: int | None = None) -> Leg:
+        """Anything that does the same as before."""
+        if self._cut is not None:
+            stages = len(self._cut)
+        stages = self._pick(self._possible_stages()) if stages is None else stages
+        options = {
+            "micro_batches": self.micro_batches, "data_parallel_size": self._replicas,
+            "partition": self._draw_partition(stages), "state_dict_type": self._pick(["full", "sharded"]),
+            "async_checkpoints": self._pick([False, True]), **self._masters,
+        }  # fmt: skip
+        if self.delay:
+            most = largest_lookahead(stages, self.micro_batches, self._replicas)
+            options |= {"lookahead": self._pick([None, *range(most + 1)]), "synchronous_start": self.start}
+            options |= {"fresh_last_stage": True} if self.fresh else {}
+        return Leg(stages, replace(self._base, strategy="async" if self.delay else "sync", options=options), at)
+
+    def turned(self, at: int, is_first: bool) -> Leg:
+        """A leg with what changes the trajectory, and a reference with other stages for what comes of it."""
+        possible = ["micro-batches", "synchronous" if self.delay else "asynchronous"]
+        turn = self._pick([*possible, "no fresh stage"] if self.fresh else possible)
+        if turn == "micro-batches":
+            self.micro_batches = self._draw_micro_batches()
+        elif turn == "synchronous":
+            self.delay, self.fresh, self.start, self._cut = 0, False, 0, None
+        elif turn == "asynchronous":
+            self.delay = 1
+            return self._asynchronous(at, is_first)
+        else:
+            self.fresh, self._cut = False, None
+        return replace(self.leg(at), reference=self.leg(at))
+
+    def _asynchronous(self, at: int, is_first: bool) -> Leg:
+        leg = self.leg(at)
+        reference = self.leg(0 if is_first else at)
+        if is_first:  # the same as a synchronous start
+            options = reference.run.options | {"synchronous_start": at}
+            reference = replace(reference, run=replace(reference.run, options=options))
+        return replace(leg, reference=reference, from_start=is_first)
+
+    def _draw_micro_batches(self) -> int:
+        least = len(self._cut) if self._cut is not None else 1 + self.fresh
+        return int(self._pick(range(least + (self._replicas > 1), 6)))
+
+    def _possible_stages(self) -> list[int]:
+        most = 4 // self._replicas
+        if self.delay:
+            most = min(most, self.micro_batches - (self._replicas > 1))
+        return list(range(1 + self.fresh, most + 1))
+
+    def _draw_partition(self, stages: int) -> Any:
+        if self._cut is not None:
+            return self._cut
+        cut = _draw_cut(self._pick, stages, _heavy(self._base))
+        if self.fresh:
+            self._cut = cut
+        return cut if self.fresh else self._pick(["auto", "uniform", cut, cut])
+
+
+def _picker(draw: st.DrawFn) -> Pick:
+    rng = draw(st.randoms(use_true_random=True))  # else one example in two is much like the one before it
+    return lambda options: rng.choice(list(options))
+
+
+def _base(pick: Pick, drawn: Data, tied: bool) -> Run:
+    """What stays the same through a chain."""
+    optimizer = pick(list(BASES))
+    corrections = [name for name in CORRECTIONS if name != "prediction-momentum" or optimizer in FOR_MOMENTUM]
+    model = {"spare": pick([False, True]), "tied": tied and pick([False, True]), "routed": pick([False, True])}
+    clipping = pick([{}, {"gradient_clip_val": 0.5}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}])
+    return Run(
+        functools.partial(DrawnNet, random_input=pick([False, True]), **model),
+        optimizer=optimizer, correction=pick(["", "feedback", "feedback", *corrections]), scheduler=drawn.scheduler,
+        dropout=pick([0.0, 0.2]), samples=drawn.samples, batch_size=drawn.batch_size, val_samples=drawn.val_samples,
+        shuffle="stateful" not in drawn.loader,  # the Trainer's sampler around a loader's own does not say where it is
+        seed=pick([5, 6, 7]),
+        trainer=drawn.trainer | clipping | {
+            "precision": pick(["32-true", "32-true", "bf16-mixed"]), "enable_checkpointing": True, "logger": "list",
+        },
+    )  # fmt: skip
+
+
+def _steps(pick: Pick, saved: Sequence[int]) -> list[int]:
+    """Where one to three resumes go on, one after the other."""
+    return sorted({pick(saved) for _ in range(pick([1, 2, 3]))})
+
+
+def _saving(pick: Pick, drawn: Data, legs: Sequence[Leg]) -> list[Leg]:
+    """The legs, each saving at least the checkpoint that the next one goes on from."""
+    saving = []
+    for leg, following in zip(legs, [*legs[1:], None]):
+        every = pick([n for n in range(1, following.at + 1) if following.at % n == 0]) if following else 1
+        when = {"every_n_train_steps": every} if drawn.saves == "steps" else drawn.saves_when
+        callback = (ModelCheckpoint, {"save_top_k": -1, "filename": "{step}", **when})
+        saving.append(replace(leg, run=replace(leg.run, callbacks=(callback,))))
+    return saving
+
+
+def _draw_cut(pick: Pick, stages: int, heavy: Sequence[bool]) -> list[int]:
+    """Any cut of which every stage has parameters."""
+    places = [place for place, has in enumerate(heavy) if has]
+    chosen: list[int] = []
+    for stage in range(1, stages):  # number, among the layers with parameters, of the first one of each later stage
+        chosen.append(pick(range(chosen[-1] + 1 if chosen else 1, len(places) - (stages - 1 - stage))))
+    starts = [0, *(pick(range(places[number - 1] + 1, places[number] + 1)) for number in chosen)]
+    return [end - start for start, end in zip(starts, [*starts[1:], len(heavy)])]
+
+
+def _heavy(run: Run) -> list[bool]:
+    assert isinstance(run.module, functools.partial)
+    options = {name: run.module.keywords[name] for name in ("spare", "tied", "routed")}
+    return [has_parameters(unit) for unit in pipeline_units(make_model(**options))]
