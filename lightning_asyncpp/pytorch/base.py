@@ -38,6 +38,7 @@ from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
+from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.module_first import ModuleFirst
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
@@ -153,6 +154,7 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
             self._warn_without_delay(trainer.max_steps)
+            link_when_written(trainer, self.checkpoints.then)
             self.setup_optimizers(trainer)
             agree_on_problems(self._mesh, optimizer_problems(self.optimizers, module))
             self._attach_optimizer(trainer)

@@ -33,6 +33,7 @@ from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.checkpoint import TrainerCheckpoints
 from lightning_asyncpp.pytorch.example_input import example_of
+from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
 from lightning_asyncpp.pytorch.module_first import ModuleFirst
 from lightning_asyncpp.pytorch.progress import PROGRESS, Progress
@@ -184,6 +185,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
         if micro_batches is not None:
             self._micro_batch_log = MicroBatchLog(module, self.world_size)
             private.run_validations_in(module.trainer, self.progress.validations.apart)
+            link_when_written(module.trainer, lambda link: link())
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         partition = self._partition(network, self._example(module, network))
         self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches, partition=partition)

@@ -115,3 +115,17 @@ def test_a_disk_that_fails(rank: int, at: int, options: dict[str, Any], pools: P
     for path in found:
         assert verify(path) == []
     assert not list(tmp_path.glob(".*.partial"))
+
+
+@pytest.mark.parametrize("options", [BEHIND, {}], ids=["behind", "at once"])
+def test_the_link_to_the_last_checkpoint_leads_to_a_whole_one(
+    options: dict[str, Any], pools: Pools, tmp_path: Path
+) -> None:
+    """Although the newest could not be written, here the second: a file and its folder are synced, then their link."""
+    run = run_of(tmp_path, 3, **options)
+    keeping = run.callbacks[0][1] | {"save_last": "link", "save_top_k": -1}
+    run = replace(run, callbacks=((ModelCheckpoint, keeping),))
+    outcomes = pools.run(2, fit_with_a_failing_disk, run, 0, 5, timeout=120)
+    assert outcomes[0][0] == "StorageError"
+    assert os.readlink(tmp_path / "last.ckpt") == "step=1.ckpt"
+    assert verify(tmp_path / "last.ckpt") == []

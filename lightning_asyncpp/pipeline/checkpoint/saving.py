@@ -7,6 +7,8 @@ background by the next one, by :meth:`CheckpointWriter.settle`, and at the end o
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +26,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tree import map_tensors
+from lightning_asyncpp.pipeline.watch.at_exit import AtExit, uncaught
 from lightning_asyncpp.storage.index import Shard
 from lightning_asyncpp.storage.paths import local_path
 from lightning_asyncpp.storage.sharded import Target, commit, give_up, new_target, shard_name, write_shard
@@ -50,6 +53,7 @@ class CheckpointWriter:
         self.session, self.sharded, self.in_background = session, sharded, in_background
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
+        self._at_exit: AtExit | None = None  # a script may end without a word
 
     def save_file(self, content: Mapping[str, Any], path: Any, files: Files, *options: Any) -> None:
         """Write one file on rank 0; a collective call.
@@ -100,13 +104,21 @@ class CheckpointWriter:
         else:
             remove()
 
+    def then(self, action: Callable[[], None]) -> None:
+        """Do something with the newest save on this rank, once it is there."""
+        if self._pending and self._executor is not None:
+            self._pending.append(self._executor.submit(_after, self._pending[0], action))
+        else:
+            action()
+
     def settle(self) -> None:
         """Wait until what is being saved in the background is there.
 
         Raises:
             StorageError: a rank could not write its part; every rank raises it, or a quotation.
         """
-        pending, self._pending = self._pending, []
+        pending = list(self._pending)
+        self._pending.clear()
         for future in pending:
             future.result()
 
@@ -123,6 +135,9 @@ class CheckpointWriter:
             if self._executor is not None:
                 self._executor.shutdown()
                 self._executor = None
+            if self._at_exit is not None:
+                self._at_exit.cancel()
+                self._at_exit = None
 
     def _run(self, job: Callable[[Mesh, dist.ProcessGroup | None], None]) -> None:
         """Do what all ranks do together, here or in the background, where they agree in a group of their own."""
@@ -131,6 +146,7 @@ class CheckpointWriter:
             job(mesh, None)
             return
         group = mesh.group_for_saving(self.session.timeout)
+        self._at_exit = self._at_exit or AtExit(partial(_fail_at_exit, self._pending))
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending.append(self._executor.submit(job, mesh, group))
 
@@ -179,6 +195,21 @@ def _together(mesh: Mesh, group: dist.ProcessGroup | None, write: Callable[[], N
     except Exception as caught:
         error = caught
     agree_on_error(mesh, error, group)
+
+
+def _after(saved: Future[None], action: Callable[[], None]) -> None:
+    if saved.exception() is None:
+        action()
+
+
+def _fail_at_exit(pending: list[Future[None]]) -> None:
+    """The script ends, and no later call raises what the newest save came to."""
+    errors = [error for future in pending if (error := future.exception()) is not None]
+    for error in errors[:1]:
+        sys.stderr.write(f"asyncpp: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        if uncaught() is None:
+            os._exit(1)
 
 
 def _remove_after(saved: Future[None], remove: Callable[[], None]) -> None:
