@@ -55,7 +55,7 @@ class Run:
         self.fabric = make_fabric(self.strategy, self.precision, seed=99 if self.spoilt else case.seed)
         model = case.make_model()
         if self.spoilt:
-            torch.nn.init.constant_(model[0].weight, 3.0)
+            torch.nn.init.constant_(next(model.parameters()), 3.0)
         self.model = self.fabric.setup_module(model)
         self.optimizer = self.fabric.setup_optimizers(case.make_optimizer(list(self.model.named_parameters())))
         self.scheduler = case.make_scheduler(self.optimizer)
@@ -130,6 +130,26 @@ def save_and_go_on(
     run.train(stop=at)
     run.fabric.save(path, run.state)
     run.train(start=at)
+    return run.result()
+
+
+def go_through(
+    case: Case, loads: str | None, saves: str | None, at: int, evaluate_after: tuple[int, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Begin, or go on from a checkpoint; save after mini-batch ``at`` - 1, and go on to the end."""
+    run = Run(case, "bf16-mixed" if case.bf16 else "32-true", loads is not None, options)
+    start = 0
+    if loads is not None:
+        state = run.state
+        run.fabric.load(loads, state)
+        start = state["step"]
+        run.norms += [None] * start  # of which it saves the number
+    if saves is not None:
+        run.train(start, at, evaluate_after)
+        run.fabric.save(saves, run.state)
+        start = at
+    run.train(start, None, evaluate_after)
+    run.strategy.checkpoints.settle()  # as the end of a script waits for what is still being written
     return run.result()
 
 

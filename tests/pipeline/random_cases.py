@@ -18,7 +18,11 @@ from tests.pipeline.random_layers import FORMS, KINDS, SHARED, make
 
 def draw(seed: int) -> tuple[int, Case]:
     """A number of stages and a case that it can run; the same ones for the same seed."""
-    rng = random.Random(seed)
+    return draw_from(random.Random(seed))
+
+
+def draw_from(rng: random.Random) -> tuple[int, Case]:
+    """The next ones of a generator."""
     while True:
         stages, replicas = rng.choice([(1, 1), (1, 2), (2, 1), (2, 1), (2, 2), (3, 1), (3, 1), (4, 1)])
         model = functools.partial(make, _layers(rng))
@@ -28,6 +32,16 @@ def draw(seed: int) -> tuple[int, Case]:
             tied = any(tie.stages[1] == stages - 1 for tie in found[0])
             case = _case(rng, stages, replicas, tied, is_exact(units, counts))
             return stages, Case(**case, model=model, cut=tuple(counts), data_parallel_size=replicas)
+
+
+def other_cut(rng: random.Random, case: Case, stages: int) -> tuple[int, ...] | None:
+    """Any cut of a case's model with which it does the same to the last bit; None if none was found."""
+    units = pipeline_units(case.make_model())
+    for _ in range(20):
+        counts = _counts(rng, units, stages)
+        if counts is not None and not find_ties(units, counts)[1] and is_exact(units, counts):
+            return tuple(counts)
+    return None
 
 
 def is_exact(units: Sequence[Unit], counts: Sequence[int]) -> bool:

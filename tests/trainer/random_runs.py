@@ -75,7 +75,7 @@ def chains(draw: st.DrawFn, workers: bool = False) -> Chain:
     delay, replicas = pick([1, 1, 1, 0]), pick([1, 1, 1, 1, 2])
     drawn = data(pick, workers, replicas)
     fresh = bool(delay) and pick([False, False, True])
-    base = _base(pick, drawn, tied=not fresh)
+    base = _base(pick, drawn, tied=not fresh and replicas == 1)
     pipelines = Pipelines(pick, base, delay, replicas, fresh, pick([0, 0, 1, 2, 4]) if delay else 0)
     pipelines.draw_masters()
     legs = [pipelines.leg()]
@@ -102,7 +102,9 @@ def emulated_chains(draw: st.DrawFn) -> Chain:
         options |= {"delay": "fresh_last_stage", "stages": twin.stages, "partition": twin.run.options["partition"]}
     emulated = replace(base, strategy="delayed", options=options)
     legs = [Leg(1, emulated, at) for at in (0, *_steps(pick, drawn.saved_steps))]
-    return Chain(drawn.loader, tuple(_saving(pick, drawn, legs)), _saving(pick, drawn, [twin])[0])
+    # What a pipeline logs is the mean over the batches that share an update.
+    decides = drawn.scheduler.startswith("plateau-step") and drawn.trainer["accumulate_grad_batches"] > 1
+    return Chain(drawn.loader, tuple(_saving(pick, drawn, legs)), None if decides else _saving(pick, drawn, [twin])[0])
 
 
 class Pipelines:
