@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -48,9 +47,9 @@ class Job:
     Attributes:
         processes: how many.
         train: trains, from the last checkpoint if there is one, and returns what this rank came to: ``weights``,
-            ``trail`` (what happened, in order), ``start`` (the step that it began with).
+            ``trails`` (what happened, in order, by sort), ``start`` and ``step`` (with which it began and ended).
         save_every: steps between checkpoints.
-        places: where something can go wrong on every rank; elsewhere only on some.
+        watched: whether ranks watch over each other.
     """
 
     name: str
@@ -272,8 +271,3 @@ JOBS = {
         Job("fabric-sharded", 3, ByFabric(replace(_CASE, tied=True, routed=True), _SHARDED | _BEHIND)),
     )
 }
-
-
-def rank_of_this() -> int:
-    """The rank of this process."""
-    return int(os.environ["RANK"])

@@ -55,11 +55,13 @@ def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stage
     check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [5] if kind == "plain" else [3, 5, 10], stages)
 
 
+@pytest.mark.parametrize("trainer", [{"max_steps": 10, "max_epochs": -1}, {"max_epochs": 2}], ids=["steps", "epochs"])
 @pytest.mark.parametrize("at_epoch_end", [True, False])
 @pytest.mark.parametrize(("strategy", "processes"), [("async", 2), ("delayed", 1)])
-def test_after_an_epochs_end(pools: Pools, strategy: str, processes: int, at_epoch_end: bool, tmp_path: Path) -> None:
+def test_after_an_epochs_end(
+    pools: Pools, strategy: str, processes: int, at_epoch_end: bool, trainer: dict[str, Any], tmp_path: Path
+) -> None:
     """Or after its validation: metrics were logged, and do not count for the next epoch."""
-    trainer = {"max_steps": 10, "max_epochs": -1}
     run = run_of(tmp_path, "plain", trainer, val_samples=(9,), strategy=strategy)
     saving = {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": at_epoch_end}
     whole = pools.run(processes, fit_showing, replace(run, callbacks=((ModelCheckpoint, saving),)), "plain", "")[0]

@@ -125,10 +125,10 @@ class Guard:
             self._adopt()
 
     def _learn(self, cause: Cause) -> None:
-        if self._cause is not None:
-            return  # the error of this rank was the first, or as good as that
-        assert self._end is not None
-        self._cause, self._stopped = cause, self._end.stopped
+        end = self._end
+        if self._cause is not None or end is None:
+            return  # the error of this rank was the first, or as good as that; or nobody watches any longer
+        self._cause, self._stopped = cause, end.stopped
         self._adopt()
         self._hurry()
         if (watched := self._watched()) is not None:
