@@ -17,7 +17,7 @@ from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.loop_state import ResumedLoops
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
-from lightning_asyncpp.pytorch.preemption import Preemption
+from lightning_asyncpp.pytorch.preemption import Preemption, save_nothing_on_exception, save_on_exception_again
 from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
@@ -61,6 +61,7 @@ class Conductor(Callback):
         """Stand in front of the trainer's callbacks and take over what Lightning does per batch, and on signals."""
         callbacks = [c for c in trainer.callbacks if not isinstance(c, Conductor)]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
+        save_on_exception_again(trainer)
         private.replace_sigterm_broadcast(trainer)
         private.replace_signal_handlers(trainer, self.preemption.receive, self._resumed.before_training)
         private.replace_step_logging(trainer, lambda: self.at_end_of_batch(trainer))
@@ -151,14 +152,12 @@ class Conductor(Callback):
     on_test_epoch_end = on_validation_epoch_end
 
     def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End a run that all ranks agreed to end; after a failure, let callbacks that save on an exception fail, too.
-
-        They would wait for ranks that do not answer.
-        """
+        """End a run that all ranks agreed to end; after a failure, let no callback save."""
         engine = self.session.engine
         agreed = isinstance(exception, SIGTERMException) and self._is_preempted
         if not agreed or engine is None or not engine.idle:
             self.session.fail(exception)
+            save_nothing_on_exception(trainer)
             return
         if trainer.validating and not trainer.sanity_checking:
             self._undo_validation(engine, pl_module)

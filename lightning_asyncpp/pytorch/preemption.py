@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -101,6 +102,25 @@ def save_last(trainer: L.Trainer) -> str | None:
     for callback in keeping or full:
         return private.save_last_checkpoint(trainer, callback)
     return None
+
+
+def save_nothing_on_exception(trainer: L.Trainer) -> None:
+    """Keep callbacks from saving a run that failed: they would wait for ranks that do not answer, and hide why."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+            rank_zero_info(f"{type(callback).__name__} saves nothing: the ranks of a failed pipeline do not answer")
+            callback.on_exception = _do_nothing  # type: ignore[method-assign, assignment]
+
+
+def save_on_exception_again(trainer: L.Trainer) -> None:
+    """Undo :func:`save_nothing_on_exception` for another run."""
+    for callback in trainer.checkpoint_callbacks:
+        if vars(callback).get("on_exception") is _do_nothing:
+            del callback.on_exception
+
+
+def _do_nothing(*_: Any) -> None:
+    """What is called on an exception."""
 
 
 def exit_code(trainer: L.Trainer, signum: int) -> int:

@@ -55,7 +55,9 @@ def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stage
     check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [5] if kind == "plain" else [3, 5, 10], stages)
 
 
-@pytest.mark.parametrize("trainer", [{"max_steps": 10, "max_epochs": -1}, {"max_epochs": 2}], ids=["steps", "epochs"])
+@pytest.mark.parametrize(
+    "trainer", [{"max_steps": 10, "max_epochs": -1}, pytest.param({"max_epochs": 2}, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("at_epoch_end", [True, False])
 @pytest.mark.parametrize(("strategy", "processes"), [("async", 2), ("delayed", 1)])
 def test_after_an_epochs_end(
@@ -72,6 +74,7 @@ def test_after_an_epochs_end(
         assert resumed["epoch"] == whole["epoch"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "trainer"), [("litdata", EPOCHS), ("plain", STEPS)], ids=["litdata", "plain"])
 def test_a_middle_stage_ends_the_epoch_with_the_others(
     pools: Pools, kind: str, trainer: dict[str, Any], tmp_path: Path

@@ -89,8 +89,9 @@ def launched(command: list[str], folder: Path, where: str = "nowhere", heartbeat
         run.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("rank", [*(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1)), 2])
+@pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -> None:
     """Rank 0 is the process that launched the others, where Lightning did."""

@@ -24,6 +24,8 @@ TOLD_SECONDS = 2.0
 """How long a rank that lost a neighbour waits to be told why."""
 _LEAST_LEAVE_SECONDS = 10.0
 _STDERR = 2
+_DECIDING = threading.Lock()
+"""Held while a deadline begins or is called off, by the script's thread or the watch's; a guard can be copied."""
 
 
 class Watched(Protocol):
@@ -60,7 +62,6 @@ class Guard:
         self._adopted: list[subprocess.Popen] = []
         self._deadline: threading.Timer | None = None
         self._is_released = False
-        self._deciding = threading.Lock()  # on the two above, in the script's thread and in the watch's
         self._at_exit: AtExit | None = None
         weakref.finalize(watched, self.end).atexit = False
 
@@ -99,7 +100,7 @@ class Guard:
 
     def release(self) -> None:
         """The error is in the hands of the script, which may take its time, also if the watch learns of one later."""
-        with self._deciding:
+        with _DECIDING:
             self._is_released = True
             if self._deadline is not None:
                 self._deadline.cancel()
@@ -154,7 +155,7 @@ class Guard:
         return max(self._limit / 2, _LEAST_LEAVE_SECONDS)
 
     def _hurry(self) -> None:
-        with self._deciding:
+        with _DECIDING:
             if self._is_released or (self._deadline is not None and not self._deadline.finished.is_set()):
                 return
             self._deadline = threading.Timer(self._leave_seconds, self._leave_now)
