@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ LEAVE_SECONDS = 15.0  # twice for a busy machine: what a rank has to end in afte
 START_SECONDS = 90.0
 TOLD_CODE = {"term": 143, "usr1": 138}
 MANY = 225
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes by /proc")
 
 
 class Undisturbed(NamedTuple):
