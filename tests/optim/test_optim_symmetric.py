@@ -110,5 +110,6 @@ def test_the_kernel_interpreted_on_a_cpu_equals_the_full_product() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernel_compiles_to_tensor_core_instructions(tmp_path) -> None:
     run(COMPILED, TRITON_CACHE_DIR=str(tmp_path))

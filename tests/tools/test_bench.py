@@ -144,6 +144,7 @@ def test_a_failing_process_ends_the_benchmark_with_its_message() -> None:
         measure(Job("sleep", 2, 2, ("unheard of",), repeats=1, mini_batches=1), timeout=100)
 
 
+@pytest.mark.slow
 def test_all_systems_sleep_the_same_for_each_micro_batch_and_zero_bubble_in_two_parts() -> None:
     systems = (ASYNC, *RIVALS, FLOOR)
     job = Job("sleep", 2, 4, systems, 1, 2, 1, forward_ms=2.0, backward_ms=6.0, jitter=0.5)
@@ -163,6 +164,7 @@ def test_all_systems_sleep_the_same_for_each_micro_batch_and_zero_bubble_in_two_
                 assert nominal <= slept  # how much longer depends on the machine
 
 
+@pytest.mark.slow
 def test_a_rival_that_cannot_run_gets_a_line_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     # Five micro-batches on two ranks are no whole number of rounds.
     sizes = ["--micro-batches", "5", "--forward-ms", "1", "--backward-ms", "2"]

@@ -49,6 +49,7 @@ main({TINY} + ["--vocab", "0", "--error-feedback", "false", "--systems", "torch"
 """
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named_and_the_rest_goes_on() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARY], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -405,6 +405,7 @@ def test_the_space_behind_a_prompt() -> None:
     assert "".join(stream(tokenizer, iter([1, 0, 2]), [2])) == "two one"
 
 
+@pytest.mark.slow
 def test_a_prompt_and_its_text_from_the_shell(by_bytes: Trained) -> None:
     """As the installed command prints it, without anything else."""
     done = subprocess.run(

@@ -102,9 +102,10 @@ def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -
         assert text in run.error(0 if rank else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a stopped process cannot be found")
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("rank", [*(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1)), 2])
+@pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_a_stopped_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -> None:
     with launched(command, tmp_path, heartbeat=HEARTBEAT) as run:

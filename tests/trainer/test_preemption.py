@@ -43,8 +43,7 @@ CASES = {
     "between epochs": (EPOCHS, (20,), "on_train_epoch_start", 1, 7, 1),
 }  # fmt: skip
 DEFAULT = (
-    "at an epoch's end, counting steps", "with a validation due", "with the last validation due", "in a validation",
-    "in an epoch's last validation",
+    "at an epoch's end, counting steps", "with the last validation due", "in an epoch's last validation",
 )  # fmt: skip
 
 

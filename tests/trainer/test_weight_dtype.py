@@ -22,7 +22,7 @@ RUN = Run(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_and_the_number_of_stages_does_not_matter(
     pools: Pools, stages: int, tmp_path: Path
 ) -> None:

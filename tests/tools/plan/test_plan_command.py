@@ -101,8 +101,9 @@ def check_that_mends_are_what_they_say(
 @pytest.mark.parametrize(
     "strategy",
     [
-        {},  # a name alone, which takes no arguments
-        {"micro_batches": 2, "lookahead": 1, "partition": [2, 6]},  # none of it is for more stages
+        pytest.param({}, marks=pytest.mark.slow),  # a name alone, which takes no arguments
+        # None of it is for more stages.
+        pytest.param({"micro_batches": 2, "lookahead": 1, "partition": [2, 6]}, marks=pytest.mark.slow),
         {"micro_batches": 4, "lookahead": 3, "data_parallel_size": 2, "placement": "pipeline_across_nodes"},
     ],
     ids=["short name", "partition", "replicas"],

@@ -61,7 +61,7 @@ def interrupted(asked: Request, calls: int, module: Any, name: str) -> bool:
     [
         (0, run_module, "make_plan"),
         (0, piece_module, "_tokenise"),
-        (8, piece_module, "_tokenise"),
+        pytest.param(8, piece_module, "_tokenise", marks=pytest.mark.slow),
         (4, piece_module, "_publish"),
         (0, run_module, "assemble"),
         (0, assemble_module, "_merge_training"),
