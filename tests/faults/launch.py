@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
+import secrets
 import signal
 import socket
 import time
@@ -123,7 +123,7 @@ def _port() -> int:
     """One that no connection of another process gets by chance until it is used."""
     first_of_those = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        port = random.randrange(10_000, first_of_those)
+        port = 10_000 + secrets.randbelow(first_of_those - 10_000)  # random numbers are seeded alike in all workers
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port

@@ -99,10 +99,7 @@ class CheckpointWriter:
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove an older checkpoint, after what is being written now is there."""
-        if self._pending and self._executor is not None:
-            self._pending.append(self._executor.submit(_remove_after, self._pending[0], remove))
-        else:
-            remove()
+        self.then(partial(_quietly, remove) if self._pending else remove)
 
     def then(self, action: Callable[[], None]) -> None:
         """Do something with the newest save on this rank, once it is there."""
@@ -198,7 +195,7 @@ def _together(mesh: Mesh, group: dist.ProcessGroup | None, write: Callable[[], N
 
 
 def _after(saved: Future[None], action: Callable[[], None]) -> None:
-    if saved.exception() is None:
+    if saved.exception() is None:  # else the older one is the last that there is
         action()
 
 
@@ -212,10 +209,9 @@ def _fail_at_exit(pending: list[Future[None]]) -> None:
             os._exit(1)
 
 
-def _remove_after(saved: Future[None], remove: Callable[[], None]) -> None:
-    if saved.exception() is None:  # else the older one is the last that there is
-        with suppress(OSError):
-            remove()
+def _quietly(remove: Callable[[], None]) -> None:
+    with suppress(OSError):
+        remove()
 
 
 def _nothing() -> None:
