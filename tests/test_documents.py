@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import lightning_asyncpp
+import lightning_asyncpp.fabric
+
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+PUBLIC = [
+    value
+    for package in (lightning_asyncpp, lightning_asyncpp.fabric)
+    for name, value in vars(package).items()
+    if inspect.isclass(value) and not name.startswith("_")
+]
 
 
 def anchor(heading: str) -> str:
@@ -32,3 +43,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (heading and heading not in anchors(target)):
             dead.append(link)
     assert not dead
+
+
+@pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
+def test_every_argument_of_a_public_class_is_explained(cls: type) -> None:
+    """By the class or one it is derived from, as ``asyncpp fit --help`` reads it."""
+    documents = "\n".join(c.__doc__ or "" for c in cls.__mro__ if c.__module__.startswith("lightning_asyncpp"))
+    explained = set(re.findall(r"\w+", " ".join(re.findall(r"(?m)^ +(\w+(?:, \w+)*):", documents))))
+    parameters = inspect.signature(cls.__init__).parameters
+    named = {n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - {"self"}
+    assert not named - explained

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 
 from lightning_asyncpp.fabric.base import PipelineStrategy
+from lightning_asyncpp.pipeline.strategy_mixin import with_arguments_of
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
@@ -42,6 +43,9 @@ class AsyncPipelineStrategy(PipelineStrategy):
         interface: network interface that connections of the ranks use, such as ``"eth1"``; several with commas between.
             Default: what the environment variables ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` say, or else
             loopback if all ranks run on one machine, or else any.
+        state_dict_type: ``"full"`` writes a checkpoint into one file, on rank 0; ``"sharded"`` into a folder, every
+            stage its part.
+        async_checkpoints: write checkpoints while training goes on; costs a copy of what is saved, on the host.
         heartbeat: seconds after which a rank that gives no sign of life is taken for lost, and all ranks end. A thread
             gives them, so slow ranks do, too; for progress there is ``timeout``. ``None``: nobody watches.
         process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
@@ -74,6 +78,7 @@ class AsyncPipelineStrategy(PipelineStrategy):
     delay = 1
 
 
+@with_arguments_of(AsyncPipelineStrategy)
 class SyncPipelineStrategy(PipelineStrategy):
     """Synchronous pipeline parallelism on the same engine: 1F1B with a flush per mini-batch, no delay.
 

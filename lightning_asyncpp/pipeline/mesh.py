@@ -127,7 +127,7 @@ class Mesh:
         """
         if self.world_size == 1 or self.groups is not None:
             return
-        _destroy_retired()
+        destroy_retired()
         # Headers, control messages and checks are host data whatever the device is.
         host = _new_group(timeout, backend="gloo")
         # Each group on gloo keeps a thread that wakes a hundred times a second. Only replicas may need the second
@@ -229,12 +229,14 @@ def _retire(groups: list[dist.ProcessGroup]) -> None:
     _retired.append((time.monotonic(), groups))
 
 
-def _destroy_retired() -> None:
+def destroy_retired(grace: float = GRACE_SECONDS) -> None:
     """Let go of groups that nothing uses any more; torch keeps them, with their threads, until it is told to.
 
-    Other ranks may be slower, and still read what was sent to them: a connection that is closed at once may lose it.
+    Args:
+        grace: seconds since their last use here. Other ranks may be slower, and still read what was sent to them: a
+            connection that is closed at once may lose it.
     """
-    while _retired and time.monotonic() - _retired[0][0] >= GRACE_SECONDS:
+    while _retired and time.monotonic() - _retired[0][0] >= grace:
         for group in _retired.pop(0)[1]:
             with suppress(ValueError, AssertionError):  # somebody destroyed all groups
                 dist.destroy_process_group(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -145,6 +145,18 @@ class PipelineStrategyMixin:
         if session.partition is not None and session.stage is not None and session.stage.model is model:
             return session.partition  # another training of what is cut already
         return choose_partition(model, mesh.stage, mesh.num_stages, session.settings.partition, example, seed)
+
+
+def with_arguments_of(other: type) -> Callable[[type[T]], type[T]]:
+    """Class decorator: its docstring gets the arguments of another's, which ``help()`` and the command line show."""
+
+    def documented(cls: type[T]) -> type[T]:
+        if cls.__doc__ and other.__doc__:  # else Python runs without docstrings
+            arguments = other.__doc__[other.__doc__.index("    Args:") :]
+            cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n{arguments}"
+        return cls
+
+    return documented
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:

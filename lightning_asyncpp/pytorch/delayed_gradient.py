@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -22,8 +21,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.pipeline.checkpoint.optimizer_state import BY_PARAMETER
-from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
@@ -31,19 +28,19 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
-from lightning_asyncpp.pytorch.checkpoint import TrainerCheckpoints
+from lightning_asyncpp.pytorch.delayed_checkpoint import DelayedCheckpoints
+from lightning_asyncpp.pytorch.delayed_refusals import delayed_problems
 from lightning_asyncpp.pytorch.example_input import example_of
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
 from lightning_asyncpp.pytorch.module_first import ModuleFirst
-from lightning_asyncpp.pytorch.progress import PROGRESS, Progress
-from lightning_asyncpp.pytorch.refusals import backward_problems
+from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.statistics_log import StatisticsLog
 from lightning_asyncpp.pytorch.stop_on_signal import StopOnSignal
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 
-class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrategy):
+class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrategy):
     """Emulates the gradient delay of asynchronous pipelines, on one device or under DDP, for any LightningModule.
 
     Mini-batch t runs forward and backward on W_{max(t-d, 0)}, and W_{t+1} = W_t - U(g_t): the trajectory of a pipeline,
@@ -70,6 +67,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
             the ``"exact"`` one, for comparison.
         synchronous_start: number N of mini-batches at the beginning without delay; then W_N counts as W_0.
         partition: with ``micro_batches``, how a pipeline cuts the model into ``stages``: as for the pipeline
+            strategies.
+        inexact_resume: go on from a checkpoint also where the data cannot be continued exactly, as for the pipeline
             strategies.
         find_unused_parameters: as in DDP; with whole batches on several devices.
         process_group_backend, timeout, start_method: as in DDP.
@@ -153,7 +152,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        if problems := _problems(self.settings, self._module, trainer):
+        if problems := delayed_problems(self.settings, self._module, trainer):
             raise ConfigurationError.from_problems(problems)
         training = trainer.state.fn == TrainerFn.FITTING
         if training or self._emulated is not self._module:
@@ -210,6 +209,14 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
     def _running(self) -> DelayEmulator:
         assert self.emulator is not None, "training has not started"
         return self.emulator
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self._module.trainer
+        loader = super().process_dataloader(dataloader)
+        return self.progress.training_loader(loader, trainer) if trainer.training else loader
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -295,67 +302,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self._running.clip(float(clip_val))
 
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The newest weights, also in hooks between a forward and its backward."""
-        if self.emulator is None:
-            return super().lightning_module_state_dict()
-        with self.emulator.weights.newest():
-            return super().lightning_module_state_dict()
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.emulator is not None and "optimizer_states" in checkpoint:  # else weights only
-            own = self.progress.state(self._module.trainer, self._module, {})
-            checkpoint[DELAYED_GRADIENT] = {**self.emulator.state_dict(), PROGRESS: self._of_all_ranks(own)}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        if self.world_size == 1:
-            return [own]
-        every: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(every, own)
-        return every
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        content = super().load_checkpoint(checkpoint_path, weights_only)
-        every = content.get(DELAYED_GRADIENT, {}).get(PROGRESS)
-        if every is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
-            change = (
-                f"{self.world_size} processes, and the checkpoint was written by {len(every)}: they read other data"
-            )
-            own = every[min(self.global_rank, len(every) - 1)]
-            self.progress.resume(own, content["loops"]["fit_loop"], [change] if len(every) != self.world_size else ())
-        return content
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        trainer = self._module.trainer
-        loader = super().process_dataloader(dataloader)
-        return self.progress.training_loader(loader, trainer) if trainer.training else loader
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        state = checkpoint.get(DELAYED_GRADIENT)
-        if self.emulator is not None and self._is_training:  # a callback rolls a running training back
-            self.emulator.load_state_dict(state)
-            return
-        # The older weights of a training that is over do not belong to the weights that were just loaded.
-        self.emulator = self._emulated = None
-        self._loaded_state = state
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if any(BY_PARAMETER in state for state in checkpoint["optimizer_states"]):
-            raise ConfigurationError(
-                "this checkpoint was written by a pipeline strategy, which keeps the optimizer by stages: load only the"
-                " weights: pass the model loaded with load_state_dict, without ckpt_path"
-            )
-        super().load_optimizer_state_dict(checkpoint)
+    # -- the end --------------------------------------------------------------------------------------------------
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -378,31 +325,6 @@ class DelayedGradientStrategy(DelayedStrategyMixin, TrainerCheckpoints, DDPStrat
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """The name is registered by importing the package."""
-
-
-def _problems(settings: DelaySettings, module: LightningModule, trainer: L.Trainer) -> list[str]:
-    """What the module and the Trainer ask for that a delayed gradient cannot do."""
-    problems: list[str] = []
-    if trainer.state.fn != TrainerFn.FITTING:
-        return problems
-    if not module.automatic_optimization:
-        problems.append(
-            "automatic_optimization=False: with manual optimization the module decides when to step and on which"
-            " weights; use automatic optimization, or Fabric"
-        )
-    if settings.micro_batches is None:
-        return problems
-    problems += backward_problems(module)
-    if trainer.precision in ("16-mixed", "16-true"):
-        problems.append(
-            f"precision={trainer.precision!r} is not supported with micro_batches, which computes as a pipeline does;"
-            " use bf16-mixed, or leave micro_batches out"
-        )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        problems.append("training_step(dataloader_iter) cannot be given micro-batches: take a batch")
-    if (reduction := getattr(module, "loss_reduction", "mean")) not in ("mean", "sum"):
-        problems.append(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
-    return problems
 
 
 def register() -> None:

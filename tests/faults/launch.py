@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from torch import multiprocessing as mp
 
 from tests.faults import script
 from tests.faults.jobs import Job
 from tests.faults.places import Fault
 from tests.trainer.pool import elastic_environment
+from tests.workers import free_port, worker_context
 
 HEARTBEAT = 60.0
 
@@ -100,9 +97,7 @@ def launch(
         AssertionError: some did not end, with what every thread of them was doing; or they left processes behind.
     """
     folder.mkdir(parents=True)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.script"])
-    port = _port()
+    context, port = worker_context(), free_port()
     processes = []
     for rank in range(job.processes):
         environment = hosts.environment(rank, job.processes, port)
@@ -117,16 +112,6 @@ def launch(
         pids = [process.pid for process in processes]
         _check_nothing_is_left([pid for pid in pids if pid is not None])
     return Ended(folder, [int(process.exitcode or 0) for process in processes], seconds)
-
-
-def _port() -> int:
-    """One that no connection of another process gets by chance until it is used."""
-    first_of_those = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = 10_000 + secrets.randbelow(first_of_those - 10_000)  # random numbers are seeded alike in all workers
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 @contextmanager

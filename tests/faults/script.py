@@ -19,7 +19,7 @@ import torch
 
 from tests.faults.jobs import Here, Job
 from tests.faults.places import Fault, Places
-from tests.pipeline.pool import end_with_parent
+from tests.workers import end_with_parent
 
 WHERE_SIGNAL = signal.SIGUSR2
 _CLONE_NEWNET = 0x40000000

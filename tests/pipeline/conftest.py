@@ -38,7 +38,7 @@ class Pools:
             pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from lightning_asyncpp.pipeline.stage import cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from tests.pipeline.cases import DIM, Case, make_model
-from tests.pipeline.pool import free_port, worker_context
+from tests.workers import free_port, worker_context
 
 CPU = torch.device("cpu")
 ALIVE: list[Any] = []  # a message that was sent and whose tensor is then let go of may never arrive

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
-import socket
-import threading
 import traceback
-from multiprocessing import connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing as mp
 
 from lightning_asyncpp.pipeline.mesh import Mesh
 from tests.pipeline.cases import Case
 from tests.pipeline.runs import run_case
+from tests.workers import end_with_parent, free_port, worker_context
 
 
 class WorkerPool:
@@ -60,31 +56,6 @@ class WorkerPool:
         for process in self._processes:
             if process.is_alive():
                 process.kill()
-
-
-def worker_context() -> Any:
-    """A fork server that has imported torch and the tests already: a new process costs milliseconds, not seconds."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.pipeline.runs"])
-    return context
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def end_with_parent() -> None:
-    """Let this worker end when the process that made it is gone: killed tests would leave it busy."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "not called in a worker"
-
-    def watch() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
 def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> None:

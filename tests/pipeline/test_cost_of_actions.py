@@ -26,7 +26,7 @@ from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.stage import cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
-from tests.pipeline.pool import end_with_parent, free_port, worker_context
+from tests.workers import end_with_parent, free_port, worker_context
 
 DIM, SAMPLES, EARLY, LENGTH = 4, 8, 5, 150
 ALLOWED = 1.02

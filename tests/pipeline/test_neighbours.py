@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.transport import Transport
-from tests.pipeline.pool import end_with_parent, free_port, worker_context
+from tests.workers import end_with_parent, free_port, worker_context
 
 
 def test_every_transport_has_links_of_its_own() -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning_asyncpp.pipeline import store
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.store import store_listening_on
-from tests.pipeline.pool import free_port
 from tests.trainer.sockets import listening_addresses
+from tests.workers import free_port
 
 PATIENCE = timedelta(seconds=10)
 

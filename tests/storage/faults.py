@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import multiprocessing as mp
+from tests.workers import worker_context
 
 COUNT, FAIL, KILL = range(3)
 NO_SPACE, BROKEN = errno.ENOSPC, errno.EIO
@@ -79,8 +79,7 @@ def begin(fault: Fault, log: int) -> None:
 
 def run(fault: Fault, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Ended:
     """Call a function in a process of its own, in which a system call fails or ends it."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.storage.saves"])
+    context = worker_context()
     log = Path(fault.library).with_name("calls")
     said = log.with_name("raised")
     log.write_bytes(b"")

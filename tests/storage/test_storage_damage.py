@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import multiprocessing as mp
 
 from lightning_asyncpp.durable import checksum
 from lightning_asyncpp.storage.errors import StorageError
@@ -23,6 +22,7 @@ from lightning_asyncpp.storage.index import Shard, index_bytes, read_index
 from lightning_asyncpp.storage.reading import load, verify
 from lightning_asyncpp.storage.whole import load_file
 from tests.storage.saves import SAVES, content, version_of
+from tests.workers import worker_context
 
 FORMS = ("full", "sharded")
 
@@ -31,8 +31,7 @@ class Reader:
     """Reads checkpoints in a process of its own, which a bad one might end."""
 
     def __init__(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.storage.saves"])
+        context = worker_context()
         self.connection, other = context.Pipe()
         self.process = context.Process(target=_read, args=(other,), daemon=True)
         self.process.start()

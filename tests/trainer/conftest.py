@@ -10,7 +10,7 @@ import torch
 from tests.trainer.pool import Pools
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

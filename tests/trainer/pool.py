@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing as mp
 
-from tests.pipeline.pool import end_with_parent, free_port
+from lightning_asyncpp.pipeline.mesh import destroy_retired
+from tests.workers import end_with_parent, free_port, worker_context
 
 Scenario = Callable[..., Any]
 
@@ -37,8 +37,7 @@ class TrainerPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.trainer.runs"])
+        context = worker_context()
         self._tasks = [context.SimpleQueue() for _ in range(world_size)]
         self._results = context.Queue()
         self._processes = [
@@ -125,6 +124,7 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
         # They are let go only now that all ranks have ended; their threads would take the next scenario's cores.
         held.clear()
         gc.collect()
+        destroy_retired(grace=0.0)
         try:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 outcome = Outcome(scenario(*args))

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import multiprocessing as mp
 
-from tests.pipeline.pool import end_with_parent, free_port
 from tests.trainer.listening_script import train
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, fit
+from tests.workers import end_with_parent, free_port, worker_context
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("listening_script.py"))
@@ -56,8 +55,7 @@ def rank_of_script(rank: int, port: int, folder: Path, kind: str, devices: int, 
 def test_on_one_machine_loopback_alone_is_listened_on(
     tmp_path: Path, kind: str, devices: int, arguments: dict[str, Any]
 ) -> None:
-    context, port = mp.get_context("forkserver"), free_port()
-    context.set_forkserver_preload(["tests.trainer.runs"])
+    context, port = worker_context(), free_port()
     ranks = [
         context.Process(target=rank_of_script, args=(r, port, tmp_path, kind, devices, arguments), daemon=True)
         for r in range(devices)
