@@ -264,6 +264,7 @@ def test_what_stages_trained_in_a_single_process(trained: Trained, capsys: pytes
     assert capsys.readouterr().out.startswith("document 3")
 
 
+@pytest.mark.slow
 def test_validate_launches_its_ranks(trained: Trained) -> None:
     checkpoint = ["--ckpt_path", str(trained.checkpoint)]
     printed = run([*ASYNCPP, "validate", *recipe(trained.folder), *checkpoint], trained.folder)

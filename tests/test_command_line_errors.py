@@ -103,6 +103,7 @@ def test_every_tool_was_asked() -> None:
     assert {arguments[0] for arguments in SHORTENED} == set(TOOLS)
 
 
+@pytest.mark.slow
 def test_what_only_the_ranks_can_find_is_said_by_the_first_of_them(tmp_path: Path) -> None:
     """The others say that they ended for the same reason."""
     command = [str(Path(sys.executable).with_name("asyncpp")), "fit", *RECIPE]

@@ -214,6 +214,7 @@ def test_recipe_is_accepted_and_printed_with_overrides(
     assert optimizer["init_args"]["lr"] == 0.004
 
 
+@pytest.mark.slow
 def test_quickstart_beats_a_unigram_model(tmp_path: Path) -> None:
     """Fewer updates, on less text."""
     check_quickstart(

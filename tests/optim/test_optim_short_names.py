@@ -69,6 +69,7 @@ def test_the_name_of_a_rule_for_matrices_means_the_optimizer_of_a_whole_model(na
     assert full["class_path"] == "torch.optim.Muon"
 
 
+@pytest.mark.slow
 def test_short_names_need_no_recipe_that_mentions_the_package(tmp_path):
     """In a process of its own, where nothing else has imported the optimizers."""
     module = tmp_path / "own.py"

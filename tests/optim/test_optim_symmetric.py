@@ -105,6 +105,7 @@ for capability, instruction in ((80, "mma.sync"), (90, "wgmma.mma_async")):
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernel_interpreted_on_a_cpu_equals_the_full_product() -> None:
     run(INTERPRETED, TRITON_INTERPRET="1")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 
@@ -30,3 +30,15 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 1
 
 def _pairs(row: dict[str, int]) -> itertools.combinations:
     return itertools.combinations(row.items(), 2)
+
+
+def covering(rows: Sequence[Mapping[str, Hashable]]) -> set[int]:
+    """Indices of few rows in which all pairs of values meet that meet in some row; greedy and deterministic."""
+    pairs = [set(itertools.combinations(row.items(), 2)) for row in rows]
+    missing: set[Any] = set().union(*pairs)
+    chosen: set[int] = set()
+    while missing:
+        best = max(range(len(rows)), key=lambda index: len(pairs[index] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return chosen

@@ -49,7 +49,8 @@ def test_a_long_run_costs_per_mini_batch_what_a_short_one_does() -> None:
         assert after <= before + 20  # far less than one per mini-batch
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(3, 24), pytest.param(6, 8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "micro_batches"), [(3, 24), (6, 8)])
 def test_more_micro_batches_or_stages_make_none_dearer(stages: int, micro_batches: int) -> None:
     (few,) = measured(stages=3, micro_batches=8, at=[EARLY])
     (many,) = measured(stages=stages, micro_batches=micro_batches, at=[EARLY])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.pipeline.compare import (
     weights_of,
 )
 from tests.pipeline.conftest import Pools
-from tests.pipeline.pairwise import pairwise
+from tests.pipeline.pairwise import covering, pairwise
 from tests.pipeline.runs import run_oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
@@ -97,21 +98,36 @@ def grid(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-def parametrized(cases: list[tuple[int, Case]]) -> Any:
-    ids = [f"P{num_stages}-m{case.micro_batches}-c{case.lookahead}-{i}" for i, (num_stages, case) in enumerate(cases)]
-    return pytest.mark.parametrize(("num_stages", "case"), cases, ids=ids)
+def parametrized(cases: list[tuple[int, Case]], marks: Sequence[Any] = ()) -> Any:
+    rows = [
+        pytest.param(num_stages, case, marks=mark, id=f"P{num_stages}-m{case.micro_batches}-c{case.lookahead}-{i}")
+        for i, ((num_stages, case), mark) in enumerate(itertools.zip_longest(cases, marks, fillvalue=()))
+    ]
+    return pytest.mark.parametrize(("num_stages", "case"), rows)
+
+
+def few_of(cases: list[tuple[int, Case]]) -> Any:
+    """All are tests; those are slow whose pairs of values others have, too."""
+    beyond = [case.micro_batches - num_stages for num_stages, case in cases]
+    rows = [
+        {name: getattr(case, name) for name in (*OPTIONS, "lookahead", "fresh", "start", "drains")}
+        | {"num_stages": num_stages, "beyond": more}
+        for (num_stages, case), more in zip(cases, beyond, strict=True)
+    ]
+    kept = covering(rows)
+    return parametrized(cases, [() if i in kept else pytest.mark.slow for i in range(len(cases))])
 
 
 def over(stages: tuple[int, ...], cases_of: Any) -> list[tuple[int, Case]]:
     return list(itertools.chain.from_iterable(cases_of(num_stages) for num_stages in stages))
 
 
-@parametrized(over(STAGES, asynchronous))
+@few_of(over(STAGES, asynchronous))
 def test_asynchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 
-@parametrized(over(STAGES_SYNCHRONOUS, synchronous))
+@few_of(over(STAGES_SYNCHRONOUS, synchronous))
 def test_synchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
@@ -130,7 +146,7 @@ def with_fresh_last_stage(num_stages: int) -> list[tuple[int, Case]]:
     return [(num_stages, replace(case, fresh=True, tied=False, drains=(i % 3,))) for i, case in enumerate(kept)]
 
 
-@parametrized(over((2, 3), with_fresh_last_stage))
+@few_of(over((2, 3), with_fresh_last_stage))
 def test_fresh_last_stage(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
@@ -146,7 +162,7 @@ def with_synchronous_start(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-@parametrized(over((1, 2, 3), with_synchronous_start))
+@few_of(over((1, 2, 3), with_synchronous_start))
 def test_synchronous_start(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 

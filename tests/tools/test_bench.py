@@ -74,6 +74,7 @@ def test_schedule_prints_a_table_and_writes_json_spans_and_a_drawing(
     ElementTree.parse(files["svg"])
 
 
+@pytest.mark.slow
 def test_the_price_of_every_extra_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     sizes = ["--micro-batches", "2", "--forward-ms", "2", "--backward-ms", "4", "--json", str(file)]
@@ -139,6 +140,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in printed for name in ("schedule", "compute", "draw"))
 
 
+@pytest.mark.slow
 def test_a_failing_process_ends_the_benchmark_with_its_message() -> None:
     with pytest.raises(BenchmarkFailedError, match="KeyError: 'unheard of'"):
         measure(Job("sleep", 2, 2, ("unheard of",), repeats=1, mini_batches=1), timeout=100)

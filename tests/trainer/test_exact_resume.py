@@ -90,7 +90,9 @@ def test_an_emulated_delay_after_any_batch(pools: Pools, kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "trainer", [EPOCHS | {"val_check_interval": 2}, STEPS], ids=["in mid-epoch", "at an epoch's end"]
+    "trainer",
+    [EPOCHS | {"val_check_interval": 2}, pytest.param(STEPS, marks=pytest.mark.slow)],
+    ids=["in mid-epoch", "at an epoch's end"],
 )
 def test_before_a_validation(pools: Pools, trainer: dict[str, Any], tmp_path: Path) -> None:
     """The resumed run begins with it."""

@@ -144,6 +144,7 @@ def test_a_slow_rank_is_not_missed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_sigterm_ends_all_after_a_common_batch(command: list[str], tmp_path: Path) -> None:
     with launched(command, tmp_path) as run:

@@ -43,7 +43,7 @@ CASES = {
     "between epochs": (EPOCHS, (20,), "on_train_epoch_start", 1, 7, 1),
 }  # fmt: skip
 DEFAULT = (
-    "at an epoch's end, counting steps", "with the last validation due", "in an epoch's last validation",
+    "at an epoch's end, counting steps", "in an epoch's last validation",
 )  # fmt: skip
 
 
@@ -89,7 +89,9 @@ def test_resumed_as_if_never_interrupted(pools: Pools, case: str, tmp_path: Path
     check_resumed(whole, broken, resumed, 3)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end"])
+@pytest.mark.parametrize(
+    "hook", [pytest.param("on_train_batch_end", marks=pytest.mark.slow), "on_validation_batch_end"]
+)
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
@@ -127,7 +129,9 @@ def test_interrupted_twice(pools: Pools, tmp_path: Path) -> None:
     assert_equal_weights(joined_weights(resumed, 2), joined_weights(whole, 2))
 
 
-@pytest.mark.parametrize("scheduler", ["plateau-epoch-val_loss", "plateau-step-val_loss"])
+@pytest.mark.parametrize(
+    "scheduler", [pytest.param("plateau-epoch-val_loss", marks=pytest.mark.slow), "plateau-step-val_loss"]
+)
 def test_decisions_on_a_metric_see_whole_validations_only(pools: Pools, scheduler: str, tmp_path: Path) -> None:
     """The learning rate and the end of the training are those of the uninterrupted run."""
     early = (EarlyStopping, {"monitor": "val_loss", "patience": 2, "min_delta": 0.02})

@@ -13,8 +13,6 @@ from lightning_asyncpp.tools.plan.stages import Stages
 from tests.tools.plan.cases import CASES, Case
 from tests.tools.plan.measured import measure
 
-QUICK = ("one-stage",)
-
 
 def planned(case: Case, folder: Path) -> list[int]:
     path = folder / "recipe.yaml"
@@ -26,10 +24,9 @@ def planned(case: Case, folder: Path) -> list[int]:
     return [stage.total for stage in memory]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_processes_take_what_was_planned(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     expected, taken = planned(case, tmp_path), measure(case.recipe(), case.devices)
