@@ -40,6 +40,7 @@ class Cost(NamedTuple):
     objects: list[int]
 
 
+@pytest.mark.slow
 def test_a_long_run_costs_per_mini_batch_what_a_short_one_does() -> None:
     early, late = measured(stages=3, micro_batches=4, at=[EARLY, LENGTH])
     assert min(early.calls) > 20

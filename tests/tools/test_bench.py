@@ -86,6 +86,7 @@ def test_the_price_of_every_extra_is_told(tmp_path: Path, capsys: pytest.Capture
     assert set(results["costs"]) == set(EXTRAS)
 
 
+@pytest.mark.slow
 def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     sizes = ["--micro-batches", "2", "--target-ms", "2", "--rows", "16", "--width", "16"]

@@ -13,7 +13,7 @@ from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.tools.plan.command import main
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
-QUICK: dict[str, list[str]] = {"quickstart_moe": ["--no-search"], "gpt2_124m": ["--no-search"]}
+QUICK: dict[str, list[str]] = {"quickstart_moe": ["--no-search"]}
 
 
 @pytest.mark.parametrize(
