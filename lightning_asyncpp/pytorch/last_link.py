@@ -39,5 +39,8 @@ def _link(then: Callable[[Callable[[], None]], None], trainer: L.Trainer, filepa
 
 def _replace(checkpoint: Path, link: Path) -> None:
     written = link.with_name(f".{link.name}.{secrets.token_hex(4)}.partial")
-    written.symlink_to(os.path.relpath(checkpoint, link.parent))
-    replace_durably(written, link)
+    try:
+        written.symlink_to(os.path.relpath(checkpoint, link.parent))
+        replace_durably(written, link)
+    finally:
+        written.unlink(missing_ok=True)
