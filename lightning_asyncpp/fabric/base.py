@@ -34,7 +34,7 @@ from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.pipeline.settings import PipelineSettings, check_arguments
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
@@ -101,23 +101,25 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             start_method=start_method,
         )
         self.interface = interface
-        self.session = PipelineSession(
-            PipelineSettings(
-                micro_batches=micro_batches,
-                lookahead=lookahead,
-                data_parallel_size=data_parallel_size,
-                delay=self.delay,
-                nonfinite_gradients=nonfinite_gradients,
-                fresh_last_stage=fresh_last_stage,
-                synchronous_start=synchronous_start,
-                weight_dtype=weight_dtype,
-                partition=partition,
-                placement=placement,
-                max_message_bytes=max_message_bytes,
-                heartbeat=heartbeat,
-            ),
-            timeout,
+        settings = PipelineSettings(
+            micro_batches=micro_batches,
+            lookahead=lookahead,
+            data_parallel_size=data_parallel_size,
+            delay=self.delay,
+            nonfinite_gradients=nonfinite_gradients,
+            fresh_last_stage=fresh_last_stage,
+            synchronous_start=synchronous_start,
+            weight_dtype=weight_dtype,
+            partition=partition,
+            placement=placement,
+            max_message_bytes=max_message_bytes,
+            heartbeat=heartbeat,
         )
+        check_arguments(
+            settings, timeout, interface, state_dict_type,
+            fresh_last_stage=fresh_last_stage, async_checkpoints=async_checkpoints,
+        )  # fmt: skip
+        self.session = PipelineSession(settings, timeout)
         self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
         self.gradient_norm: float | None = None
         self.layer_metrics: dict[str, float] = {}

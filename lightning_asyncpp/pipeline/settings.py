@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Literal, cast
 
 import torch
@@ -116,6 +117,10 @@ class PipelineSettings:
     placement: Placement = "pipeline_within_node"
     heartbeat: float | None = 60.0
 
+    def problems(self) -> list[str]:
+        """What is wrong whatever the number of processes is, each with its mend."""
+        return self._type_problems() or self._problems_alone()
+
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
         """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
         if problems := self._type_problems():
@@ -221,6 +226,35 @@ class PipelineSettings:
                 f" lower it, or use micro_batches >= {micro_batches + min(lookahead, num_stages - 1) - most}"
             ]
         return []
+
+
+def check_arguments(
+    settings: PipelineSettings, timeout: object, interface: object, state_dict_type: object, **switches: object
+) -> None:
+    """Refuse what no number of processes could make right, before there are any.
+
+    Args:
+        settings: of the pipeline.
+        timeout, interface, state_dict_type: as they were given to a strategy.
+        switches: further arguments that are on or off, by name.
+
+    Raises:
+        ConfigurationError: with every problem.
+    """
+    problems = settings.problems()
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        problems.append(
+            f"timeout={timeout!r} must be a datetime.timedelta above 0, such as timedelta(minutes=5), or None"
+        )
+    if interface is not None and not (isinstance(interface, str) and interface):
+        problems.append(f"interface={interface!r} must be the name of a network interface, such as 'eth1', or None")
+    if state_dict_type not in ("full", "sharded"):
+        problems.append(f"state_dict_type={state_dict_type!r} must be 'full' or 'sharded'")
+    problems += [
+        f"{name}={value!r} must be True or False" for name, value in switches.items() if not isinstance(value, bool)
+    ]
+    if problems:
+        raise ConfigurationError.from_problems(problems)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.pipeline.settings import PipelineSettings, check_arguments
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.update import clip_values
@@ -100,24 +100,26 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
             start_method=start_method,
         )
         self.interface = interface
-        self.session = PipelineSession(
-            PipelineSettings(
-                micro_batches=micro_batches,
-                lookahead=lookahead,
-                data_parallel_size=data_parallel_size,
-                delay=self.delay,
-                nonfinite_gradients=nonfinite_gradients,
-                fresh_last_stage=fresh_last_stage,
-                synchronous_start=synchronous_start,
-                weight_dtype=weight_dtype,
-                partition=partition,
-                placement=placement,
-                metric_slots=metric_slots,
-                max_message_bytes=max_message_bytes,
-                heartbeat=heartbeat,
-            ),
-            timeout,
+        settings = PipelineSettings(
+            micro_batches=micro_batches,
+            lookahead=lookahead,
+            data_parallel_size=data_parallel_size,
+            delay=self.delay,
+            nonfinite_gradients=nonfinite_gradients,
+            fresh_last_stage=fresh_last_stage,
+            synchronous_start=synchronous_start,
+            weight_dtype=weight_dtype,
+            partition=partition,
+            placement=placement,
+            metric_slots=metric_slots,
+            max_message_bytes=max_message_bytes,
+            heartbeat=heartbeat,
         )
+        check_arguments(
+            settings, timeout, interface, state_dict_type,
+            fresh_last_stage=fresh_last_stage, async_checkpoints=async_checkpoints, inexact_resume=inexact_resume,
+        )  # fmt: skip
+        self.session = PipelineSession(settings, timeout)
         self.progress = Progress(inexact_resume)
         self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
         self.session.guard.is_torn_down = True
