@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_asyncpp.pipeline.private_names import PrivateNameError
 from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
 
@@ -180,3 +181,13 @@ def test_every_name_is_tested() -> None:
     required = set(re.findall(r', "(\w+)", (?:purpose|")', source))
     assert required == set(USES) | {"_batches_that_stepped", "metrics", "batches", *AT_AN_EPOCHS_END}
     assert "getattr(" not in source, "a name that is looked up quietly"
+
+
+@pytest.mark.parametrize("name", ["_link_checkpoint", "_remove_checkpoint"])
+def test_a_missing_name_of_a_callback_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = L.Trainer(callbacks=[ModelCheckpoint(save_last="link")], accelerator="cpu", logger=False)
+    link_when_written(trainer, lambda action: action())
+    vars(trainer.checkpoint_callbacks[0]).pop(name)  # what the package put there itself
+    monkeypatch.delattr(ModelCheckpoint, name)
+    with pytest.raises(PrivateNameError, match=name):
+        link_when_written(trainer, lambda action: action())

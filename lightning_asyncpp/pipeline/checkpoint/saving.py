@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -102,9 +102,9 @@ class CheckpointWriter:
         self.then(partial(_quietly, remove) if self._pending else remove)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Do something with the newest save on this rank, once it is there."""
+        """Do something with the newest save on this rank, once it is there and all before this was done."""
         if self._pending and self._executor is not None:
-            self._pending.append(self._executor.submit(_after, self._pending[0], action))
+            self._pending.append(self._executor.submit(_after, tuple(self._pending), action))
         else:
             action()
 
@@ -194,8 +194,8 @@ def _together(mesh: Mesh, group: dist.ProcessGroup | None, write: Callable[[], N
     agree_on_error(mesh, error, group)
 
 
-def _after(saved: Future[None], action: Callable[[], None]) -> None:
-    if saved.exception() is None:  # else the older one is the last that there is
+def _after(before: Sequence[Future[None]], action: Callable[[], None]) -> None:
+    if all(future.exception() is None for future in before):  # else the older one is the last that there is
         action()
 
 
