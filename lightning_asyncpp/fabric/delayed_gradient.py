@@ -19,11 +19,9 @@ from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
 from lightning_asyncpp.fabric import delayed_refusals as refusals
-from lightning_asyncpp.fabric.checkpoint import entries_to_load
-from lightning_asyncpp.fabric.crossed import told_who_wrote_it
+from lightning_asyncpp.fabric.delayed_checkpoint import DelayedCheckpoints
 from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
-from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
@@ -35,7 +33,7 @@ from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 
-class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
+class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrategy):
     """Emulates the gradient delay of asynchronous pipelines, on one device or under DDP, for any model.
 
     An ordinary Fabric loop stays as it is::
@@ -328,63 +326,6 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DDPStrategy):
         if self.emulator is None:
             raise ConfigurationError(refusals.not_set_up(caller))
         return self.emulator
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    @override
-    def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
-    ) -> None:
-        """Write one file on rank 0; with the optimizer come the older weights, so that the run can go on exactly."""
-        if DELAYED_GRADIENT in state:
-            raise ConfigurationError(refusals.RESERVED_NAME)
-        if self.emulator is not None:
-            self.emulator.weights.come_forward()
-            if any(isinstance(value, Optimizer) for value in state.values()):
-                state = {**state, DELAYED_GRADIENT: self.emulator.state_dict()}
-        super().save_checkpoint(path, state, storage_options, filter)
-
-    @override
-    def load_checkpoint(
-        self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Load a file that :meth:`save_checkpoint` wrote; the run goes on as if it had not ended.
-
-        Raises:
-            ConfigurationError: the checkpoint was written under another delay, or was not written for this.
-        """
-        with told_who_wrote_it(self.checkpoint_io, path, weights_only, DELAYED_GRADIENT):
-            return self._load(path, state, strict, weights_only)
-
-    def _load(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        if not isinstance(state, dict):
-            return super().load_checkpoint(path, state, strict, weights_only)
-        optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
-        others = {name: value for name, value in state.items() if name not in optimizers}
-        remainder = super().load_checkpoint(path, others, strict, weights_only)
-        state.update(others)
-        saved = remainder.pop(DELAYED_GRADIENT, None)
-        self._resumed = self._resumed or bool(optimizers)
-        has_model = any(isinstance(value, Module) and self._is_trained(value) for value in others.values())
-        if self._resumed and (optimizers or has_model):  # they may come by two calls
-            self._loaded_state = saved
-            if self.emulator is not None:
-                self.emulator.load_state_dict(saved)  # tells the optimizer the delay, under which it loads
-        for name in entries_to_load(optimizers, remainder, strict):
-            optimizers[name].load_state_dict(remainder.pop(name))
-        return remainder
-
-    @override
-    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        if self.emulator is not None:
-            self.emulator.weights.come_forward()
-        super().load_module_state_dict(module, state_dict, strict)
-        if self.emulator is not None and self._is_trained(module):
-            self.emulator.load_state_dict(None)
-
-    def _is_trained(self, module: Module) -> bool:
-        """Whether this is the model, with or without DDP's wrapper, and not another module beside it."""
-        return self._module is not None and any(part is self._module for part in module.modules())
 
     @classmethod
     @override

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, is_noise, lost_peers, peer_lost
-from lightning_asyncpp.pipeline.hang_up import hang_up, hang_up_soon, leave_default_group
-from lightning_asyncpp.pipeline.mesh import GRACE_SECONDS, Mesh
+from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, lost_peers
+from lightning_asyncpp.pipeline.failing_session import FailingSession
+from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.partition_choice import choose_partition
@@ -25,10 +23,8 @@ from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettin
 from lightning_asyncpp.pipeline.stage import Stage, cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
-from lightning_asyncpp.pipeline.transport import Transport
 from lightning_asyncpp.pipeline.update import clip_coefficient
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.watch.guard import Guard
 from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
 from lightning_asyncpp.pipeline.whole_model import WholeModel
 
@@ -47,7 +43,7 @@ def check_norm_type(norm_type: float) -> None:
         )
 
 
-class PipelineSession:
+class PipelineSession(FailingSession):
     """Everything that a strategy holds about its pipeline.
 
     Args:
@@ -56,17 +52,13 @@ class PipelineSession:
     """
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
+        super().__init__(settings.heartbeat)
         self.settings, self.timeout = settings, timeout
-        self.mesh: Mesh | None = None
         self.resolved: ResolvedSettings | None = None
         self.partition: Partition | None = None
         self.stage: Stage | None = None
-        self.engine: Engine | None = None
         self.optimizer: Optimizer | None = None
         self.seed = 0
-        self.failure: BaseException | None = None
-        self.guard = Guard(settings.heartbeat, self)
-        self._unheard: PeerLostError | None = None  # a failure of another rank that this one's script does not know
         self._office: TicketOffice | None = None
         self._update: Update | None = None
         self._in_step = False
@@ -242,76 +234,6 @@ class PipelineSession:
             raise RuntimeError("gradients can be clipped only while an update is applied")
         return self._update
 
-    def running(self) -> Engine:
-        """The engine.
-
-        Raises:
-            PeerLostError: another rank failed, or is gone.
-            RuntimeError: the pipeline was not started, or failed before: nobody would answer.
-        """
-        if self._unheard is not None:
-            raise self._unheard
-        if self.failure is not None:
-            raise RuntimeError(
-                "the pipeline failed and its ranks no longer answer each other:"
-                f" {type(self.failure).__name__}: {self.failure}"
-            ) from self.failure
-        if self.engine is None:
-            error = sys.exc_info()[1]  # which one of Lightning's callbacks that save on an exception would hide
-            why = f": {type(error).__name__}: {error}" if error is not None else ""
-            raise RuntimeError(f"the pipeline is not set up yet{why}")
-        return self.engine
-
-    def fail(self, error: BaseException) -> None:
-        """Remember the first failure: from now on every collective of this session raises, soon on the others too.
-
-        An error that comes from another rank's is told what that was.
-        """
-        self._unheard = None
-        if self.failure is None:
-            self.failure = error
-            if self.mesh is not None:
-                hang_up_soon(self.mesh, error, self._transport)
-        if not self._ended_as_agreed:
-            self.guard.fail(error)
-
-    def lose(self, error: PeerLostError, is_gone: bool) -> None:
-        """Another rank failed, as a thread of the watch learnt: end this rank's waits, so that its script does.
-
-        Args:
-            error: what to raise.
-            is_gone: whether that rank is gone; else it raised something, which all ranks may be about to raise alike.
-        """
-        grace = 0.0 if is_gone else GRACE_SECONDS
-        for seconds, action in ((grace, lambda: self._give_up(error)), (2 * grace, self._give_up_default_group)):
-            timer = threading.Timer(seconds, action)
-            timer.daemon = True
-            timer.start()
-
-    def hang_up(self) -> None:
-        """Close this rank's connections at once: nobody needs them any more."""
-        if self.mesh is not None:
-            hang_up(self.mesh, self._transport)
-
-    @contextmanager
-    def collective(self) -> Iterator[None]:
-        """A collective runs meanwhile: if another rank is gone, the session has failed.
-
-        Raises:
-            PeerLostError: with what went wrong there, if that is known.
-        """
-        try:
-            yield
-        except PeerLostError as error:
-            self.fail(error)
-            raise
-        except RuntimeError as error:
-            if self._unheard is None and not is_noise(error):
-                raise
-            lost = peer_lost("a rank", error)
-            self.fail(lost)
-            raise lost from None
-
     def finish(self) -> None:
         """End the run, after every message has arrived; a collective unless the session failed.
 
@@ -337,24 +259,6 @@ class PipelineSession:
             self.finish()
         finally:
             self.guard.end()
-
-    def _give_up(self, error: PeerLostError) -> None:
-        if self.failure is None:
-            self.failure = self._unheard = error
-        self.hang_up()
-
-    def _give_up_default_group(self) -> None:
-        if self._unheard is not None:
-            leave_default_group()
-
-    @property
-    def _transport(self) -> Transport | None:
-        return self.engine.runner.transport if self.engine is not None else None
-
-    @property
-    def _ended_as_agreed(self) -> bool:
-        """Whether all ranks have agreed to end here, and finished what was in flight: no failure of this rank."""
-        return self.engine is not None and self.engine.updates.agreed.interrupted and self.engine.idle
 
     def _apply(self, update: Update, step: ApplyStep) -> None:
         assert self._office is not None

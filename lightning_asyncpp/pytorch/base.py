@@ -25,7 +25,6 @@ from lightning_asyncpp.data.stage_loader import has_placeholder, stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.session import PipelineSession
@@ -37,6 +36,7 @@ from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
 from lightning_asyncpp.pytorch.conductor import Conductor
+from lightning_asyncpp.pytorch.evaluation import EvaluationSteps
 from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.module_first import ModuleFirst
@@ -47,7 +47,7 @@ from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 
-class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -307,50 +307,6 @@ class PipelineStrategy(PipelineCheckpoints, PipelineStrategyMixin, DDPStrategy):
                 self.step_metrics.stop_recording()
 
         return step
-
-    # -- evaluation -----------------------------------------------------------------------------------------------
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", args, kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", args, kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", args, kwargs)
-
-    def _evaluate(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        engine = self.session.running()
-        with self.session.user_step():
-            output = engine.evaluate(args[0], self._user_step(name, args, kwargs), purpose=name)
-        return self.step_metrics.merged(output) if self._mesh.is_last else None
-
-    def evaluation_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Run a batch forward on the newest weights, without gradients; the pipeline is drained first. Collective.
-
-        For what is no ``*_step`` of the module, such as text to be sampled in a callback. The model runs in the mode
-        that it is in.
-
-        Args:
-            step_fn: micro-batch -> anything; it calls ``self.model(...)`` once.
-            batch: the batch, on the first and the last stage, on their device; middle stages ignore it.
-
-        Returns:
-            On the last stage what ``step_fn`` would have returned for the whole batch, joined as in Fabric's
-            ``evaluation_step``; ``None`` elsewhere.
-        """
-        engine = self.session.running()
-        self.drain()
-        with torch.no_grad(), self.session.user_step():
-            output = engine.evaluate(batch, lambda micro_batch, _: step_fn(micro_batch), "evaluation_step")
-        return merge_outputs(output.results, output.weights) if self._mesh.is_last else None
-
-    @override
-    def on_validation_start(self) -> None:
-        self.drain()
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
