@@ -9,8 +9,10 @@ import ctypes
 import os
 import secrets
 import shutil
+import stat
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ASIDE = ".aside"
@@ -45,6 +47,19 @@ def replace_durably(written: Path, name: Path) -> None:
     if exchanged:  # not before: without power the old one may have the name again
         with suppress(OSError):
             _remove(written)
+
+
+@contextmanager
+def usual_mode(file: Path) -> Iterator[None]:
+    """Let others read a file that is written meanwhile as they may read any new file; safetensors lets nobody else.
+
+    Raises:
+        OSError: there can be no such file.
+    """
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    yield
+    file.chmod(mode)
 
 
 def make_folder(path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 
-from lightning_asyncpp.durable import checksum, make_folder, replace_durably, sync, write_durably
+from lightning_asyncpp.durable import checksum, make_folder, replace_durably, sync, usual_mode, write_durably
 from lightning_asyncpp.storage.errors import StorageError
 from lightning_asyncpp.storage.index import Shard, index_bytes, named_files
 from lightning_asyncpp.storage.names import (
@@ -91,10 +90,8 @@ def write_shard(target: Target, name: str, tensors: Mapping[str, Tensor]) -> Sha
     file = folder / f"{target.save}-{name}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        mode = stat.S_IMODE(file.stat().st_mode)  # as others may read new files; safetensors lets nobody else
-        save_tensors({key: tensor.contiguous() for key, tensor in without_aliases(tensors).items()}, file)
-        file.chmod(mode)
+        with usual_mode(file):
+            save_tensors({key: tensor.contiguous() for key, tensor in without_aliases(tensors).items()}, file)
         sync(file)
         return _described(name, file)
     except (OSError, SafetensorError) as error:

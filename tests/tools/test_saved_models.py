@@ -223,6 +223,10 @@ def test_export_import_generate(which: str, request: pytest.FixtureRequest, comm
     printed = command("import", tmp_path / "out", "--output", tmp_path / "in.ckpt")
     arguments = yaml.safe_load(printed)["model"]["init_args"]
     assert arguments["initial_weights"] == str(tmp_path / "in.ckpt")
+    assert "is whole" in command("checkpoint", "verify", tmp_path / "in.ckpt")
+    (tmp_path / "new").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "new", tmp_path / "in.ckpt", *(tmp_path / "out").iterdir())}
+    assert len(modes) == 1  # others may read all of it as any new file
     module = GPTModule(**arguments)
     module.configure_model()
     loaded = GPTModule.load_from_checkpoint(tmp_path / "in.ckpt", weights_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.durable import replace_durably
+from lightning_asyncpp.durable import replace_durably, usual_mode
 from lightning_asyncpp.models.errors import WeightsError
 from lightning_asyncpp.models.hf.architectures import Architecture
 from lightning_asyncpp.models.hf.config import architecture_of, config_json
@@ -80,15 +80,19 @@ def _write_weights(
     model: SavedGPT, architecture: Architecture, folder: Path, dtype: torch.dtype, max_shard_bytes: int
 ) -> None:
     shards = _shards(model, architecture, dtype, max_shard_bytes)
-    save = safetensors().torch.save_file
+
+    def save(tensors: dict[str, Tensor], file: Path) -> None:
+        with usual_mode(file):
+            safetensors().torch.save_file(tensors, file, metadata=_FOR_TORCH)
+
     if len(shards) == 1:
-        save(dict(_tensors(model, architecture, shards[0], dtype)), folder / WEIGHTS, metadata=_FOR_TORCH)
+        save(dict(_tensors(model, architecture, shards[0], dtype)), folder / WEIGHTS)
         return
     weight_map, total = {}, 0
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = dict(_tensors(model, architecture, names, dtype))
-        save(tensors, folder / file, metadata=_FOR_TORCH)
+        save(tensors, folder / file)
         weight_map.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import lightning
-import torch
 import yaml  # type: ignore[import-untyped, unused-ignore]
 from jsonargparse import ArgumentParser
 
 from lightning_asyncpp.models import SavedGPT, WeightsError
 from lightning_asyncpp.models.hf import read_hf
+from lightning_asyncpp.storage.whole import save_file
 from lightning_asyncpp.tools.saved.arguments import reported
 
 
@@ -37,6 +35,7 @@ def write_checkpoint(saved: SavedGPT, path: Path) -> None:
 
     Raises:
         WeightsError: there is such a file already.
+        StorageError: it cannot be written.
     """
     if path.exists():
         raise WeightsError(f"{path} exists already; name another file, or remove it")
@@ -50,10 +49,7 @@ def write_checkpoint(saved: SavedGPT, path: Path) -> None:
     }
     if saved.tokenizer is not None:
         content["TextDataModule"] = {"tokenizer": saved.tokenizer}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-        torch.save(content, Path(folder) / path.name)
-        os.replace(Path(folder) / path.name, path)
+    save_file(content, path)
 
 
 def _parser() -> ArgumentParser:
