@@ -12,8 +12,9 @@ from jsonargparse import get_loader, set_loader
 MOST_NODES = 10_000
 MOST_LEVELS = 32
 MOST_DIGITS = 400  # more than any number has that a computer calculates with
-TAG_ERRORS = (ValueError, TypeError, AttributeError, LookupError)
-"""What PyYAML raises, unlike at any other mistake, for a value that its tag does not fit, such as ``!!float x``."""
+VALUE_ERRORS = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
+"""What PyYAML raises, unlike at any other mistake, for a value that it cannot make: ``!!float x``, or a float to
+the base 60 (``1:30.0``) with too many colons."""
 _PLAIN = re.compile(r"[\w./ -]{0,400}")  # most values that a parser asks about have nothing in them that nests
 _NUMBER = re.compile(r"[-+]?[0-9_:]+")
 _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -35,8 +36,8 @@ def _read_within_limits(text: str) -> Any:
     check_yaml(text)
     try:
         return _read(text)
-    except TAG_ERRORS as error:
-        raise yaml.YAMLError(f"a value that is not what the tag before it says: {error}") from error
+    except VALUE_ERRORS as error:
+        raise yaml.YAMLError(f"a value that is too large, or not what the tag before it says: {error}") from error
 
 
 def check_yaml(text: str) -> None:

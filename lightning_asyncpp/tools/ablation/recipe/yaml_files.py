@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from lightning_asyncpp.yaml_limits import TAG_ERRORS, check_yaml
+from lightning_asyncpp.yaml_limits import VALUE_ERRORS, check_yaml
 
 _FLOAT = re.compile(
     r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -62,7 +62,7 @@ def read_yaml(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"{path} cannot be read: {reason}") from error
-    except (yaml.YAMLError, *TAG_ERRORS) as error:  # TypeError also for a key that cannot be one, such as a list
+    except (yaml.YAMLError, *VALUE_ERRORS) as error:  # TypeError also for a key that cannot be one, such as a list
         raise ValueError(f"{path} is no YAML that can be used: {error}") from error
 
 
