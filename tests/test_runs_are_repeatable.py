@@ -34,7 +34,7 @@ def results(folder: Path, recipe: str) -> tuple[dict[str, Any], list[dict[str, s
     folder.mkdir()
     write_text(folder)
     run([*ASYNCPP, *arguments(folder, recipe)], folder)
-    (checkpoint,) = (folder / "runs").glob("**/*.ckpt")
+    (checkpoint,) = (folder / "runs").glob(f"**/step={STEPS}-*.ckpt")
     (metrics,) = (folder / "runs").glob("**/metrics.csv")
     with metrics.open() as file:
         rows = list(csv.DictReader(file))

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
 from litdata import StreamingDataLoader
+from torch import Tensor
 
 from lightning_asyncpp.data.replica import leave_where_it_was, set_epoch_before
 
@@ -31,20 +32,18 @@ class ResumableLoader:
         prefetched: how many batches were taken from here that training has not got yet.
         at_start: called once, when the first batch after a resume is about to be read: what is drawn for it is drawn
             after what was drawn before the checkpoint.
-        own_seeds: whether the seed of worker processes is kept, so that a resumed epoch draws no other one.
 
     Attributes:
         waits: there is nothing to read until this is false: the end of the last epoch is still to come.
     """
 
-    def __init__(
-        self, loader: Any, prefetched: Callable[[], int], at_start: Callable[[], None], own_seeds: bool = True
-    ) -> None:
+    def __init__(self, loader: Any, prefetched: Callable[[], int], at_start: Callable[[], None]) -> None:
         self.loader = loader
-        self._prefetched, self._at_start, self._own_seeds = prefetched, at_start, own_seeds
+        self._prefetched, self._at_start = prefetched, at_start
         self.waits = False
         self._generator = torch.Generator()
-        self._seed = self._batches = 0
+        self._seeded_from = self._generator.get_state()
+        self._batches = 0
         self._exhausted = False
         self._before: dict[str, Any] | None = None
         self._resumed: tuple[Mapping[str, Any], bool] | None = None
@@ -56,6 +55,15 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """The loader's; Lightning sets it, if there is none, for ``seed_everything(workers=True)``."""
+        return self.loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self.loader.worker_init_fn = function
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: after the last batch that it has got."""
@@ -114,7 +122,7 @@ class ResumableLoader:
         if ended:  # what an epoch draws to begin with is still to be drawn
             self._at_start()
             return self._anew()
-        self._seed_workers(state.get("seed"))
+        self._seed_workers(state.get("workers_seeded_from"))
         iterator: Iterator[Any] = iter(self.loader)
         self._at_start()
         return iterator
@@ -124,15 +132,19 @@ class ResumableLoader:
         iterator: Iterator[Any] = iter(self.loader)
         return iterator
 
-    def _seed_workers(self, seed: int | None) -> None:
-        """Give the loader's workers a seed that is drawn once an epoch, as it would draw it, and not after a resume.
+    def _seed_workers(self, state: Tensor | None) -> None:
+        """Let the loader draw the seed of its workers as it would without this, and after a resume the same one again.
 
-        What is drawn afterwards would depend on where the epoch was resumed.
+        It draws it once an epoch from the process's generator, and what is drawn afterwards would depend on where the
+        epoch was resumed.
         """
-        if not self._own_seeds or getattr(self.loader, "generator", _END) not in (None, self._generator):
+        if getattr(self.loader, "generator", _END) not in (None, self._generator):
             return
-        self._seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
-        self.loader.generator = self._generator.manual_seed(self._seed)
+        if state is None:
+            state = torch.get_rng_state()
+            torch.empty((), dtype=torch.int64).random_()  # which the loader now draws elsewhere
+        self._seeded_from = state
+        self.loader.generator = self._generator.set_state(state)
 
     def _next(self, iterator: Iterator[Any], length: int | None) -> Any:
         if length is None and self._batches:  # such loaders are read one batch ahead
@@ -143,4 +155,9 @@ class ResumableLoader:
 
     def _state(self) -> dict[str, Any]:
         state = self.loader.state_dict() if is_stateful(self.loader) else None
-        return {"seed": self._seed, "batches": self._batches, "exhausted": self._exhausted, "loader": state}
+        return {
+            "workers_seeded_from": self._seeded_from,
+            "batches": self._batches,
+            "exhausted": self._exhausted,
+            "loader": state,
+        }

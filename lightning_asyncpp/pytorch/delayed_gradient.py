@@ -125,7 +125,6 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._stop_on_signal: StopOnSignal | None = None
         self._module_first: ModuleFirst | None = None
         self.progress = Progress(inexact_resume)
-        self.progress.seeds_workers = micro_batches is not None  # else all is drawn as without this strategy
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 

@@ -39,12 +39,10 @@ class Progress:
 
     Attributes:
         validations: their random numbers, which are not the training's.
-        seeds_workers: whether the seeds of loaders' workers are kept.
     """
 
     def __init__(self, accepts_inexact: bool = False) -> None:
         self._accepts_inexact = accepts_inexact
-        self.seeds_workers = True
         self.validations = ValidationRandomness()
         self._loaders: list[ResumableLoader] = []
         self._state: Mapping[str, Any] | None = None
@@ -122,7 +120,7 @@ class Progress:
             return loader
         number = len(self._loaders)
         ahead = functools.partial(private.batches_ahead, trainer)
-        resumable = ResumableLoader(loader, ahead, self._draw_as_before, self.seeds_workers)
+        resumable = ResumableLoader(loader, ahead, self._draw_as_before)
         self._loaders.append(resumable)
         if self._state is not None:
             saved = self._state["loaders"]

@@ -21,6 +21,7 @@ from lightning_asyncpp.storage.tree import (
     stored_in,
     take_apart,
 )
+from tests.storage.same import assert_same
 
 
 def again(tree: Any) -> Any:
@@ -35,24 +36,6 @@ def flat(node: Any) -> list[Any]:
     if isinstance(node, (list, tuple)):
         return [leaf for child in node for leaf in flat(child)]
     return [node]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        assert [type(key) for key in one] == [type(key) for key in other]
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for pair in zip(one, other):
-            assert_same(*pair)
-    else:
-        assert one == other
 
 
 TENSORS = [

@@ -214,7 +214,7 @@ def trainer_batches(run: Run, plan: Evaluations) -> list[str]:
     loader = training_loader(run, plan)
     trainer = make_trainer(run, callbacks=[Sees()], use_distributed_sampler=not plan.shuffled)
     with may_have_children():
-        trainer.fit(RestlessNet(run), loader)
+        trainer.fit(Net(run), loader)
     return seen
 
 

@@ -81,13 +81,23 @@ def test_without_a_seed_the_data_has_the_same_order(pools: Pools) -> None:
     assert three[1]["batches"] == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", READING)
 def test_fabric_reads_what_the_trainer_reads(pools: Pools, name: str) -> None:
     plan = replace(READING[name], drawn_before=False)
     expected = pools.run(1, trainer_batches, RUN, plan, timeout=PATIENT)[0]
     assert len(expected) == 8
     for world in (1, 2):
         assert pools.run(world, fabric_batches, RUN, plan, timeout=PATIENT) == [expected] * world
+
+
+@pytest.mark.parametrize("name", READING)
+def test_an_emulated_delay_reads_what_a_plain_trainer_reads(pools: Pools, name: str) -> None:
+    plain, delayed = (
+        pools.run(1, trainer_batches, replace(RUN, strategy=strategy, options={}), READING[name], timeout=PATIENT)
+        for strategy in ("plain", "delayed")
+    )
+    assert delayed == plain
+    assert len(plain[0]) == 8
 
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])
