@@ -10,10 +10,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_asyncpp.data.resumable_loader import ResumableLoader, is_stateful
 from lightning_asyncpp.data.stage_loader import PlaceholderLoader
 from lightning_asyncpp.pipeline.checkpoint.random_states import set_random_states
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -21,6 +19,8 @@ from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state, names_of_spent
 from lightning_asyncpp.pytorch.loop_state import Outstanding
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
+from lightning_asyncpp.pytorch.resumable_loader import ResumableLoader, is_stateful
+from lightning_asyncpp.pytorch.samplers import shuffle_by_epoch, wrapper_of
 from lightning_asyncpp.pytorch.validation_randomness import ValidationRandomness
 
 PROGRESS = "progress"
@@ -118,6 +118,7 @@ class Progress:
             # It says the same of itself as where it is read.
             loader.loader = self.training_loader(loader.loader, trainer)
             return loader
+        shuffle_by_epoch(loader)
         number = len(self._loaders)
         ahead = functools.partial(private.batches_ahead, trainer)
         resumable = ResumableLoader(loader, ahead, self._draw_as_before)
@@ -172,7 +173,7 @@ class Progress:
                 " loader with a state, such as torchdata's StatefulDataLoader, litdata's StreamingDataLoader or"
                 " TextDataModule"
             )
-        elif isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
+        elif wrapper_of(loader) is not None:
             problems.append(
                 "the sampler of the training loader, around which the Trainer put its own, does not say where it was;"
                 " give the loader torchdata's StatefulDistributedSampler, or the Trainer use_distributed_sampler=False"

@@ -14,7 +14,7 @@ from litdata import StreamingDataLoader, StreamingDataset
 from litdata.streaming import Cache
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
@@ -50,13 +50,17 @@ def write_litdata(folder: Path, count: int) -> None:
 
 
 def training_loader(run: Run, kind: str, folder: str, samples: Callable[[int, bool], Dataset] = NumberedSamples) -> Any:
-    """A loader by words: ``plain``, ``stateful`` (torchdata's) or ``litdata``; ``noisy``, ``workers``."""
+    """A loader by words: ``plain``, ``stateful`` (torchdata's), ``litdata``; ``noisy``, ``workers``, ..."""
     workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"} if "workers" in kind else {}
+    if "generator" in kind:
+        workers["generator"] = torch.Generator().manual_seed(5)
     if "litdata" in kind:
         data = StreamingDataset(folder, shuffle=True, drop_last=False)
         return StreamingDataLoader(data, batch_size=run.batch_size, **workers)
     make = StatefulDataLoader if "stateful" in kind else DataLoader
-    return make(samples(run.samples, "noisy" in kind), run.batch_size, shuffle=True, **workers)
+    data = samples(run.samples, "noisy" in kind)
+    weighted = WeightedRandomSampler([1.0] * run.samples, run.samples) if "weighted" in kind else None
+    return make(data, run.batch_size, shuffle=weighted is None, sampler=weighted, **workers)
 
 
 class Showing(Net):

@@ -23,7 +23,7 @@ def run_of(folder: Path, kind: str, trainer: dict[str, Any], val_samples: tuple[
     options = {"gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
     return Run(
         Net, dropout=0.2, optimizer="muon", error_feedback=True, samples=37, val_samples=val_samples,
-        shuffle="stateful" not in kind,  # the Trainer's sampler around a loader's own does not say where it is
+        shuffle="own" not in kind,
         callbacks=((ModelCheckpoint, {"dirpath": folder} | SAVING),), trainer=options | trainer,
         **{"scheduler": "decay-step"} | more,
     )  # fmt: skip
@@ -47,12 +47,19 @@ def check(pools: Pools, run: Run, kind: str, folder: Path, steps: list[int], sta
 
 @pytest.mark.parametrize(
     ("kind", "trainer", "stages"),
-    [("litdata", EPOCHS, 2), ("stateful noisy", STEPS, 3), ("plain", EPOCHS, 3)],
-    ids=["litdata", "stateful", "plain"],
+    [
+        ("litdata", EPOCHS, 2),
+        ("stateful noisy", STEPS, 3),
+        ("stateful noisy own sampler", STEPS, 3),
+        ("plain", EPOCHS, 3),
+        ("plain own sampler", EPOCHS, 2),
+        ("plain generator", EPOCHS, 2),
+        ("plain generator own sampler", EPOCHS, 2),
+    ],
 )
 def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stages: int, tmp_path: Path) -> None:
     """In mid-epoch and at an epoch's last batch, whose epoch's end is still to come; a plain loader at the latter."""
-    check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [5] if kind == "plain" else [3, 5, 10], stages)
+    check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [5, 10] if "plain" in kind else [3, 5, 10], stages)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +121,25 @@ def test_saved_while_an_epoch_ends(pools: Pools, trainer: dict[str, Any], at_the
 @pytest.mark.parametrize(
     "trainer", [EPOCHS, STEPS, EPOCHS | {"limit_train_batches": 4}], ids=["epochs", "steps", "limit"]
 )
-@pytest.mark.parametrize("kind", ["litdata", "litdata workers", "stateful", "stateful noisy", "stateful workers"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "litdata",
+        "litdata workers",
+        "stateful",
+        "stateful workers",
+        "stateful own sampler",
+        "stateful noisy own sampler",
+        "stateful workers own sampler",
+    ],
+)
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2)])
 def test_after_every_batch(
     pools: Pools, kind: str, trainer: dict[str, Any], stages: int, replicas: int, tmp_path: Path
 ) -> None:
     run = run_of(tmp_path, kind, trainer, options={"data_parallel_size": replicas})
-    if replicas > 1 and "stateful" in kind:
-        pytest.skip("the same data for both replicas: the Trainer's sampler, which would part it, cannot go on")
+    if replicas > 1 and "own" in kind:
+        pytest.skip("the same data for both replicas")
     check(pools, run, kind, tmp_path, list(range(1, 12 if replicas == 1 else 6)), stages)
 
 
@@ -151,6 +169,24 @@ def test_in_mid_accumulation_is_refused(pools: Pools, tmp_path: Path) -> None:
     again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=1.ckpt"))
     for outcome in pools.outcomes(2, fit_showing, again, "litdata", str(tmp_path / "data")):
         assert "does not hold the gradients that were accumulated" in outcome.message
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loader_with_a_state_is_shuffled_as_one_without(replicas: int, pools: Pools, tmp_path: Path) -> None:
+    run = run_of(tmp_path, "plain", EPOCHS, options={"data_parallel_size": replicas})
+    stateful, plain = (pools.run(2 * replicas, fit_showing, run, kind, "") for kind in ("stateful", "plain"))
+    assert [rank["numbers"] for rank in stateful] == [rank["numbers"] for rank in plain]
+    numbers = [number for rank in stateful for batch in rank["numbers"] for number in batch]
+    assert set(numbers) == set(range(run.samples))
+
+
+def test_a_sampler_that_the_trainers_hides_is_refused_in_mid_epoch(pools: Pools, tmp_path: Path) -> None:
+    run = run_of(tmp_path, "stateful weighted", EPOCHS)
+    pools.run(2, fit_showing, run, "stateful weighted", "")
+    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=3.ckpt"))
+    for outcome in pools.outcomes(2, fit_showing, again, "stateful weighted", ""):
+        assert outcome.error == "ConfigurationError"
+        assert "around which the Trainer put its own, does not say where it was" in outcome.message
 
 
 def test_a_plain_loader_in_mid_epoch_is_refused_unless_accepted(pools: Pools, tmp_path: Path) -> None:

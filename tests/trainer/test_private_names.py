@@ -12,9 +12,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from torch.utils.data import SequentialSampler
 from torchmetrics import MeanMetric
 
 from lightning_asyncpp.pipeline.private_names import PrivateNameError
@@ -22,6 +24,7 @@ from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
+from lightning_asyncpp.pytorch.samplers import generators_of
 
 
 def replace_signal_handlers(trainer: L.Trainer) -> None:
@@ -191,3 +194,12 @@ def test_a_missing_name_of_a_callback_is_named(name: str, monkeypatch: pytest.Mo
     monkeypatch.delattr(ModelCheckpoint, name)
     with pytest.raises(PrivateNameError, match=name):
         link_when_written(trainer, lambda action: action())
+
+
+def test_a_missing_name_of_the_trainers_sampler_is_named() -> None:
+    wrapper = DistributedSamplerWrapper(SequentialSampler(range(4)), num_replicas=1, rank=0)
+    loader: Any = SimpleNamespace(sampler=wrapper)
+    assert generators_of(loader) == []
+    del wrapper.dataset._sampler  # type: ignore[attr-defined]
+    with pytest.raises(PrivateNameError, match="_sampler"):
+        generators_of(loader)

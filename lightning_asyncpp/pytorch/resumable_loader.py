@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from litdata import StreamingDataLoader
 from torch import Tensor
 
 from lightning_asyncpp.data.replica import leave_where_it_was, set_epoch_before
+from lightning_asyncpp.pytorch.samplers import generators_of
 
 _END = object()
 
@@ -120,6 +121,7 @@ class ResumableLoader:
             if began_anew and state["exhausted"]:
                 self.loader.load_state_dict(inner)
         if ended:  # what an epoch draws to begin with is still to be drawn
+            self._draw_as_before(state.get("generators", ()) if inner is None else ())
             self._at_start()
             return self._anew()
         self._seed_workers(state.get("workers_seeded_from"))
@@ -146,6 +148,14 @@ class ResumableLoader:
         self._seeded_from = state
         self.loader.generator = self._generator.set_state(state)
 
+    def _draw_as_before(self, states: Sequence[Tensor]) -> None:
+        """Let the generators that the loader was given go on; a loader with a state has theirs in it."""
+        for generator, drawn in zip(self._generators(), states):
+            generator.set_state(drawn)
+
+    def _generators(self) -> list[torch.Generator]:
+        return [generator for generator in generators_of(self.loader) if generator is not self._generator]
+
     def _next(self, iterator: Iterator[Any], length: int | None) -> Any:
         if length is None and self._batches:  # such loaders are read one batch ahead
             self._before = self._state()
@@ -159,5 +169,6 @@ class ResumableLoader:
             "workers_seeded_from": self._seeded_from,
             "batches": self._batches,
             "exhausted": self._exhausted,
+            "generators": [generator.get_state() for generator in self._generators()],
             "loader": state,
         }

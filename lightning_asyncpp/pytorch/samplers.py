@@ -1,0 +1,62 @@
+"""What orders the training data: the samplers of a loader, and the one that the Trainer puts around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import DistributedSampler
+
+from lightning_asyncpp.pipeline.private_names import required
+
+
+def shuffle_by_epoch(loader: Any) -> None:
+    """Let a ``StatefulDataLoader(shuffle=True)`` be shuffled as Lightning shuffles a ``DataLoader(shuffle=True)``.
+
+    Lightning replaces torch's random sampler by one whose order follows from the epoch, but puts torchdata's into a
+    wrapper, which hides from the loader where the sampler is: the loader could not go on in the middle of an epoch.
+
+    Args:
+        loader: of training data, with the sampler that the Trainer chose.
+    """
+    wrapper = wrapper_of(loader)
+    if wrapper is None or not _shuffles(_inside(wrapper)):
+        return
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        loader.dataset, wrapper.num_replicas, wrapper.rank, wrapper.shuffle, wrapper.seed, wrapper.drop_last
+    )
+    loader.batch_sampler.sampler = sampler
+
+
+def wrapper_of(loader: Any) -> DistributedSamplerWrapper | None:
+    """The Trainer's sampler around a sampler of the loader's own, which does not say where that one is."""
+    # A class of batches that is not torch's keeps the sampler to itself, and the loader shows another one.
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        if isinstance(sampler := getattr(owner, "sampler", None), DistributedSamplerWrapper):
+            return sampler
+    return None
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators of random numbers that a loader and its samplers were given, each once."""
+    found = (getattr(owner, "generator", None) for owner in _owners(loader))
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
+def _owners(loader: Any) -> Iterator[Any]:
+    batches = getattr(loader, "batch_sampler", None)
+    yield from (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    if (wrapper := wrapper_of(loader)) is not None:
+        yield _inside(wrapper)
+
+
+def _inside(wrapper: DistributedSamplerWrapper) -> Any:
+    return required(wrapper.dataset, "_sampler", "find the training data's own sampler")
+
+
+def _shuffles(sampler: Any) -> bool:
+    kind = type(sampler)
+    is_torchdatas = kind.__module__.partition(".")[0] == "torchdata" and kind.__name__ == "RandomSampler"
+    return is_torchdatas and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
