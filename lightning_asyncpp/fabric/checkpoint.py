@@ -28,6 +28,7 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_optimizer_state,
     stage_pipeline_state,
 )
+from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tied_state import check_copies
@@ -103,6 +104,7 @@ class CheckpointMixin(Strategy):
         self.checkpoints.settle()
         if self.session.stage is not None:
             self._settle("fabric.load")
+        check_whole(path, self.checkpoint_io, self.session.mesh)
         with told_who_wrote_it(self.checkpoint_io, path, weights_only, PIPELINE):
             return self._load(path, state, strict, weights_only)
 

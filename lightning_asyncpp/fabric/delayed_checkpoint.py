@@ -13,6 +13,7 @@ from lightning_asyncpp.fabric import delayed_refusals as refusals
 from lightning_asyncpp.fabric.checkpoint import entries_to_load
 from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
+from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
@@ -51,6 +52,7 @@ class DelayedCheckpoints(ParallelStrategy):
         Raises:
             ConfigurationError: the checkpoint was written under another delay, or was not written for this.
         """
+        check_whole(path, self.checkpoint_io, None)
         with told_who_wrote_it(self.checkpoint_io, path, weights_only, DELAYED_GRADIENT):
             return self._load(path, state, strict, weights_only)
 

@@ -28,6 +28,7 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_optimizer_state,
     stage_pipeline_state,
 )
+from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.stage import OtherStage
@@ -142,6 +143,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.checkpoints.settle()
+        check_whole(checkpoint_path, self.checkpoint_io, self.session.mesh)
         content = super().load_checkpoint(checkpoint_path, weights_only)
         if self.session.optimizer is not None:
             self._resume_progress(content)

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_asyncpp.pipeline.checkpoint.optimizer_state import BY_PARAMETER
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
+from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pytorch.checkpoint import TrainerCheckpoints
@@ -63,6 +64,7 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        check_whole(checkpoint_path, self.checkpoint_io, None)
         content = super().load_checkpoint(checkpoint_path, weights_only)
         every = content.get(DELAYED_GRADIENT, {}).get(PROGRESS)
         if every is not None and self._module.trainer.state.fn == TrainerFn.FITTING:

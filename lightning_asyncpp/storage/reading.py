@@ -61,12 +61,35 @@ def verify(path: Path, done: Callable[[int], object] = lambda num_bytes: None) -
         What is wrong with it; nothing if it is whole.
     """
     try:
-        problems = _damaged_files(path, done) if path.is_dir() else _damaged_file(path, done)
+        problems = damages(path, done)
         if not problems:
             load(path)
     except StorageError as error:
         problems = [str(error)]
     return problems
+
+
+def damages(
+    path: Path, done: Callable[[int], object] = lambda num_bytes: None, part: int = 0, parts: int = 1
+) -> list[str]:
+    """Compare the files of a checkpoint with their checksums, or every ``parts``-th of them.
+
+    Args:
+        path: a file, or a folder with an index.
+        done: called with the number of bytes of every file that was read.
+        part: the first of them; a single file is that of part 0.
+        parts: among how many readers the files are divided.
+
+    Returns:
+        What is wrong with them, a text for each.
+
+    Raises:
+        StorageError: it is no checkpoint.
+    """
+    if path.is_dir():
+        run, shards = files_of(read_index(path), path)
+        return [problem for shard in (run, *shards)[part::parts] for problem in _damaged_part(path, shard, done)]
+    return [] if part else _damaged_file(path, done)
 
 
 def _damaged_file(path: Path, done: Callable[[int], object]) -> list[str]:
@@ -80,21 +103,16 @@ def _damaged_file(path: Path, done: Callable[[int], object]) -> list[str]:
     return [f"{path} is damaged: {damage}"] if damage else []
 
 
-def _damaged_files(folder: Path, done: Callable[[int], object]) -> list[str]:
-    run, shards = files_of(read_index(folder), folder)
-    problems = []
-    for shard in (run, *shards):
-        try:
-            _check_size(folder, shard)
-        except StorageError as error:
-            problems.append(str(error))
-            continue
-        if (found := checksum(folder / shard.file)) != shard.crc32:
-            problems.append(
-                f"{folder / shard.file} is damaged: its CRC-32 is {found}, and was {shard.crc32} when it was written"
-            )
-        done(shard.num_bytes)
-    return problems
+def _damaged_part(folder: Path, shard: Shard, done: Callable[[int], object]) -> list[str]:
+    try:
+        _check_size(folder, shard)
+    except StorageError as error:
+        return [str(error)]
+    found = checksum(folder / shard.file)
+    done(shard.num_bytes)
+    if found == shard.crc32:
+        return []
+    return [f"{folder / shard.file} is damaged: its CRC-32 is {found}, and was {shard.crc32} when it was written"]
 
 
 def _check_size(folder: Path, shard: Shard) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_asyncpp.storage.errors import StorageError
 from lightning_asyncpp.storage.index import is_sharded, read_index
-from lightning_asyncpp.storage.reading import load, verify
+from lightning_asyncpp.storage.reading import damages, load, verify
 from lightning_asyncpp.storage.sharded import commit, give_up, new_target, shard_name, without_aliases, write_shard
 from lightning_asyncpp.storage.tree import STORED, put_together, stored_in, take_apart
 from lightning_asyncpp.storage.whole import save_file, written_beside
@@ -63,6 +63,8 @@ def convert(request: Request, written: Written = lambda num_bytes, total: None) 
     if os.path.lexists(output) and not request.force:
         raise StorageError(f"{output} exists already; name another, or give --force to replace it")
     content = load(request.source)
+    if problems := damages(request.source):  # or the copy would have checksums that say it is whole
+        raise StorageError("; ".join(problems))
     contents = contents_of(content)
     if request.form == "weights":
         weights: Any = model_of(contents, request.entry)
