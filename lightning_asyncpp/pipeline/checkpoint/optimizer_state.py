@@ -150,16 +150,37 @@ def _problems(
             " load_state_dict, without ckpt_path"
         )
         return problems
-    position = iter(names)
+    position, taken = iter(names), dict[str, int]()
     for number, group in enumerate(optimizer.param_groups):
-        sources = {group_of[next(position)] for _ in group["params"]}
-        options = [saved["groups"][source] for source in sources if source is not None]
+        sources = {source for _ in group["params"] if (source := group_of[next(position)]) is not None}
+        options = [saved["groups"][source] for source in sources]
         if any(not _equal(options[0], other) for other in options[1:]):
             problems.append(
                 f"parameter group {number} of the optimizer joins parameters that were in groups with different options"
                 " when the checkpoint was written: make the same groups"
             )
-    return problems
+        if others := {taken.setdefault(source, number) for source in sources} - {number}:
+            problems.append(
+                f"parameter groups {min(others)} and {number} of the optimizer divide parameters that were in one group"
+                " when the checkpoint was written, whose options both would get: make the same groups"
+            )
+        problems += _problems_of_options(optimizer, group, options)
+    return list(dict.fromkeys(problems))
+
+
+def _problems_of_options(
+    optimizer: Optimizer, group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """A newer version of torch may have more options of the same optimizer, or fewer; another optimizer has others."""
+    own, before = set(_options(group)), set(saved[0]) if saved else set()
+    lacking, unknown = sorted(own - before), sorted(before - own)
+    if not saved or not lacking or not unknown:
+        return []
+    return [
+        f"the checkpoint was written with another optimizer: it has {', '.join(unknown)}, and not the"
+        f" {', '.join(lacking)} of {type(optimizer).__name__}; use the same, or load only the weights: pass the model"
+        " loaded with load_state_dict, without ckpt_path"
+    ]
 
 
 def _groups(

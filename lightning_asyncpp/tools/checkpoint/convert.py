@@ -23,7 +23,7 @@ FORMS = ("full", "sharded", "weights")
 _SAFETENSORS = ".safetensors"
 _OF_INDEX = (
     "num_stages", "data_parallel_size", "partition", "micro_batches", "delay", "fresh_last_stage", "synchronous_start",
-    "weight_dtype", "seed", "mini_batch",
+    "weight_dtype", "seed", "mini_batch", "optimizer",
 )  # fmt: skip
 Written = Callable[[int, int], None]
 

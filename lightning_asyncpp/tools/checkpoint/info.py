@@ -16,7 +16,7 @@ from lightning_asyncpp.tools.checkpoint.contents import Contents, contents_of, t
 
 _OF_STRATEGY = (
     "num_stages", "partition", "data_parallel_size", "micro_batches", "delay", "fresh_last_stage", "synchronous_start",
-    "weight_dtype", "seed", "mini_batch",
+    "weight_dtype", "seed", "mini_batch", "optimizer",
 )  # fmt: skip
 _LIGHTNING = "pytorch-lightning_version"
 
