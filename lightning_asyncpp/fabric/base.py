@@ -23,6 +23,7 @@ from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
 from lightning_asyncpp.fabric.clipping import ClippingBook, ClippingMixin
 from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
+from lightning_asyncpp.fabric.reading import resumable
 from lightning_asyncpp.fabric.recording import RecordingMixin
 from lightning_asyncpp.fabric.stopping import StopMixin
 from lightning_asyncpp.pipeline.agreement import agree_on_problems
@@ -227,10 +228,8 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let all stages of a replica read the same; the middle ones read nothing if the loader has a length."""
         mesh = self._mesh
-        loader: Any = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
-        if loader is not dataloader:  # Fabric's wrapper shows the attributes of what it wraps: dataset, batch_size, ...
-            vars(loader).update({**vars(dataloader), **vars(loader)})
-        return loader
+        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
+        return resumable(loader, dataloader)
 
     # -- training -------------------------------------------------------------------------------------------------
 

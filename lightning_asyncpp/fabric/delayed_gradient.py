@@ -22,6 +22,7 @@ from lightning_asyncpp.fabric import delayed_refusals as refusals
 from lightning_asyncpp.fabric.delayed_checkpoint import DelayedCheckpoints
 from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
+from lightning_asyncpp.fabric.reading import resumable
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
@@ -143,6 +144,10 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
     def distributed_sampler_kwargs(self) -> Any:
         # In a single process samplers stay as they are; with micro_batches the order is that of a pipeline's data.
         return None if self._alone and self.settings.micro_batches is None else super().distributed_sampler_kwargs
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return resumable(super().process_dataloader(dataloader), dataloader)
 
     @override
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]

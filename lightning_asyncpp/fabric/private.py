@@ -9,7 +9,7 @@ from typing import Any
 from lightning.fabric import wrappers
 from lightning.fabric.strategies.strategy import Strategy
 
-from lightning_asyncpp.pipeline.private_names import required
+from lightning_asyncpp.private_names import required
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.private_names import required
+from lightning_asyncpp.private_names import required
 
 _PURPOSE = "work on many tensors at once"
 _div_ = required(torch, "_foreach_div_", _PURPOSE)

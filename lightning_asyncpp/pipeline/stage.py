@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
-from lightning_asyncpp.pipeline.private_names import PrivateNameError
 from lightning_asyncpp.pipeline.randomness import derive, seed_generators
 from lightning_asyncpp.pipeline.statistics import counting_layers
 from lightning_asyncpp.pipeline.units import (
@@ -22,6 +21,7 @@ from lightning_asyncpp.pipeline.units import (
     spread,
 )
 from lightning_asyncpp.pipeline.whole_model import WholeModel
+from lightning_asyncpp.private_names import PrivateNameError
 
 T = TypeVar("T")
 

@@ -18,13 +18,13 @@ from lightning_asyncpp.pipeline.interfaces import use_interface
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.partition_choice import choose_partition
-from lightning_asyncpp.pipeline.private_names import required
 from lightning_asyncpp.pipeline.randomness import seed_of_run
 from lightning_asyncpp.pipeline.restarts import join_again
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.shared_devices import backend_of
 from lightning_asyncpp.pipeline.store import store_listening_on
 from lightning_asyncpp.pipeline.unit_times import Example
+from lightning_asyncpp.private_names import required
 
 T = TypeVar("T")
 

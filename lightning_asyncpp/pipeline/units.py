@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.partition import uniform
-from lightning_asyncpp.pipeline.private_names import required
+from lightning_asyncpp.private_names import required
 
 T = TypeVar("T")
 

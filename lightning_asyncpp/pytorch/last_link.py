@@ -12,7 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp.durable import replace_durably
-from lightning_asyncpp.pipeline.private_names import required
+from lightning_asyncpp.private_names import required
 
 Then = Callable[[Callable[[], None]], None]
 

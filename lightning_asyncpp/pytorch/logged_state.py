@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector import result as lightnings
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.private_names import required
+from lightning_asyncpp.private_names import required
 
 _PURPOSE = "go on with an epoch's metrics after a resume"
 _FIELDS = (

@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
-from lightning_asyncpp.pipeline.private_names import required
 from lightning_asyncpp.pipeline.tree import map_tensors
+from lightning_asyncpp.private_names import required
 
 _PURPOSE = "go on with a torchmetrics object after a resume"
 

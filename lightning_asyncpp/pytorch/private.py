@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from lightning_asyncpp.pipeline.private_names import required
+from lightning_asyncpp.private_names import required
 
 
 def replace_sigterm_broadcast(trainer: Trainer, function: Callable[[], None] = lambda: None) -> None:

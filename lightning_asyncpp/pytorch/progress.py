@@ -12,6 +12,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_asyncpp.data.resumable_loader import ResumableLoader, problems_in_mid_epoch
+from lightning_asyncpp.data.samplers import shuffle_by_epoch
 from lightning_asyncpp.data.stage_loader import PlaceholderLoader
 from lightning_asyncpp.pipeline.checkpoint.random_states import set_random_states
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -19,8 +21,6 @@ from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state, names_of_spent
 from lightning_asyncpp.pytorch.loop_state import Outstanding
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
-from lightning_asyncpp.pytorch.resumable_loader import ResumableLoader, is_stateful
-from lightning_asyncpp.pytorch.samplers import shuffle_by_epoch, wrapper_of
 from lightning_asyncpp.pytorch.validation_randomness import ValidationRandomness
 
 PROGRESS = "progress"
@@ -167,19 +167,7 @@ class Progress:
                 "the checkpoint does not hold the gradients that were accumulated: save it when an update is due, every"
                 " accumulate_grad_batches batches"
             )
-        if not is_stateful(loader):
-            problems.append(
-                f"a {type(loader).__name__} cannot go on in the middle of an epoch: batches would be seen twice; use a"
-                " loader with a state, such as torchdata's StatefulDataLoader, litdata's StreamingDataLoader or"
-                " TextDataModule"
-            )
-        elif wrapper_of(loader) is not None:
-            problems.append(
-                "the sampler of the training loader, around which the Trainer put its own, does not say where it was;"
-                " give the loader torchdata's StatefulDistributedSampler, or the Trainer use_distributed_sampler=False"
-            )
-        elif state.get("loader") is None:
-            problems.append("the checkpoint does not say where the loader of the training data was")
+        problems += problems_in_mid_epoch(loader, state)
         if problems and not self._accepts_inexact:
             after = self._loops["epoch_loop.batch_progress"]["current"]["ready"]
             raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}. {_at(after)}{INEXACT}"])

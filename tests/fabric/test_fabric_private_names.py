@@ -8,7 +8,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import Strategy
 
 from lightning_asyncpp.fabric.private import backward_allowed, converted_state, drop_backward_sync_control
-from lightning_asyncpp.pipeline.private_names import PrivateNameError
+from lightning_asyncpp.private_names import PrivateNameError
 
 
 def test_a_backward_is_allowed_meanwhile() -> None:

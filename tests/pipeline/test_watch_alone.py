@@ -13,13 +13,13 @@ import pytest
 from lightning_asyncpp.pipeline.agreement import OtherStageFailedError
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, is_noise
 from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.private_names import PrivateNameError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import launched_processes
 from lightning_asyncpp.pipeline.watch import at_exit, guard
 from lightning_asyncpp.pipeline.watch.cause import Cause
 from lightning_asyncpp.pipeline.watch.guard import Guard
+from lightning_asyncpp.private_names import PrivateNameError
 from tests.pipeline.watched import Session
 
 CAUSE = Cause(1, 0, "ValueError: the user's own mistake", "Traceback ...")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed import pipelining
 
-from lightning_asyncpp.pipeline.private_names import required
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Trace
+from lightning_asyncpp.private_names import required
 from lightning_asyncpp.tools.bench.jitter import jitter_factor
 from lightning_asyncpp.tools.bench.names import RIVALS, SPLIT_BACKWARD
 from lightning_asyncpp.tools.bench.rivals import stage_indices

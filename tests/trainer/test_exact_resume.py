@@ -186,7 +186,7 @@ def test_a_sampler_that_the_trainers_hides_is_refused_in_mid_epoch(pools: Pools,
     again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=3.ckpt"))
     for outcome in pools.outcomes(2, fit_showing, again, "stateful weighted", ""):
         assert outcome.error == "ConfigurationError"
-        assert "around which the Trainer put its own, does not say where it was" in outcome.message
+        assert "around which Lightning put its own, does not say where it was" in outcome.message
 
 
 def test_a_plain_loader_in_mid_epoch_is_refused_unless_accepted(pools: Pools, tmp_path: Path) -> None:

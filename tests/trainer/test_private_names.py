@@ -19,12 +19,12 @@ from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch.utils.data import SequentialSampler
 from torchmetrics import MeanMetric
 
-from lightning_asyncpp.pipeline.private_names import PrivateNameError
+from lightning_asyncpp.data.samplers import generators_of
+from lightning_asyncpp.private_names import PrivateNameError
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
-from lightning_asyncpp.pytorch.samplers import generators_of
 
 
 def replace_signal_handlers(trainer: L.Trainer) -> None:

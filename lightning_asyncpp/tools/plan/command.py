@@ -16,7 +16,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.private_names import PrivateNameError
+from lightning_asyncpp.private_names import PrivateNameError
 from lightning_asyncpp.tools.plan.devices import DEVICES, Device, default_reserve, host_memory_gib
 from lightning_asyncpp.tools.plan.fake import NeedsValueError, NoKernelError
 from lightning_asyncpp.tools.plan.plan import Plan, plan

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.boundary import stands_for_tensors
-from lightning_asyncpp.pipeline.private_names import PrivateNameError, required
+from lightning_asyncpp.private_names import PrivateNameError, required
 
 _PURPOSE = "run a model without memory (asyncpp plan)"
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.private_names import PrivateNameError
+from lightning_asyncpp.private_names import PrivateNameError
 from lightning_asyncpp.tools.plan import fake
 from lightning_asyncpp.tools.plan.fake import NeedsValueError, fake_tensors, without_memory
 from lightning_asyncpp.tools.plan.kernels import kernels_of_gpu

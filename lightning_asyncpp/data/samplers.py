@@ -9,23 +9,25 @@ import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DistributedSampler
 
-from lightning_asyncpp.pipeline.private_names import required
+from lightning_asyncpp.private_names import required
 
 
-def shuffle_by_epoch(loader: Any) -> None:
+def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
     """Let a ``StatefulDataLoader(shuffle=True)`` be shuffled as Lightning shuffles a ``DataLoader(shuffle=True)``.
 
     Lightning replaces torch's random sampler by one whose order follows from the epoch, but puts torchdata's into a
     wrapper, which hides from the loader where the sampler is: the loader could not go on in the middle of an epoch.
 
     Args:
-        loader: of training data, with the sampler that the Trainer chose.
+        loader: of training data, with the sampler that Lightning chose.
+        shuffle: whether it is shuffled; None: as the Trainer chose, where Fabric takes torchdata's for one that is not.
     """
     wrapper = wrapper_of(loader)
     if wrapper is None or not _shuffles(_inside(wrapper)):
         return
+    shuffled = wrapper.shuffle if shuffle is None else shuffle
     sampler: DistributedSampler[Any] = DistributedSampler(
-        loader.dataset, wrapper.num_replicas, wrapper.rank, wrapper.shuffle, wrapper.seed, wrapper.drop_last
+        loader.dataset, wrapper.num_replicas, wrapper.rank, shuffled, wrapper.seed, wrapper.drop_last
     )
     loader.batch_sampler.sampler = sampler
 
@@ -37,6 +39,13 @@ def wrapper_of(loader: Any) -> DistributedSamplerWrapper | None:
         if isinstance(sampler := getattr(owner, "sampler", None), DistributedSamplerWrapper):
             return sampler
     return None
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers of a loader, which order the data by it, the number of the epoch."""
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        if callable(tell := getattr(getattr(owner, "sampler", None), "set_epoch", None)):
+            tell(epoch)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:

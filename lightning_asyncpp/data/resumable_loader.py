@@ -12,7 +12,7 @@ from litdata import StreamingDataLoader
 from torch import Tensor
 
 from lightning_asyncpp.data.replica import leave_where_it_was, set_epoch_before
-from lightning_asyncpp.pytorch.samplers import generators_of
+from lightning_asyncpp.data.samplers import generators_of, wrapper_of
 
 _END = object()
 
@@ -20,6 +20,29 @@ _END = object()
 def is_stateful(loader: object) -> bool:
     """Whether a loader can say where it is, and go on from there."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
+    """Why a loader cannot go on in the middle of an epoch.
+
+    Args:
+        loader: of this replica.
+        state: of a :class:`ResumableLoader` around such a loader.
+    """
+    if not is_stateful(loader):
+        return [
+            f"a {type(loader).__name__} cannot go on in the middle of an epoch: batches would be seen twice; use a"
+            " loader with a state, such as torchdata's StatefulDataLoader, litdata's StreamingDataLoader or"
+            " TextDataModule"
+        ]
+    if wrapper_of(loader) is not None:
+        return [
+            "the sampler of the training loader, around which Lightning put its own, does not say where it was; give"
+            " the loader torchdata's StatefulDistributedSampler, or Lightning use_distributed_sampler=False"
+        ]
+    if state.get("loader") is None:
+        return ["the checkpoint does not say where the loader of the training data was"]
+    return []
 
 
 class ResumableLoader:
@@ -41,6 +64,8 @@ class ResumableLoader:
     def __init__(self, loader: Any, prefetched: Callable[[], int], at_start: Callable[[], None]) -> None:
         self.loader = loader
         self._prefetched, self._at_start = prefetched, at_start
+        self._say: Any = loader.state_dict if is_stateful(loader) else None
+        self._take_up: Any = getattr(loader, "load_state_dict", None)
         self.waits = False
         self._generator = torch.Generator()
         self._seeded_from = self._generator.get_state()
@@ -56,6 +81,11 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    @property
+    def length(self) -> int | None:
+        """How many batches an epoch has, where that is known."""
+        return sized_len(self.loader)
 
     @property
     def worker_init_fn(self) -> Any:
@@ -76,7 +106,7 @@ class ResumableLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state of the loader's own, from a checkpoint of Lightning's; :meth:`resume` is told more."""
         if "batches" not in state:
-            self.loader.load_state_dict(state)
+            self._take_up(state)
 
     def resume(self, state: Mapping[str, Any], ended: bool) -> None:
         """Begin the next iteration where a checkpoint was.
@@ -95,7 +125,7 @@ class ResumableLoader:
         state, ended = resumed or ({}, True)
         self._batches = 0 if ended else int(state["batches"])
         self._before, self._exhausted = None, False
-        length = sized_len(self.loader)
+        length = self.length
         iterator = self._anew() if resumed is None else self._begin(state, ended)
         try:
             while (batch := self._next(iterator, length)) is not _END:
@@ -110,16 +140,16 @@ class ResumableLoader:
         """An iterator that goes on from a checkpoint, or of the epoch after it."""
         inner = state.get("loader")
         if inner is not None and not ended:
-            self.loader.load_state_dict(inner)
+            self._take_up(inner)
         elif inner is not None and isinstance(self.loader, StreamingDataLoader):
             set_epoch_before(self.loader, inner)
         elif inner is not None:
-            self.loader.load_state_dict(inner)
+            self._take_up(inner)
             # Some begin the next epoch by themselves once the last one was read, others must be asked twice.
             with isolate_rng():
                 began_anew = next(iter(self.loader), _END) is not _END
             if began_anew and state["exhausted"]:
-                self.loader.load_state_dict(inner)
+                self._take_up(inner)
         if ended:  # what an epoch draws to begin with is still to be drawn
             self._draw_as_before(state.get("generators", ()) if inner is None else ())
             self._at_start()
@@ -164,7 +194,7 @@ class ResumableLoader:
         return batch
 
     def _state(self) -> dict[str, Any]:
-        state = self.loader.state_dict() if is_stateful(self.loader) else None
+        state = self._say() if self._say is not None else None
         return {
             "workers_seeded_from": self._seeded_from,
             "batches": self._batches,

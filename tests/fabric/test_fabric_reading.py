@@ -1,0 +1,69 @@
+"""A loop over Fabric that is resumed reads on where it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fabric.read_runs import EPOCHS, RUN, read_and_train
+from tests.trainer.pool import Pools
+from tests.trainer.resumable import write_litdata
+
+MID_EPOCH, ENDS = ["1", "5"], ["3", "6", "epoch-1", "epoch-2"]
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "at"),
+    [
+        ("stateful", 3, MID_EPOCH + ENDS),
+        ("litdata", 3, MID_EPOCH + ENDS),
+        ("stateful own", 1, MID_EPOCH + ENDS),
+        ("stateful own emulated", 1, MID_EPOCH + ENDS),
+        ("plain", 2, ENDS),
+        ("plain generator own", 1, ENDS),
+        pytest.param("litdata emulated", 1, MID_EPOCH + ENDS, marks=SLOW),
+        pytest.param("stateful own", 3, MID_EPOCH + ENDS, marks=SLOW),
+        pytest.param("stateful workers", 3, MID_EPOCH + ENDS, marks=SLOW),
+        pytest.param("litdata workers", 3, MID_EPOCH + ENDS, marks=SLOW),
+    ],
+)
+def test_resumed_anywhere(kind: str, stages: int, at: list[str], pools: Pools, tmp_path: Path) -> None:
+    """All stages have as many batches, the middle ones too, and what is read and computed is that of the whole run."""
+    write_litdata(tmp_path / "data", RUN.samples)
+    arguments = (kind, str(tmp_path / "data"), str(tmp_path))
+    whole = pools.run(stages, read_and_train, *arguments)
+    read = [number for batch in whole[0]["numbers"] for number in batch]
+    epochs = [read[e * RUN.samples : (e + 1) * RUN.samples] for e in range(EPOCHS)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(RUN.samples))] * EPOCHS
+    assert len(set(map(tuple, epochs))) == EPOCHS, "each is shuffled anew"
+    per_epoch = len(whole[0]["numbers"]) // EPOCHS
+    for name in at:
+        done = per_epoch * int(name[-1]) if name.startswith("epoch") else int(name)
+        for found, expected in zip(pools.run(stages, read_and_train, *arguments, name), whole):
+            for part in ("numbers", "losses"):
+                assert found[part] == expected[part][done:], (part, name)
+            assert found["weights"].keys() == expected["weights"].keys()
+            assert all(np.array_equal(found["weights"][n], array) for n, array in expected["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("plain", "a DataLoader cannot go on in the middle of an epoch: batches would be seen twice"),
+        ("stateful weighted", "around which Lightning put its own, does not say where it was"),
+    ],
+)
+def test_what_cannot_go_on_in_mid_epoch(kind: str, said: str, pools: Pools, tmp_path: Path) -> None:
+    pools.run(3, read_and_train, kind, "", str(tmp_path))
+    for outcome in pools.outcomes(3, read_and_train, kind, "", str(tmp_path), "2"):
+        assert outcome.error == "ConfigurationError"
+        assert said in outcome.message
+
+
+def test_what_fabric_was_given_is_not_what_is_saved(pools: Pools, tmp_path: Path) -> None:
+    for outcome in pools.outcomes(3, read_and_train, "stateful own", "", str(tmp_path), "", True):
+        assert outcome.error == "ConfigurationError"
+        assert "put what it returned into the state" in outcome.message
