@@ -130,8 +130,16 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if sys.argv[1:2] and sys.argv[1] in TOOLS:
         importlib.import_module(TOOLS[sys.argv[1]]).main(sys.argv[2:])
         return
+    _check_subcommand(sys.argv[1:2])
     sys.argv[1:] = _with_trace(_with_optimizer(sys.argv[1:]))
     make_cli(save_config_kwargs={"overwrite": True})
+
+
+def _check_subcommand(given: Sequence[str]) -> None:
+    """Refuse a name that is none; Lightning's parser would not name the tools."""
+    known = [*AsyncppCLI.subcommands(), *TOOLS]
+    if given and not given[0].startswith("-") and given[0] not in known:
+        raise ConfigurationError(f"there is no subcommand {given[0]!r}; choose one of {', '.join(known)}")
 
 
 def _refuse(error: ConfigurationError) -> NoReturn:
