@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (registers the strategies; finds optimizers by their short names)
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
+from lightning_asyncpp.recipe_parser import RecipeParser
 from lightning_asyncpp.yaml_limits import limit_yaml
 
 # subcommand -> the module whose main(arguments) runs it
@@ -227,7 +228,7 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         # Each stage builds its own optimizer, after the cut and with the parameters' names.
         auto_configure_optimizers=False,
         parser_kwargs={"description": _DESCRIPTION},
-        parser_class=LightningArgumentParser,
+        parser_class=RecipeParser,
         **how,
     )
 
