@@ -19,6 +19,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (registers the strategies; finds optimizers by their short names)
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
+from lightning_asyncpp.pipeline.private_names import required
+from lightning_asyncpp.recipe_parser import RecipeParser
+from lightning_asyncpp.resumed_model import another_model, differences, model_arguments, saved_hyper_parameters
 from lightning_asyncpp.yaml_limits import limit_yaml
 
 # subcommand -> the module whose main(arguments) runs it
@@ -68,6 +71,8 @@ class AsyncppCLI(LightningCLI):
         A file that is no text, or has something where jsonargparse expects nothing of the kind, ends as any other
         mistake in them does: with a message.
         """
+        required(LightningCLI, "_parse_ckpt_path", "compare the model of a checkpoint with the recipe's")
+        self._args = args
         try:
             super().parse_arguments(parser, args)
         except ConfigurationError:
@@ -76,6 +81,46 @@ class AsyncppCLI(LightningCLI):
             parser.error(f"a file is no text in UTF-8: {error}")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             parser.error(f"the arguments or a recipe cannot be read: {type(error).__name__}: {error}")
+
+    def _parse_ckpt_path(self) -> None:
+        """Take the model's arguments from the checkpoint.
+
+        Lightning puts them over those of the user without a word, reads all of the file for that, and ends with
+        whatever a damaged one is taken for.
+
+        Raises:
+            ConfigurationError: it cannot be read, or a training would go on with another model than was asked for.
+        """
+        if not (subcommand := self.config.get("subcommand")):
+            return
+        section = self.config[subcommand]
+        ckpt_path = section.get("ckpt_path")
+        if not (saved := saved_hyper_parameters(ckpt_path, section.get("weights_only"))):
+            return
+        given, asked = _model_of(self._given_arguments(), subcommand), _model_of(self.config, subcommand)
+        merged = self._with_model(model_arguments(saved, given, asked), ckpt_path)
+        if problems := list(differences(given, asked, _model_of(merged, subcommand))):
+            if subcommand == "fit":
+                raise another_model(ckpt_path, problems, "initial_weights" in asked.get("init_args", {}))
+            _note(f"the checkpoint's own model is used by {subcommand}:", *problems)
+        self.config = merged
+
+    def _given_arguments(self) -> jsonargparse.Namespace:
+        """What recipes and command line have, without defaults."""
+        is_read = isinstance(self._args, dict | jsonargparse.Namespace)
+        parse = self.parser.parse_object if is_read else self.parser.parse_args
+        given: jsonargparse.Namespace = parse(self._args, defaults=False)
+        return given
+
+    def _with_model(self, arguments: dict[str, Any], ckpt_path: str) -> jsonargparse.Namespace:
+        """The configuration with other arguments of the model."""
+        section = {self.config["subcommand"]: {"model": arguments}}
+        try:
+            merged: jsonargparse.Namespace = self.parser.parse_object(section, self.config)
+        except SystemExit:
+            sys.stderr.write(f"asyncpp: error: the model's arguments above are those of the checkpoint {ckpt_path}\n")
+            raise
+        return merged
 
     def instantiate_classes(self) -> None:
         """Make what the recipe asks for.
@@ -130,8 +175,16 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if sys.argv[1:2] and sys.argv[1] in TOOLS:
         importlib.import_module(TOOLS[sys.argv[1]]).main(sys.argv[2:])
         return
+    _check_subcommand(sys.argv[1:2])
     sys.argv[1:] = _with_trace(_with_optimizer(sys.argv[1:]))
     make_cli(save_config_kwargs={"overwrite": True})
+
+
+def _check_subcommand(given: Sequence[str]) -> None:
+    """Refuse a name that is none; Lightning's parser would not name the tools."""
+    known = [*AsyncppCLI.subcommands(), *TOOLS]
+    if given and not given[0].startswith("-") and given[0] not in known:
+        raise ConfigurationError(f"there is no subcommand {given[0]!r}; choose one of {', '.join(known)}")
 
 
 def _refuse(error: ConfigurationError) -> NoReturn:
@@ -151,6 +204,11 @@ def _give_up(error: PeerLostError) -> NoReturn:
         text = f"[rank {rank}] {text.partition(chr(10))[0]}"
     sys.stderr.write(f"asyncpp: error: {text}\n")
     sys.exit(1)
+
+
+def _model_of(configuration: jsonargparse.Namespace, subcommand: str) -> dict[str, Any]:
+    model = configuration[subcommand].get("model")
+    return model.as_dict() if isinstance(model, jsonargparse.Namespace) else {}
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -219,7 +277,7 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         # Each stage builds its own optimizer, after the cut and with the parameters' names.
         auto_configure_optimizers=False,
         parser_kwargs={"description": _DESCRIPTION},
-        parser_class=LightningArgumentParser,
+        parser_class=RecipeParser,
         **how,
     )
 
@@ -287,3 +345,8 @@ def _quiet() -> None:
 @rank_zero_only
 def _print(text: Any) -> None:
     print(text, flush=True)
+
+
+@rank_zero_only
+def _note(text: str, *items: str) -> None:
+    sys.stderr.write(f"asyncpp: {text}\n" + "".join(f"  - {item}\n" for item in items))

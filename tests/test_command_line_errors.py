@@ -68,6 +68,14 @@ def test_a_name_cut_short_is_unknown(capsys: pytest.CaptureFixture[str]) -> None
     assert "unrecognized arguments: --trainer.max_step=3" in capsys.readouterr().err
 
 
+def test_an_unknown_subcommand_is_answered_with_all_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused("frob") == 2
+    choices = ["fit", "validate", "test", "predict", *TOOLS]
+    assert capsys.readouterr().err == (
+        f"asyncpp: error: there is no subcommand 'frob'; choose one of {', '.join(choices)}\n"
+    )
+
+
 # A tool, what it cannot do without, and an option of its own that lacks the last letter.
 SHORTENED = [
     ["ablate", str(ROOT / "recipes/ablations/smoke.yaml"), "--worker=1"],

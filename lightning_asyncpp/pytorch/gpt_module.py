@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
@@ -58,6 +58,9 @@ class GPTModule(PipelineModule):
             (config.json and safetensors) or a checkpoint of this package. Every stage reads its own tensors alone, in
             fp32. The sizes of ``config`` must be theirs; ``context_length`` and ``dropout`` may differ.
     """
+
+    may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"warmup_steps", "decay", "min_lr_ratio", "total_steps"})
+    """Arguments that may be others as ``asyncpp fit --ckpt_path`` goes on with a run: it can be made longer."""
 
     def __init__(
         self,

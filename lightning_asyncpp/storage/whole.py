@@ -94,8 +94,16 @@ def unreadable(path: Path, error: BaseException) -> StorageError:
     """The error to raise where a checkpoint could not be read."""
     reason = next(iter(str(error).strip().splitlines()), repr(error))
     if isinstance(error, pickle.UnpicklingError):
+        if not _begins_as_saved(path):  # torch would advise to run the code of a text
+            return StorageError(f"{path} is damaged or no checkpoint: it does not begin as a file of torch does")
         return StorageError(
             f"{path} cannot be read without running code that it may hold: {reason}. If it is yours and you trust it,"
             " pass weights_only=False"
         )
     return StorageError(f"{path} is damaged or no checkpoint: {type(error).__name__}: {reason}")
+
+
+def _begins_as_saved(path: Path) -> bool:
+    """Whether a file begins as a zip archive or a pickle does, the two forms that torch writes."""
+    with path.open("rb") as file:
+        return file.read(1) == b"\x80" or zipfile.is_zipfile(path)

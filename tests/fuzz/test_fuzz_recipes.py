@@ -134,6 +134,33 @@ def test_what_is_said(command: _Made, recipe: bytes, text: str) -> None:
     assert text in read(command, recipe)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("trainr: {}", "trainr"),
+        ("trainr: {a: {b: {}}}", "trainr"),
+        ("trainer: {foo: {}}", "trainer.foo"),
+        ("trainer.foo: {}", "trainer.foo"),
+        ("trainr: {a: 1}", "trainr.a"),  # which jsonargparse refuses itself
+    ],
+)
+def test_an_unknown_name_is_refused_with_nothing_under_it_too(command: _Made, recipe: str, name: str) -> None:
+    assert f"option '{name}'" in read(command, recipe.encode())
+
+
+@pytest.mark.parametrize(
+    "trainer", ["{}", "{strategy: {class_path: lightning_asyncpp.AsyncPipelineStrategy, init_args: {}}, plugins: []}"]
+)
+def test_known_names_may_have_nothing_under_them(command: _Made, trainer: str) -> None:
+    demos = "lightning.pytorch.demos.boring_classes"
+    recipe = f"""
+        trainer: {trainer}
+        model: {{class_path: {demos}.BoringModel, init_args: {{}}}}
+        data: {{class_path: {demos}.BoringDataModule}}
+    """
+    assert read(command, recipe.encode()) == ""
+
+
 def test_the_command_itself(capsys: pytest.CaptureFixture[str]) -> None:
     Path("recipe.yaml").write_bytes(b"trainer: &a {callbacks: *a, x: \xff}")
     with pytest.raises(SystemExit) as end:

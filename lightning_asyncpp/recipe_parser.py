@@ -1,0 +1,37 @@
+"""The parser of recipes: it refuses unknown names with nothing under them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jsonargparse import Namespace, get_loader
+from lightning.pytorch.cli import LightningArgumentParser
+
+
+class RecipeParser(LightningArgumentParser):
+    """Refuses ``trainr: {}``, which jsonargparse drops before it looks for unknown names."""
+
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
+        """Read a recipe."""
+        configuration: Namespace = super().parse_string(content, *args, **kwargs)
+        known = self.get_defaults()
+        if "subcommand" not in known:  # the parser of all subcommands leaves their sections to theirs
+            for name in _unknown(get_loader("yaml")(content), known):
+                self.error(f"there is no option {name!r}")
+        return configuration
+
+
+def _unknown(content: Any, known: Any) -> Iterator[str]:
+    """Names of mappings without any value in them, where none of that name is known."""
+    if not isinstance(content, Mapping) or not isinstance(known, Namespace):
+        return
+    for name, value in content.items():
+        if str(name) in known:
+            yield from (f"{name}.{below}" for below in _unknown(value, known[str(name)]))
+        elif _is_hollow(value):
+            yield str(name)
+
+
+def _is_hollow(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_hollow, value.values()))
