@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.cli import AsyncppCLI, main, run
 from lightning_asyncpp.models import GPTConfig
-from lightning_asyncpp.pipeline.private_names import PrivateNameError
+from lightning_asyncpp.private_names import PrivateNameError
 from lightning_asyncpp.storage.sharded import commit, new_target, shard_name, write_shard
 
 SIZES = {"vocab_size": 256, "context_length": 32, "num_layers": 2, "dim": 16, "num_heads": 2}
