@@ -20,6 +20,7 @@ from lightning_asyncpp.pipeline.strategy_mixin import launched_processes
 from lightning_asyncpp.pipeline.watch import at_exit, guard
 from lightning_asyncpp.pipeline.watch.cause import Cause
 from lightning_asyncpp.pipeline.watch.guard import Guard
+from lightning_asyncpp.pipeline.watch.last_word import LastWord
 from tests.pipeline.watched import Session
 
 CAUSE = Cause(1, 0, "ValueError: the user's own mistake", "Traceback ...")
@@ -52,6 +53,15 @@ def children() -> Iterator[list[subprocess.Popen]]:
     for process in processes:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(autouse=True)
+def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[LastWord]:
+    """What is said at the end is not said at that of the tests."""
+    word = LastWord()
+    monkeypatch.setattr(guard, "last_word", lambda: word)
+    yield word
+    word.cancel()
 
 
 Guarded = Callable[[Cause | None], tuple[Guard, End, Session]]
@@ -135,7 +145,11 @@ def test_what_is_torn_down_in_time_may_go_on(guarded: Guarded, monkeypatch: pyte
 
 
 def test_children_outlive_neither_the_rank_nor_its_last_word(
-    guarded: Guarded, monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen], capfd: pytest.CaptureFixture
+    guarded: Guarded,
+    words: LastWord,
+    monkeypatch: pytest.MonkeyPatch,
+    children: list[subprocess.Popen],
+    capfd: pytest.CaptureFixture,
 ) -> None:
     """Lightning's observer reads the same list: what is in it no longer, it does not kill this rank for."""
     (child,) = children
@@ -149,6 +163,7 @@ def test_children_outlive_neither_the_rank_nor_its_last_word(
     watch.fail(PeerLostError("a neighbour is gone"))
     assert child.poll() is None, "it has time to say something, too"
     watch._exit()
+    words.speak()
     assert child.poll() is not None
     assert capfd.readouterr().err == f"asyncpp: {CAUSE.line}\n"
 
