@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ConsequenceError, PeerLostError, is_noise
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.pipeline.watch.at_exit import AtExit, uncaught
 from lightning_asyncpp.pipeline.watch.cause import Cause, cause_of, mark
 from lightning_asyncpp.pipeline.watch.ends import End
@@ -77,6 +77,21 @@ class Guard:
         last_word().enter(mesh.rank, mesh.stage)  # before this guard's own end is registered: it comes after that
         self._at_exit = self._at_exit or AtExit(self._exit)
         self._end.start()
+
+    def leave(self, error: BaseException) -> None:
+        """Before :meth:`fail`: if the scripts of all ranks call ``sys.exit(0)`` here, their user wants it: no failure.
+
+        A rank that does it alone has failed, as its exit code says.
+        """
+        if self._end is None or self._is_heard or not isinstance(error, SystemExit) or error.code not in (None, 0):
+            return
+        assert self._mesh is not None
+        # Rank 0 decides; the others wait until they have heard that it is not so.
+        if self._end.leave(GRACE_SECONDS + TOLD_SECONDS * (self._mesh.rank != 0)):
+            self._is_heard = True
+            return
+        error.code = 1
+        error.args = ("0 on this rank, while others go on: call sys.exit() on all ranks, at the same place",)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others of an error of this rank; into one that is of another's making put what that one was.

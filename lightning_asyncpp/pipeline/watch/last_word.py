@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from typing import cast
 
 from lightning_asyncpp.pipeline.watch.at_exit import AtExit, uncaught
 from lightning_asyncpp.pipeline.watch.cause import Cause, cause_of
@@ -65,31 +64,33 @@ class LastWord:
     def speak(self) -> None:
         """The process ends: wait for the children, and say what ended the run."""
         error = uncaught()
-        codes = self._wait(is_failing=error is not None or self._failure is not None)
+        others_failed = self._wait(is_failing=error is not None or self._failure is not None)
         if self._unheard:  # the script ended as if nothing had happened
             say(self._unheard[0].line)
             sys.stdout.flush()
             os._exit(1)
-        if self.children and (line := self._line(error, codes)):
+        if self.children and (line := self._line(error, others_failed)):
             say(line)
 
-    def _wait(self, is_failing: bool) -> list[int | None]:
-        """The exit codes of the children, none of which outlives a run that failed."""
+    def _wait(self, is_failing: bool) -> bool:
+        """Whether a child failed, too, or had to be killed: none outlives a run that failed."""
         deadline = time.monotonic() + self._patience
+        killed = False
         for child in self.children:
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 if is_failing:
+                    killed = True
                     child.kill()
                     child.wait()
-        return [cast("int | None", child.returncode) for child in self.children]
+        # Threads of a failed run may crash a process that ends well: a signal says nothing about the script.
+        return killed or any((child.returncode or 0) > 0 for child in self.children)
 
-    def _line(self, error: BaseException | None, codes: list[int | None]) -> str:
+    def _line(self, error: BaseException | None, others_failed: bool) -> str:
         if error is None or isinstance(error, SystemExit):
-            # Python hides sys.exit() from what runs at the end; but the children run the same script. Threads of a
-            # failed run may crash a process that ends well: a signal says nothing about the script.
-            failed = self._failure if error is not None or any(code and code > 0 for code in codes) else None
+            # Python hides sys.exit() from what runs at the end; but the children run the same script.
+            failed = self._failure if error is not None or others_failed else None
             return failed.line if failed is not None else ""
         if (cause := cause_of(error)) is not None:
             return cause.line
