@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.boundary import as_text, from_text
-from lightning_asyncpp.pipeline.errors import ConfigurationError, ConsequenceError, ProtocolError, lost_peers
+from lightning_asyncpp.pipeline.errors import ConfigurationError, ConsequenceError, different_calls, lost_peers
 from lightning_asyncpp.pipeline.mesh import Mesh
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def exchange_bytes(mesh: Mesh, encoded: bytes, group: dist.ProcessGroup | None =
         group = group or mesh.groups.host
         sizes = [int(size) for size in _gather(mesh, torch.tensor([len(encoded)]), group)]
         if not 0 <= min(sizes) <= max(sizes) <= _MOST_BYTES:
-            raise ProtocolError(f"ranks exchange texts of {sizes} bytes; the most is {_MOST_BYTES}")
+            raise different_calls(f"they exchange texts of {sizes} bytes, of which {_MOST_BYTES} is the most")
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
         if encoded:
             mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -68,7 +68,7 @@ def broadcast(mesh: Mesh, value: T, source: int) -> T:
         dist.broadcast(head, source, group=mesh.groups.host)
         kind, size = head.tolist()
         if kind not in (0, 1) or not 0 <= size <= _MOST_BYTES:
-            raise ProtocolError(f"rank {source} broadcasts {size} bytes of kind {kind}")
+            raise different_calls(f"rank {source} broadcasts {size} bytes of kind {kind}")
         if kind == 1:
             values = [value]
             dist.broadcast_object_list(values, source, group=mesh.groups.host)

@@ -68,7 +68,21 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
 def peer_lost(who: str, error: Exception) -> PeerLostError:
     """The error to raise where a connection with somebody broke."""
     return PeerLostError(
-        f"{who} is gone: the first cause is the first error that another rank printed ({_essence(error)})"
+        f"{who} is gone: the first cause is the first error that another rank printed; if none did, a script ended"
+        f" before this one's, perhaps without a call that every rank has to make ({_essence(error)})"
+    )
+
+
+def different_calls(what: str) -> ProtocolError:
+    """The error to raise where a rank sent something that is sound, but of another call than this rank's.
+
+    Args:
+        what: what was expected, and what came.
+    """
+    return ProtocolError(
+        f"ranks are in different calls: {what}. A collective call was made by some ranks only, or in another order:"
+        ' usually fabric.save, trainer.save_checkpoint, strategy.flush or evaluation_step behind an "if" that asks for'
+        " the rank, clip_gradients, or a loop over another number of batches; let all ranks make the same calls"
     )
 
 

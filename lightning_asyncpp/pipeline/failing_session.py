@@ -57,6 +57,8 @@ class FailingSession:
         self._unheard = None
         if self.failure is None:
             self.failure = error
+            if not self._ended_as_agreed:
+                self.guard.leave(error)
             if self.mesh is not None:
                 hang_up_soon(self.mesh, error, self._transport)
         if not self._ended_as_agreed:

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import ProtocolError
+from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls
 from lightning_asyncpp.pipeline.memory_order import Order, order_of
 
 MAX_TENSORS = 8
@@ -105,7 +105,7 @@ class Header:
         if not (known and 0 <= count <= MAX_TENSORS and 0 <= size <= MAX_STRUCTURE_BYTES):
             raise ProtocolError(f"not an activation header of this version: {beginning}")
         if k != expected_k:
-            raise ProtocolError(f"expected micro-batch {expected_k} from the stage before, got {k}")
+            raise different_calls(f"expected micro-batch {expected_k} from the stage before, got {k}")
         tensors = _described(bytes(message[8 * _FIXED : 8 * (_FIXED + count * _PER_TENSOR)]))
         may_have_more = kind in (cls.TUPLE, cls.FAILED)
         if not (_fits(kind, tensors) and (may_have_more or not size) and math.isfinite(weight) and weight >= 0):

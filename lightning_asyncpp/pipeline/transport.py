@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.device_tensors import DeviceTensors
-from lightning_asyncpp.pipeline.errors import ProtocolError, lost_peers
+from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls, lost_peers
 from lightning_asyncpp.pipeline.header import HEADER_BYTES, Header, TensorInfo
 from lightning_asyncpp.pipeline.link import Bytes, Frame, Link
 from lightning_asyncpp.pipeline.memory_order import Order, as_stored, empty, order_of
@@ -224,8 +224,8 @@ class Transport:
         """Keep a control message, the one thing that may come in front of what is waited for."""
         kind, number, size = frame
         if kind != (_TOTAL if link is self._before else _PART):
-            got = _NAMES.get(kind, "something else")
-            raise ProtocolError(f"expected {_NAMES[expected]} from {link.peer}, got {got}: {frame}")
+            what = f"expected {_NAMES[expected]} from {link.peer}, got {_NAMES.get(kind, 'something else')}: {frame}"
+            raise different_calls(what) if kind in _NAMES else ProtocolError(what)
         is_one = number >= 0 < size <= _MAX_SUM_BYTES and size % 8 == 0
         if not is_one or (kind, number) in self._sums or len(self._sums) >= _MOST_SUMS:
             raise ProtocolError(

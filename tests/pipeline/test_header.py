@@ -67,7 +67,7 @@ MALFORMED = {
     "not a header": (0, 12345, "not an activation header"),
     "negative kind": (1, -1, "not an activation header"),
     "unknown kind": (1, 4, "not an activation header"),
-    "another micro-batch": (2, 4, "expected micro-batch 3 from the stage before, got 4"),
+    "another micro-batch": (2, 4, "different calls: expected micro-batch 3 from the stage before, got 4"),
     "negative count": (5, -1, "not an activation header"),
     "too many tensors": (5, MAX_TENSORS + 1, "not an activation header"),
     "negative structure": (6, -1, "not an activation header"),

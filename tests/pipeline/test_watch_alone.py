@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_asyncpp.pipeline import failing_session
 from lightning_asyncpp.pipeline.agreement import OtherStageFailedError
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, is_noise
 from lightning_asyncpp.pipeline.mesh import Mesh
@@ -19,6 +20,7 @@ from lightning_asyncpp.pipeline.strategy_mixin import launched_processes
 from lightning_asyncpp.pipeline.watch import at_exit, guard
 from lightning_asyncpp.pipeline.watch.cause import Cause
 from lightning_asyncpp.pipeline.watch.guard import Guard
+from lightning_asyncpp.pipeline.watch.last_word import LastWord
 from lightning_asyncpp.private_names import PrivateNameError
 from tests.pipeline.watched import Session
 
@@ -33,6 +35,12 @@ class End:
     def __init__(self, cause: Cause | None) -> None:
         self.cause = cause
         self.reported: list[Cause] = []
+        self.waited: list[float] = []
+        self.all_leave = False
+
+    def leave(self, seconds: float) -> bool:
+        self.waited.append(seconds)
+        return self.all_leave
 
     def start(self) -> None: ...
 
@@ -52,6 +60,15 @@ def children() -> Iterator[list[subprocess.Popen]]:
     for process in processes:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(autouse=True)
+def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[LastWord]:
+    """What is said at the end is not said at that of the tests."""
+    word = LastWord()
+    monkeypatch.setattr(guard, "last_word", lambda: word)
+    yield word
+    word.cancel()
 
 
 Guarded = Callable[[Cause | None], tuple[Guard, End, Session]]
@@ -108,6 +125,50 @@ def test_a_rank_that_lost_its_neighbour_and_is_told_nothing_tells_the_others(gua
     ]
 
 
+@pytest.mark.parametrize("code", [0, None])
+def test_a_rank_that_alone_ends_well_in_a_run_has_failed(guarded: Guarded, code: int | None) -> None:
+    watch, end, _ = guarded(None)
+    error = SystemExit(code)
+    watch.leave(error)
+    watch.fail(error)
+    assert error.code == 1
+    (cause,) = end.reported
+    assert (
+        cause.what == "SystemExit: 0 on this rank, while others go on: call sys.exit() on all ranks, at the same place"
+    )
+
+
+def test_ranks_that_all_end_well_in_a_run_have_not_failed(guarded: Guarded, words: LastWord) -> None:
+    watch, end, _ = guarded(None)
+    end.all_leave = True
+    error = SystemExit(0)
+    watch.leave(error)
+    watch.fail(error)
+    assert (error.code, end.reported) == (0, [])
+    assert not words.children
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(2), SystemExit("no such file"), SystemExit(""), ValueError("mine")], ids=repr
+)
+def test_who_ends_with_an_error_asks_nobody(guarded: Guarded, error: BaseException) -> None:
+    watch, end, _ = guarded(None)
+    watch.leave(error)
+    watch.fail(error)
+    assert end.waited == []
+    assert len(end.reported) == 1
+
+
+def test_a_session_that_fails_asks_first_whether_all_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections are closed soon after a failure; those who decide need them until then."""
+    session, calls = PipelineSession(PipelineSettings()), []
+    session.mesh = Mesh(1, 1, 0)
+    monkeypatch.setattr(session.guard, "leave", lambda error: calls.append("asks"))
+    monkeypatch.setattr(failing_session, "hang_up_soon", lambda *_: calls.append("hangs up"))
+    session.fail(SystemExit(0))
+    assert calls == ["asks", "hangs up"]
+
+
 @pytest.mark.parametrize("is_torn_down", [True, False])
 def test_what_follows_an_error_has_to_end_in_time_if_it_is_not_the_script(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch, is_torn_down: bool
@@ -135,7 +196,11 @@ def test_what_is_torn_down_in_time_may_go_on(guarded: Guarded, monkeypatch: pyte
 
 
 def test_children_outlive_neither_the_rank_nor_its_last_word(
-    guarded: Guarded, monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen], capfd: pytest.CaptureFixture
+    guarded: Guarded,
+    words: LastWord,
+    monkeypatch: pytest.MonkeyPatch,
+    children: list[subprocess.Popen],
+    capfd: pytest.CaptureFixture,
 ) -> None:
     """Lightning's observer reads the same list: what is in it no longer, it does not kill this rank for."""
     (child,) = children
@@ -149,6 +214,7 @@ def test_children_outlive_neither_the_rank_nor_its_last_word(
     watch.fail(PeerLostError("a neighbour is gone"))
     assert child.poll() is None, "it has time to say something, too"
     watch._exit()
+    words.speak()
     assert child.poll() is not None
     assert capfd.readouterr().err == f"asyncpp: {CAUSE.line}\n"
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -153,6 +154,52 @@ def test_a_rank_that_says_goodbye_is_not_missed(rank: int) -> None:
         assert time.monotonic() - start < 1.5, "it waited for a time-out"
         time.sleep(2 * LIMIT)
         assert [other.told(0) for other in made] == [None] * 3
+
+
+def leaving(made: list[Rank], seconds: dict[int, float]) -> dict[int, bool]:
+    """What ranks are answered that want to leave; each waits for so long."""
+    ends_of = {rank: made[rank].end for rank in seconds}
+    with ThreadPoolExecutor(len(seconds)) as pool:
+        asked = {rank: pool.submit(end.leave, seconds[rank]) for rank, end in ends_of.items() if end is not None}
+        return {rank: future.result() for rank, future in asked.items()}
+
+
+def test_ranks_that_all_want_to_leave_may_and_nothing_is_wrong_after_that() -> None:
+    with ranks(60.0) as (made, _):
+        assert leaving(made, dict.fromkeys(range(3), SOON)) == dict.fromkeys(range(3), True)
+        made[1].end.report(MISTAKE)  # type: ignore[union-attr]
+        made[0].end.report(MISTAKE)  # type: ignore[union-attr]
+        assert made[0].told(0.2) is None
+
+
+def test_a_process_that_ends_after_all_wanted_to_leave_is_not_gone() -> None:
+    with ranks(60.0, wild=2) as (made, wild):
+        Wire(wild).send(Kind.LEAVE)
+        assert leaving(made, {0: SOON, 1: SOON}) == {0: True, 1: True}
+        wild.close()
+        assert until(lambda: made[0].end._wires[2].fileno() == -1), "rank 0 listens to a closed connection"  # type: ignore[union-attr]
+        assert [made[rank].told(0) for rank in (0, 1)] == [None] * 2
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_ranks_that_leave_others_behind_may_not(rank: int) -> None:
+    with ranks(60.0) as (made, _):
+        seconds = {other: 0.3 + SOON * (other != 0) for other in range(3) if other != rank}
+        if rank == 0:
+            seconds[1] = 0.3
+            made[2].end.report(MISTAKE)  # type: ignore[union-attr]
+        else:  # rank 0 has waited for long enough: it says so
+            made[0].learnt.clear()
+            threading.Timer(0.5, made[0].end.report, [MISTAKE]).start()  # type: ignore[union-attr]
+        start = time.monotonic()
+        assert leaving(made, seconds) == dict.fromkeys(seconds, False)
+        assert time.monotonic() - start < SOON / 2
+
+
+def test_who_was_told_too_late_is_not_counted() -> None:
+    with ranks(60.0) as (made, _):
+        assert leaving(made, {0: 0.1}) == {0: False}
+        assert leaving(made, {1: 0.3, 2: 0.3}) == {1: False, 2: False}
 
 
 def test_who_ends_while_nobody_answers_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -115,6 +116,7 @@ def test_a_script_that_has_its_error_is_not_ended_when_more_is_learnt(monkeypatc
     )
     monkeypatch.setattr(guard, "meet", lambda *_: end)
     monkeypatch.setattr(guard, "AtExit", lambda _: None)
+    monkeypatch.setattr(guard, "last_word", MagicMock())
     session = watched.Session()
     watch = guard.Guard(60.0, session)
     watch.is_torn_down = True

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import lightning as L
 import torch
 
 import lightning_asyncpp
+from lightning_asyncpp.pipeline.errors import PeerLostError
 from tests.trainer.runs import Net, Run, Samples
 
 MISTAKE = "the user's own mistake"
@@ -38,6 +40,8 @@ class Reports(L.Callback):
             os.replace(self.folder / f"{trainer.global_rank}.tmp", self.folder / f"{trainer.global_rank}.pid")
         if self.where == "callback" and trainer.global_rank == 0 and index == WHEN:
             raise ArithmeticError(MISTAKE)
+        if index == WHEN and (self.where == "exits" or (self.where == "exits alone" and trainer.global_rank == 0)):
+            sys.exit(0)
         if self.where == "slow" and index == WHEN:
             trainer.should_stop = True
 
@@ -119,6 +123,14 @@ def main() -> None:
     folder, where, heartbeat = arguments()
     note_error(Path(folder))
     L.seed_everything(1)
+    if where in ("caught", "twice"):
+        with suppress(ArithmeticError, PeerLostError):
+            train(folder, "callback", heartbeat)
+        where = {"caught": "slow", "twice": "layer"}[where]
+    train(folder, where, heartbeat)
+
+
+def train(folder: str, where: str, heartbeat: str) -> None:
     first_stage = where == "loader" and os.environ.get("LOCAL_RANK") == "2"
     samples = (FailingSamples if first_stage else Samples)(80_000)
     trainer = L.Trainer(

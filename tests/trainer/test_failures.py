@@ -137,6 +137,35 @@ def test_an_exception_on_one_rank_ends_all(command: list[str], where: str, rank:
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
+@pytest.mark.parametrize(("where", "last"), [("twice", "rank 2 (stage 0) failed first: "), ("caught", "")])
+def test_what_stands_last_is_the_failure_that_was_not_caught(where: str, last: str, tmp_path: Path) -> None:
+    """A script catches what ended its first training, on rank 0, and trains again."""
+    with launched(PLAIN, tmp_path, where) as run:
+        assert (run.ended(180) != 0) == bool(last), run.output
+        said = [line for line in run.output.splitlines() if line.startswith("asyncpp: ")]
+        assert said == [f"asyncpp: {last}ArithmeticError: the user's own mistake"] * bool(last)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_a_script_that_ends_in_a_run_on_all_ranks_ends_well(command: list[str], tmp_path: Path) -> None:
+    with launched(command, tmp_path, "exits") as run:
+        assert run.ended(180) == 0, run.output
+        assert "failed" not in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_a_script_that_ends_in_a_run_on_one_rank_has_failed(command: list[str], tmp_path: Path) -> None:
+    with launched(command, tmp_path, "exits alone") as run:
+        assert run.ended(180) != 0
+        assert "rank 0 (stage 2) failed first: SystemExit: 0 on this rank, while others go on: call" in run.error(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
 def test_a_slow_rank_is_not_missed(tmp_path: Path) -> None:
     with launched(PLAIN, tmp_path, "slow", HEARTBEAT) as run:
         assert run.ended(240) == 0, run.output

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import textwrap
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from lightning_asyncpp.pipeline.errors import ProtocolError
 
+_MARK = "_asyncpp_cause"
 MAX_LINE = 1000
 """Characters of an error in one line that others are told."""
 MAX_TRACE = 2**14
@@ -75,3 +77,20 @@ class Cause:
         if not all(type(getattr(cause, name)) is kind for name, kind in kinds.items()):
             raise ProtocolError(f"this is no account of an error: {textwrap.shorten(str(read), 200)}")
         return cause
+
+
+def mark(error: BaseException, cause: Cause) -> None:
+    """Note on an error what went wrong first: whoever holds the error otherwise would keep its frames alive."""
+    with suppress(AttributeError, TypeError):  # a class of errors with slots, or of a C extension
+        setattr(error, _MARK, cause)
+
+
+def cause_of(error: BaseException | None) -> Cause | None:
+    """What is noted on an error, or on the one that it came from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(cause := getattr(error, _MARK, None), Cause):
+            return cause
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None

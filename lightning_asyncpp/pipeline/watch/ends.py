@@ -55,7 +55,10 @@ class End(ABC):
         self._wires, self._stages, self._limit, self._on_cause = dict(wires), stages, limit, on_cause
         self._interval = limit / _BEATS_PER_LIMIT
         self._ending = False
+        self._leaving: set[int] = set()
+        self._all_leave = False
         self._known = threading.Event()
+        self._decided = threading.Event()  # whether all leave, or something goes wrong before
         self._settling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="asyncpp-watch", daemon=True)
 
@@ -67,6 +70,17 @@ class End(ABC):
         """What went wrong first, waiting for it to be told."""
         self._known.wait(seconds)
         return self.cause
+
+    def leave(self, seconds: float) -> bool:
+        """Whether the scripts of all ranks want to end here; waits for the others to call this, too.
+
+        Nothing that happens after that is wrong.
+        """
+        self._want_to_leave()
+        self._decided.wait(seconds)
+        with self._settling:
+            self._leaving.clear()
+            return self._all_leave
 
     def end(self) -> None:
         """Say goodbye and let go of everything; nobody is told of anything any more."""
@@ -87,15 +101,22 @@ class End(ABC):
         """Tell all ranks of an error of this one."""
 
     @abstractmethod
+    def _want_to_leave(self) -> None: ...
+
+    @abstractmethod
+    def _hear_leave(self, rank: int) -> None: ...
+
+    @abstractmethod
     def _run(self) -> None: ...
 
     def _settle(self, cause: Cause) -> bool:
         """Take it for what went wrong first, unless there is something already."""
         with self._settling:
-            if self.cause is not None or self._ending:
+            if self.cause is not None or self._ending or self._all_leave:
                 return False
             self.cause = cause
         self._known.set()
+        self._decided.set()
         return True
 
     def _hear(self, rank: int) -> Cause | Kind | None:
@@ -108,10 +129,13 @@ class End(ABC):
                     return Cause.unpack(message.body)
                 if heard is Kind.GOODBYE:
                     return heard
+                if heard is Kind.LEAVE:
+                    self._hear_leave(rank)
+                    heard = Kind.BEAT
         except TimeoutError:
             return None
         except (EOFError, OSError):
-            return Kind.GOODBYE if self._ending else self._gone(rank, ENDED)
+            return Kind.GOODBYE if self._ending or self._all_leave else self._gone(rank, ENDED)
         except ProtocolError as error:
             return self._gone(rank, f"its signs of life cannot be read: {error}")
         return heard
@@ -131,6 +155,17 @@ class Member(End):
     def report(self, cause: Cause) -> None:
         with suppress(OSError):  # rank 0 is gone, which this rank notices by itself
             self._wires[0].send(Kind.CAUSE, cause.pack())
+
+    @override
+    def _want_to_leave(self) -> None:
+        with suppress(OSError):
+            self._wires[0].send(Kind.LEAVE)
+
+    @override
+    def _hear_leave(self, rank: int) -> None:
+        with self._settling:
+            self._all_leave = self.cause is None
+        self._decided.set()
 
     @override
     def _run(self) -> None:
@@ -161,6 +196,23 @@ class Hub(End):
     def report(self, cause: Cause) -> None:
         if self._settle(cause):
             self._tell_all(cause)
+
+    @override
+    def _want_to_leave(self) -> None:
+        self._hear_leave(0)
+
+    @override
+    def _hear_leave(self, rank: int) -> None:
+        with self._settling:
+            self._leaving.add(rank)
+            decided = self._all_leave or self.cause is not None
+            if decided or len(self._leaving) < len(self._stages):
+                return
+            self._all_leave = True
+        for wire in self._wires.values():
+            with suppress(OSError):
+                wire.send(Kind.LEAVE)
+        self._decided.set()
 
     @override
     def _run(self) -> None:

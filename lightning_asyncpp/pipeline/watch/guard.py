@@ -6,18 +6,17 @@ import faulthandler
 import os
 import signal
 import subprocess
-import sys
 import threading
-import time
 import weakref
 from contextlib import suppress
 from typing import Protocol
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ConsequenceError, PeerLostError, is_noise
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.pipeline.watch.at_exit import AtExit, uncaught
-from lightning_asyncpp.pipeline.watch.cause import Cause
+from lightning_asyncpp.pipeline.watch.cause import Cause, cause_of, mark
 from lightning_asyncpp.pipeline.watch.ends import End
+from lightning_asyncpp.pipeline.watch.last_word import last_word, say
 from lightning_asyncpp.pipeline.watch.meeting import meet
 
 TOLD_SECONDS = 2.0
@@ -25,7 +24,7 @@ TOLD_SECONDS = 2.0
 _LEAST_LEAVE_SECONDS = 10.0
 _STDERR = 2
 _DECIDING = threading.Lock()
-"""Held while a deadline begins or is called off, by the script's thread or the watch's; a guard can be copied."""
+"""Held while the script's thread or the watch's decides who is first; not a guard's own, which can be copied."""
 
 
 class Watched(Protocol):
@@ -59,7 +58,6 @@ class Guard:
         self._cause: Cause | None = None  # what went wrong first, as far as this rank knows
         self._is_heard = False  # whether the script of this rank knows of it
         self._stopped: int | None = None
-        self._adopted: list[subprocess.Popen] = []
         self._deadline: threading.Timer | None = None
         self._is_released = False
         self._at_exit: AtExit | None = None
@@ -76,8 +74,24 @@ class Guard:
         self._mesh, self._cause, self._is_heard, self._stopped = mesh, None, False, None
         self._is_released = False
         self._end = meet(mesh, self._limit, self._learn)
+        last_word().enter(mesh.rank, mesh.stage)  # before this guard's own end is registered: it comes after that
         self._at_exit = self._at_exit or AtExit(self._exit)
         self._end.start()
+
+    def leave(self, error: BaseException) -> None:
+        """Before :meth:`fail`: if the scripts of all ranks call ``sys.exit(0)`` here, their user wants it: no failure.
+
+        A rank that does it alone has failed, as its exit code says.
+        """
+        if self._end is None or self._is_heard or not isinstance(error, SystemExit) or error.code not in (None, 0):
+            return
+        assert self._mesh is not None
+        # Rank 0 decides; the others wait until they have heard that it is not so.
+        if self._end.leave(GRACE_SECONDS + TOLD_SECONDS * (self._mesh.rank != 0)):
+            self._is_heard = True
+            return
+        error.code = 1
+        error.args = ("0 on this rank, while others go on: call sys.exit() on all ranks, at the same place",)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others of an error of this rank; into one that is of another's making put what that one was.
@@ -86,13 +100,15 @@ class Guard:
         """
         if self._end is None or self._is_heard:
             return
-        self._is_heard = True
+        with _DECIDING:
+            self._is_heard = True
         if isinstance(error, ConsequenceError) or is_noise(error):
             cause = self._end.wait_for_cause(TOLD_SECONDS)
             if cause is not None and (isinstance(error, PeerLostError) or is_noise(error)):
                 error.args = (self._words(cause),)
         if self._end.cause is None:
             self._report(error)
+        self._hear(error, self._end.cause or self._cause)
         if self.is_torn_down:
             self._hurry()
         else:
@@ -117,6 +133,13 @@ class Guard:
 
     # -- failing --------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _hear(error: BaseException, cause: Cause | None) -> None:
+        """The script has the error: it may catch it, or end with it."""
+        if cause is not None:
+            mark(error, cause)
+            last_word().hear(cause)
+
     def _report(self, error: BaseException) -> None:
         assert self._mesh is not None
         self._cause = Cause.raised(self._mesh.rank, self._mesh.stage, error)
@@ -130,6 +153,9 @@ class Guard:
         if self._cause is not None or end is None:
             return  # the error of this rank was the first, or as good as that; or nobody watches any longer
         self._cause, self._stopped = cause, end.stopped
+        with _DECIDING:
+            if not self._is_heard:
+                last_word().learn(cause)
         self._adopt()
         self._hurry()
         if (watched := self._watched()) is not None:
@@ -144,8 +170,7 @@ class Guard:
 
     def _adopt(self) -> None:
         """Look after the children from now on: Lightning would kill this rank, too, before it has said why it ends."""
-        self._adopted += self.children
-        self.children.clear()
+        last_word().adopt(self.children, self._leave_seconds)
 
     # -- ending in time -------------------------------------------------------------------------------------------
 
@@ -165,16 +190,16 @@ class Guard:
     def _leave_now(self) -> None:
         """The main thread waits for something that does not come: show where it is, and end without it."""
         assert self._mesh is not None
+        assert self._cause is not None
         faulthandler.dump_traceback(_STDERR)
         place = f"rank {self._mesh.rank} (stage {self._mesh.stage})"
-        self._say(f"{place} did not end by itself within {self._leave_seconds:g} s after this: ")
-        for child in self._adopted:
-            child.kill()
+        say(f"{place} did not end by itself within {self._leave_seconds:g} s after this: {self._cause.line}")
+        last_word().kill()
         self._kill_stopped()
         os._exit(1)
 
     def _exit(self) -> None:
-        """The process ends, in whichever way."""
+        """The process ends, in whichever way; what there is to say about it comes last of all."""
         if self._cause is None:
             error = uncaught()
             if error is None:
@@ -182,31 +207,12 @@ class Guard:
                 return
             self._is_heard = True
             self._report(error)
+            self._hear(error, cause_of(error) or self._cause)
         if (watched := self._watched()) is not None:
             watched.hang_up()
         self._kill_stopped()
-        self._wait_for_adopted()
-        if not self._is_heard:  # the script ended as if nothing had happened
-            self._say()
-            sys.stdout.flush()
-            os._exit(1)
-
-    def _wait_for_adopted(self) -> None:
-        deadline = time.monotonic() + self._leave_seconds
-        for child in self._adopted:
-            try:
-                child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-        if self._adopted and self._is_heard:
-            self._say()  # below all that the children have said
 
     def _kill_stopped(self) -> None:
         if self._stopped is not None:
             with suppress(OSError):
                 os.kill(self._stopped, signal.SIGKILL)
-
-    def _say(self, before: str = "") -> None:
-        assert self._cause is not None
-        os.write(_STDERR, f"asyncpp: {before}{self._cause.line}\n".encode())

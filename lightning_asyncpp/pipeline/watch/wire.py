@@ -32,6 +32,8 @@ class Kind(IntEnum):
     """This is what went wrong first."""
     GOODBYE = 3
     """I end as I should, and need nobody any more."""
+    LEAVE = 4
+    """My script wants to end here, in the middle of a run; or, from rank 0: those of all ranks do."""
 
 
 class Message(NamedTuple):
