@@ -30,6 +30,7 @@ class FabricLoader(ResumableLoader):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, lambda: 0, lambda: None)
         self._epoch, self._is_over = -1, True  # of the newest iteration
+        self._newest: object = None
         self._rest: Mapping[str, Any] | None = None
         self._given = loader.loader if isinstance(loader, PlaceholderLoader) else loader
         shuffle_by_epoch(self._given, shuffle=True)
@@ -38,6 +39,10 @@ class FabricLoader(ResumableLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: after the last batch that the loop has got, or between two epochs."""
+        if self._rest is not None:  # loaded, and not gone on from yet
+            return dict(self._rest)
+        if self._resumed is not None:
+            return {**self._resumed[0], "is_over": True}
         return {_PLACE: 1, "epoch": self._epoch, "is_over": self._is_over, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -69,10 +74,12 @@ class FabricLoader(ResumableLoader):
         elif rest is not None:
             self.resume(rest, ended=False)
         self._epoch, self._is_over = self._epoch + (not goes_on), False
+        self._newest = newest = object()
         try:
             yield from self._batches_of_epoch(int(rest["batches"]) if rest is not None and goes_on else 0)
         finally:
-            self._is_over = True
+            if newest is self._newest:  # an older one may be given up later
+                self._is_over = True
 
     def _batches_of_epoch(self, begun: int) -> Iterator[Any]:
         if not isinstance(self.loader, PlaceholderLoader):

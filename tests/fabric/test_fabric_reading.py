@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from lightning_asyncpp.fabric.reading import FabricLoader
 from tests.fabric.read_runs import EPOCHS, RUN, read_and_train
 from tests.trainer.pool import Pools
-from tests.trainer.resumable import write_litdata
+from tests.trainer.resumable import training_loader, write_litdata
+
+
+def fabric_loader(kind: str) -> FabricLoader:
+    torch.manual_seed(3)
+    return FabricLoader(training_loader(RUN, kind, ""))
+
 
 MID_EPOCH, ENDS = ["1", "5"], ["3", "6", "epoch-1", "epoch-2"]
 SLOW = pytest.mark.slow
@@ -67,3 +76,41 @@ def test_what_fabric_was_given_is_not_what_is_saved(pools: Pools, tmp_path: Path
     for outcome in pools.outcomes(3, read_and_train, "stateful own", "", str(tmp_path), "", True):
         assert outcome.error == "ConfigurationError"
         assert "put what it returned into the state" in outcome.message
+
+
+@pytest.mark.parametrize("kind", ["stateful own", "stateful"])
+def test_saved_again_before_a_batch_was_read(kind: str) -> None:
+    """In mid-epoch, at an epoch's last batch and between epochs."""
+    for taken in (2, 3):
+        loader = fabric_loader(kind)
+        batches = iter(loader)
+        read = [next(batches)["number"].tolist() for _ in range(taken)]
+        saved = [loader.state_dict()]
+        read += [batch["number"].tolist() for batch in batches]
+        saved.append(loader.state_dict())
+        following = [batch["number"].tolist() for batch in loader]
+        for state, rest in zip(saved, (read[taken:], following)):
+            again = fabric_loader(kind)
+            again.load_state_dict(state)
+            once_more = fabric_loader(kind)
+            once_more.load_state_dict(again.state_dict())
+            assert [batch["number"].tolist() for batch in once_more] == rest
+        once_more = fabric_loader(kind)
+        once_more.load_state_dict(saved[0])
+        for _ in once_more:
+            pass
+        assert [batch["number"].tolist() for batch in once_more] == following
+
+
+def test_an_iteration_that_is_given_up_late_ends_no_newer_one() -> None:
+    loader = fabric_loader("stateful own")
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    del first
+    gc.collect()
+    assert not loader.state_dict()["is_over"]
+    del second
+    gc.collect()
+    assert loader.state_dict()["is_over"]
