@@ -97,7 +97,9 @@ class ResumableLoader:
         self.loader.worker_init_fn = function
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: after the last batch that it has got."""
+        """Where training is: after the last batch that it has got, also if that was before a resume."""
+        if self._resumed is not None:
+            return dict(self._resumed[0])
         ahead = self._prefetched()
         if not ahead:
             return self._state()

@@ -63,7 +63,7 @@ class Progress:
         return {
             "outstanding": list(Outstanding.of(trainer)),
             "accumulating": _accumulating(trainer),
-            "random": self.validations.of_training(),
+            "random": self.validations.of_training() if self._draws is None else self._draws,
             "random_in_validations": self.validations.of_validations(),
             "loaders": [loader.state_dict() for loader in self._loaders],
             "logged": logged_state(trainer),

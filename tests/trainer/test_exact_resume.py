@@ -107,6 +107,29 @@ def test_before_a_validation(pools: Pools, trainer: dict[str, Any], tmp_path: Pa
     check(pools, run, "litdata", tmp_path, [2, 4, 5, 7])
 
 
+@pytest.mark.parametrize(
+    ("kind", "validating", "step"),
+    [("stateful", {"val_check_interval": 2}, 2), ("litdata", {}, 5), ("plain", {}, 5)],
+    ids=["in mid-epoch", "at an epoch's end", "plain"],
+)
+def test_saved_by_the_validation_that_a_resumed_run_begins_with(
+    kind: str, validating: dict[str, Any], step: int, pools: Pools, tmp_path: Path
+) -> None:
+    """Before it has read a batch: the data and the random numbers go on from where the first checkpoint was."""
+    run = run_of(tmp_path, kind, EPOCHS | validating, val_samples=(9,))
+    write_litdata(tmp_path / "data", run.samples)
+    whole = pools.run(2, fit_showing, run, kind, str(tmp_path / "data"))[0]
+    saving = {"dirpath": tmp_path, "save_top_k": -1, "filename": "validated {step}", "monitor": "val_loss"}
+    again = replace(run, callbacks=((ModelCheckpoint, saving),), ckpt_path=str(tmp_path / f"step={step}.ckpt"))
+    pools.run(2, fit_showing, again, kind, str(tmp_path / "data"))
+    third = replace(run, callbacks=(), ckpt_path=str(tmp_path / f"validated step={step}.ckpt"))
+    (resumed, _) = pools.run(2, fit_showing, third, kind, str(tmp_path / "data"))
+    assert len(resumed["steps"]) == len(whole["steps"]) - step
+    for name in ("steps", "numbers", "records"):
+        assert resumed[name]
+        assert resumed[name] == whole[name][-len(resumed[name]) :], name
+
+
 @pytest.mark.parametrize("at_the_end", [True, False], ids=["epochs", "validations"])
 @pytest.mark.parametrize("trainer", [EPOCHS, STEPS], ids=["epochs", "steps"])
 def test_saved_while_an_epoch_ends(pools: Pools, trainer: dict[str, Any], at_the_end: bool, tmp_path: Path) -> None:
