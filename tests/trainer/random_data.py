@@ -25,6 +25,8 @@ class Data:
         trainer: arguments of the Trainer.
         saves: ``"steps"``, ``"epochs"`` or ``"validations"``.
         saved_steps: those whose checkpoint a run may go on from.
+        validated_steps: those of them after which it validates.
+        parted: whether the Trainer puts its own sampler into a loader.
     """
 
     loader: str
@@ -35,10 +37,8 @@ class Data:
     trainer: dict[str, Any]
     saves: str
     saved_steps: tuple[int, ...]
-
-    @property
-    def saves_when(self) -> dict[str, Any]:
-        return SAVES[self.saves]
+    validated_steps: tuple[int, ...]
+    parted: bool
 
 
 class Clock:
@@ -60,10 +60,10 @@ class Clock:
 
 def data(pick: Pick, workers: bool, replicas: int) -> Data:
     """Draw what can be resumed: in mid-epoch by loaders with a state, and from an epoch's end by any."""
-    # torchdata's loader gives every replica the same: the Trainer's sampler, which would part it, cannot go on.
-    kinds = ["litdata", "plain", *(["stateful", "stateful noisy"] if replicas == 1 else [])]
-    more = ["litdata workers", *(["stateful workers"] if replicas == 1 else [])]
-    loader = pick(kinds * 3 + more if workers else kinds)
+    kinds = ["litdata", "plain", "stateful", "stateful noisy"]
+    loader = pick(kinds * 3 + ["litdata workers", "stateful workers"] if workers else kinds)
+    # Without the Trainer's sampler torchdata's loader gives every replica the same, in an order that it draws.
+    parted = "stateful" not in loader or replicas > 1 or pick([False, True])
     batch_size, per_epoch = pick([4, 8]), pick([3, 4, 5])
     # Of every replica; litdata gives several of them whole batches.
     samples = batch_size * (per_epoch - 1) + pick(range(1, batch_size + 1) if replicas == 1 else [batch_size])
@@ -76,8 +76,9 @@ def data(pick: Pick, workers: bool, replicas: int) -> Data:
     validates, validated = _validations(pick, clock)
     saves = pick(["steps", "steps", "epochs", *(["validations"] if validated else [])])
     ends = [clock.updates * epoch for epoch in range(1, clock.epochs + 1)]
+    after_validations = sorted({clock.updates_after(batch) for batch in validated if clock.has_update(batch)})
     if saves == "validations":
-        saved = sorted({clock.updates_after(batch) for batch in validated if clock.has_update(batch)})
+        saved = after_validations
     else:
         saved = ends if saves == "epochs" or loader == "plain" else list(range(1, total + 1))
     # Nothing follows the last step but the end of its epoch, if it has not begun.
@@ -85,10 +86,11 @@ def data(pick: Pick, workers: bool, replicas: int) -> Data:
     saved = [step for step in saved if step <= most and (loader != "plain" or step in ends)]
     if not saved:
         saves, saved = "epochs", ends[:1]
+    after_validations = [step for step in after_validations if step in saved and step < total]
     return Data(
         loader, samples * replicas, batch_size, (9,) if validates else (), pick(_schedulers(validated, clock)),
         length | validates | {"accumulate_grad_batches": clock.accumulate, "limit_train_batches": limit or 1.0},
-        saves, tuple(saved),
+        saves, tuple(saved), tuple(after_validations), parted,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_asyncpp.pipeline.schedule import largest_lookahead
 from lightning_asyncpp.pipeline.units import has_parameters, pipeline_units
 from tests.pipeline.cases import make_model
-from tests.trainer.random_data import Data, data
+from tests.trainer.random_data import SAVES, Data, data
 from tests.trainer.resumable import DrawnNet
 from tests.trainer.runs import BASES, CORRECTIONS, Run
 
@@ -79,7 +79,7 @@ def chains(draw: st.DrawFn, workers: bool = False) -> Chain:
     pipelines = Pipelines(pick, base, delay, replicas, fresh, pick([0, 0, 1, 2, 4]) if delay else 0)
     pipelines.draw_masters()
     legs = [pipelines.leg()]
-    ats = _steps(pick, drawn.saved_steps)
+    ats = _steps(pick, drawn)
     turning = pick([None, None, *range(len(ats))])
     for number, at in enumerate(ats):
         legs.append(pipelines.turned(at, len(legs) == 1) if number == turning else pipelines.leg(at))
@@ -101,7 +101,7 @@ def emulated_chains(draw: st.DrawFn) -> Chain:
     if pipelines.fresh:
         options |= {"delay": "fresh_last_stage", "stages": twin.stages, "partition": twin.run.options["partition"]}
     emulated = replace(base, strategy="delayed", options=options)
-    legs = [Leg(1, emulated, at) for at in (0, *_steps(pick, drawn.saved_steps))]
+    legs = [Leg(1, emulated, at) for at in (0, *_steps(pick, drawn))]
     # What a pipeline logs is the mean over the batches that share an update.
     decides = drawn.scheduler.startswith("plateau-step") and drawn.trainer["accumulate_grad_batches"] > 1
     return Chain(drawn.loader, tuple(_saving(pick, drawn, legs)), None if decides else _saving(pick, drawn, [twin])[0])
@@ -196,28 +196,43 @@ def _base(pick: Pick, drawn: Data, tied: bool) -> Run:
         functools.partial(DrawnNet, random_input=pick([False, True]), **model),
         optimizer=optimizer, correction=pick(["", "feedback", "feedback", *corrections]), scheduler=drawn.scheduler,
         dropout=pick([0.0, 0.2]), samples=drawn.samples, batch_size=drawn.batch_size, val_samples=drawn.val_samples,
-        shuffle="stateful" not in drawn.loader,  # the Trainer's sampler around a loader's own does not say where it is
-        seed=pick([5, 6, 7]),
+        shuffle=drawn.parted, seed=pick([5, 6, 7]),
         trainer=drawn.trainer | clipping | {
             "precision": pick(["32-true", "32-true", "bf16-mixed"]), "enable_checkpointing": True, "logger": "list",
         },
     )  # fmt: skip
 
 
-def _steps(pick: Pick, saved: Sequence[int]) -> list[int]:
+def _steps(pick: Pick, drawn: Data) -> list[int]:
     """Where one to three resumes go on, one after the other."""
-    return sorted({pick(saved) for _ in range(pick([1, 2, 3]))})
+    steps = sorted({pick(drawn.saved_steps) for _ in range(pick([1, 2, 3]))})
+    # A run that goes on before a validation may save in that validation, before it has read anything.
+    if drawn.saves == "steps" and (twice := pick([None, *(at for at in steps if at in drawn.validated_steps)])):
+        steps.append(twice)
+    return sorted(steps)
 
 
 def _saving(pick: Pick, drawn: Data, legs: Sequence[Leg]) -> list[Leg]:
     """The legs, each saving at least the checkpoint that the next one goes on from."""
     saving = []
-    for leg, following in zip(legs, [*legs[1:], None]):
-        every = pick([n for n in range(1, following.at + 1) if following.at % n == 0]) if following else 1
-        when = {"every_n_train_steps": every} if drawn.saves == "steps" else drawn.saves_when
+    for number, leg in enumerate(legs):
+        when = _when(pick, drawn, leg.at, [following.at for following in legs[number + 1 :]])
         callback = (ModelCheckpoint, {"save_top_k": -1, "filename": "{step}", **when})
         saving.append(replace(leg, run=replace(leg.run, callbacks=(callback,))))
     return saving
+
+
+def _when(pick: Pick, drawn: Data, begins: int, later: Sequence[int]) -> dict[str, Any]:
+    """Arguments of the callback by which a run saves at least after the first of the steps where later ones begin."""
+    if drawn.saves != "steps":
+        return SAVES[drawn.saves]
+    if not later:
+        return {"every_n_train_steps": 1}
+    wanted = later[0]
+    validated = wanted in drawn.validated_steps and wanted not in later[1:]  # which begin before the validation
+    if wanted == begins or (validated and pick([False, False, True])):
+        return SAVES["validations"]
+    return {"every_n_train_steps": pick([n for n in range(1, wanted + 1) if wanted % n == 0])}
 
 
 def _draw_cut(pick: Pick, stages: int, heavy: Sequence[bool]) -> list[int]:
