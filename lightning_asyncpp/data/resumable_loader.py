@@ -12,7 +12,7 @@ from litdata import StreamingDataLoader
 from torch import Tensor
 
 from lightning_asyncpp.data.replica import leave_where_it_was, set_epoch_before
-from lightning_asyncpp.data.samplers import generators_of, wrapper_of
+from lightning_asyncpp.data.samplers import draws_at_once, draws_unseen, generators_of, wrapper_of
 
 _END = object()
 
@@ -39,6 +39,11 @@ def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
         return [
             "the sampler of the training loader, around which Lightning put its own, does not say where it was; give"
             " the loader torchdata's StatefulDistributedSampler, or Lightning use_distributed_sampler=False"
+        ]
+    if draws_unseen(loader):
+        return [
+            "the batch sampler of the training loader would order the rest of the epoch anew, with random numbers that"
+            " nothing repeats; give the sampler in it a generator, or give the loader the sampler and a batch_size"
         ]
     if state.get("loader") is None:
         return ["the checkpoint does not say where the loader of the training data was"]
@@ -68,7 +73,7 @@ class ResumableLoader:
         self._take_up: Any = getattr(loader, "load_state_dict", None)
         self.waits = False
         self._generator = torch.Generator()
-        self._seeded_from = self._generator.get_state()
+        self._began: Mapping[str, Any] = {}  # the random numbers with which the epoch began
         self._batches = 0
         self._exhausted = False
         self._before: dict[str, Any] | None = None
@@ -125,6 +130,9 @@ class ResumableLoader:
             return
         resumed, self._resumed = self._resumed, None
         state, ended = resumed or ({}, True)
+        if not ended and state.get("exhausted"):  # the shorter one of several: the rest of their epoch has none of it
+            self._resumed = (state, True)
+            return
         self._batches = 0 if ended else int(state["batches"])
         self._before, self._exhausted = None, False
         length = self.length
@@ -150,23 +158,39 @@ class ResumableLoader:
             # Some begin the next epoch by themselves once the last one was read, others must be asked twice.
             with isolate_rng():
                 began_anew = next(iter(self.loader), _END) is not _END
-            if began_anew and state["exhausted"]:
-                self._take_up(inner)
+                if began_anew and state["exhausted"]:
+                    self._take_up(inner)
+                    self._say()  # so that it does it now: it draws random numbers for that
         if ended:  # what an epoch draws to begin with is still to be drawn
-            self._draw_as_before(state.get("generators", ()) if inner is None else ())
+            self._set_generators(state.get("generators", ()))
             self._at_start()
             return self._anew()
-        self._seed_workers(state.get("workers_seeded_from"))
-        iterator: Iterator[Any] = iter(self.loader)
+        iterator = self._again(state)
         self._at_start()
         return iterator
 
     def _anew(self) -> Iterator[Any]:
-        self._seed_workers(None)
+        self._began = {"torch": torch.get_rng_state(), "generators": self._states_of_generators()}
+        return self._iterate()
+
+    def _again(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        """An iterator of an epoch that had begun: samplers without a state order it with the same random numbers."""
+        self._began = state.get("began", {})
+        with isolate_rng():
+            if self._began:
+                torch.set_rng_state(self._began["torch"])
+                self._set_generators(self._began["generators"])
+            iterator = self._iterate()
+        if draws_at_once(self.loader):
+            self._set_generators(state.get("generators", ()))
+        return iterator
+
+    def _iterate(self) -> Iterator[Any]:
+        self._seed_workers()
         iterator: Iterator[Any] = iter(self.loader)
         return iterator
 
-    def _seed_workers(self, state: Tensor | None) -> None:
+    def _seed_workers(self) -> None:
         """Let the loader draw the seed of its workers as it would without this, and after a resume the same one again.
 
         It draws it once an epoch from the process's generator, and what is drawn afterwards would depend on where the
@@ -174,16 +198,16 @@ class ResumableLoader:
         """
         if getattr(self.loader, "generator", _END) not in (None, self._generator):
             return
-        if state is None:
-            state = torch.get_rng_state()
-            torch.empty((), dtype=torch.int64).random_()  # which the loader now draws elsewhere
-        self._seeded_from = state
-        self.loader.generator = self._generator.set_state(state)
+        self.loader.generator = self._generator.set_state(torch.get_rng_state())
+        torch.empty((), dtype=torch.int64).random_()  # which the loader now draws elsewhere
 
-    def _draw_as_before(self, states: Sequence[Tensor]) -> None:
-        """Let the generators that the loader was given go on; a loader with a state has theirs in it."""
-        for generator, drawn in zip(self._generators(), states):
-            generator.set_state(drawn)
+    def _set_generators(self, states: Sequence[Tensor]) -> None:
+        """Let the generators that the loader and its samplers were given go on from these states."""
+        for generator, state in zip(self._generators(), states):
+            generator.set_state(state)
+
+    def _states_of_generators(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
 
     def _generators(self) -> list[torch.Generator]:
         return [generator for generator in generators_of(self.loader) if generator is not self._generator]
@@ -198,9 +222,9 @@ class ResumableLoader:
     def _state(self) -> dict[str, Any]:
         state = self._say() if self._say is not None else None
         return {
-            "workers_seeded_from": self._seeded_from,
+            "began": self._began,
             "batches": self._batches,
             "exhausted": self._exhausted,
-            "generators": [generator.get_state() for generator in self._generators()],
+            "generators": self._states_of_generators(),
             "loader": state,
         }

@@ -11,6 +11,8 @@ from torch.utils.data import DistributedSampler
 
 from lightning_asyncpp.private_names import required
 
+_END = object()
+
 
 def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
     """Let a ``StatefulDataLoader(shuffle=True)`` be shuffled as Lightning shuffles a ``DataLoader(shuffle=True)``.
@@ -52,6 +54,26 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     """The generators of random numbers that a loader and its samplers were given, each once."""
     found = (getattr(owner, "generator", None) for owner in _owners(loader))
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
+def draws_at_once(loader: Any) -> bool:
+    """Whether a loader that goes on in an epoch has drawn what orders it as soon as it is iterated."""
+    return _is_torchdatas(loader) and _is_torchdatas(getattr(loader, "batch_sampler", None)) and not loader.num_workers
+
+
+def draws_unseen(loader: Any) -> bool:
+    """Whether a loader of torchdata's would order an epoch in which it goes on anew, from the process's generator.
+
+    Its own samplers of batches repeat what they drew before anything else is drawn; others do it with the first batch.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is None or not _is_torchdatas(loader) or _is_torchdatas(batches) or hasattr(batches, "state_dict"):
+        return False
+    return any(getattr(owner, "generator", _END) is None for owner in (batches, getattr(batches, "sampler", None)))
+
+
+def _is_torchdatas(thing: Any) -> bool:
+    return any(kind.__module__.partition(".")[0] == "torchdata" for kind in type(thing).__mro__)
 
 
 def _owners(loader: Any) -> Iterator[Any]:

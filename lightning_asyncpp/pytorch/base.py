@@ -39,6 +39,7 @@ from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.evaluation import EvaluationSteps
 from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
 from lightning_asyncpp.pytorch.last_link import link_when_written
+from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.pytorch.module_first import ModuleFirst
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
@@ -238,6 +239,11 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
         return batch if has_placeholder(batch) else super().batch_to_device(batch, device, dataloader_idx)
 
     # -- training -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        accumulate_as_scheduled(self._module.trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -32,6 +32,7 @@ from lightning_asyncpp.pytorch.delayed_checkpoint import DelayedCheckpoints
 from lightning_asyncpp.pytorch.delayed_refusals import delayed_problems
 from lightning_asyncpp.pytorch.example_input import example_of
 from lightning_asyncpp.pytorch.last_link import link_when_written
+from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
 from lightning_asyncpp.pytorch.module_first import ModuleFirst
 from lightning_asyncpp.pytorch.progress import Progress
@@ -182,9 +183,11 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         micro_batches = self._micro_batch_gradient(module, network, hooks)
         if micro_batches is not None:
             self._micro_batch_log = MicroBatchLog(module, self.world_size)
-            private.run_validations_in(module.trainer, self.progress.validations.apart)
-            link_when_written(module.trainer, lambda link: link())
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        apart = micro_batches is not None  # as in a pipeline; otherwise, without delay, this is Lightning's own run
+        validations = self.progress.validations.apart if apart else self.progress.validation_among_batches
+        private.run_validations_in(module.trainer, validations)
+        link_when_written(module.trainer, lambda link: link())
         partition = self._partition(network, self._example(module, network))
         self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches, partition=partition)
         self._emulated = module
@@ -218,6 +221,11 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         return self.progress.training_loader(loader, trainer) if trainer.training else loader
 
     # -- training -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        accumulate_as_scheduled(self._module.trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import lightning as L
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_asyncpp.pytorch import private
@@ -25,6 +26,16 @@ def mark_validation_as_outstanding(trainer: L.Trainer) -> None:
         # As if interrupted in the first batch, which Lightning knows how to take up.
         counts.load_state_dict({"ready": done + 1, "started": done + 1, "processed": done, "completed": done})
     progress.is_last_batch = False
+
+
+def accumulate_as_scheduled(trainer: L.Trainer) -> None:
+    """Set what Lightning's callback sets when an epoch begins, also in a run that is resumed in the middle of one.
+
+    Call this in the strategy's ``on_train_start``: the callback's own refuses what somebody else has set.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            callback.on_train_epoch_start(trainer)
 
 
 class Outstanding(NamedTuple):

@@ -7,7 +7,8 @@ last stage of its replica, which is where the loss was computed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -45,6 +46,7 @@ class Progress:
         self._accepts_inexact = accepts_inexact
         self.validations = ValidationRandomness()
         self._loaders: list[ResumableLoader] = []
+        self._epoch_of_loaders = -1  # for which they were made: they may be made anew every few epochs
         self._state: Mapping[str, Any] | None = None
         self._loops: Mapping[str, Any] = {}
         self._changes: list[str] = []
@@ -93,6 +95,12 @@ class Progress:
         states: Mapping[str, Any] | None = state["random" if is_first else "random_in_validations"]
         return states
 
+    @contextmanager
+    def validation_among_batches(self) -> Iterator[None]:
+        """Around a validation that draws from the training's generators: one with which a resumed run begins, too."""
+        self._draw_as_before()
+        yield
+
     @property
     def outstanding(self) -> Sequence[bool]:
         """What was still to come of the batch after which the checkpoint was written, as :class:`Outstanding`."""
@@ -119,6 +127,8 @@ class Progress:
             loader.loader = self.training_loader(loader.loader, trainer)
             return loader
         shuffle_by_epoch(loader)
+        if trainer.current_epoch != self._epoch_of_loaders:
+            self._loaders, self._epoch_of_loaders = [], trainer.current_epoch
         number = len(self._loaders)
         ahead = functools.partial(private.batches_ahead, trainer)
         resumable = ResumableLoader(loader, ahead, self._draw_as_before)
