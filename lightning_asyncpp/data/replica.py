@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from litdata import StreamingDataLoader, StreamingDataset
+from litdata import CombinedStreamingDataset, ParallelStreamingDataset, StreamingDataLoader, StreamingDataset
 from torch.utils.data import DataLoader
 
 
@@ -38,15 +38,16 @@ def use_replica(source: Any, num_replicas: int, rank: int) -> None:
     all replicas have the same number of batches.
 
     Args:
-        source: a ``StreamingDataLoader``, a ``StreamingDataset``, or a combination of such datasets.
+        source: a loader of a ``StreamingDataset`` or of a combination of such datasets, or these themselves.
         num_replicas: number of data-parallel replicas, at least 1.
         rank: index of this process's replica, below ``num_replicas``.
     """
     if not 0 <= rank < num_replicas:
         raise ValueError(f"rank={rank}, num_replicas={num_replicas}: rank must be at least 0 and below num_replicas")
-    if isinstance(source, StreamingDataLoader):
+    if isinstance(source, DataLoader):
         use_replica(source.dataset, num_replicas, rank)
-        _resume_as_replica(source, num_replicas, rank)
+        if isinstance(source, StreamingDataLoader):
+            _resume_as_replica(source, num_replicas, rank)
         return
     for dataset in _parts(source):
         dataset.distributed_env = _distributed_env(num_replicas, rank)
@@ -57,6 +58,12 @@ def use_replica(source: Any, num_replicas: int, rank: int) -> None:
 def is_litdata(loader: object) -> bool:
     """Whether it is a loader of one streaming dataset."""
     return isinstance(loader, DataLoader) and isinstance(loader.dataset, StreamingDataset)
+
+
+def reads_streams(loader: object) -> bool:
+    """Whether it is a loader of a streaming dataset, or of several, of which one may not know how long they are."""
+    combinations = (CombinedStreamingDataset, ParallelStreamingDataset)
+    return is_litdata(loader) or (isinstance(loader, DataLoader) and isinstance(loader.dataset, combinations))
 
 
 def leave_where_it_was(loader: object) -> None:

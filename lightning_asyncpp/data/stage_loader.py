@@ -11,7 +11,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.replica import is_litdata, use_replica
+from lightning_asyncpp.data.replica import is_litdata, reads_streams, use_replica
 
 
 class PlaceholderBatch:
@@ -71,7 +71,7 @@ def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bo
         DataError: fewer samples than replicas; a sampler would quietly give the same one to several.
     """
     _check_size(loader, num_replicas)
-    if is_litdata(loader):
+    if reads_streams(loader):
         use_replica(loader, num_replicas, replica)
     _seed_workers(loader, replica)
     if needs_data or not (is_litdata(loader) or _is_map_style(loader)):
