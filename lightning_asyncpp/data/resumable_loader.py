@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
-from litdata import StreamingDataLoader
+from litdata import CombinedStreamingDataset, StreamingDataLoader
 from torch import Tensor
 
 from lightning_asyncpp.data.replica import leave_where_it_was, set_epoch_before
@@ -40,6 +40,11 @@ def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
             "the sampler of the training loader, around which Lightning put its own, does not say where it was; give"
             " the loader torchdata's StatefulDistributedSampler, or Lightning use_distributed_sampler=False"
         ]
+    if isinstance(getattr(loader, "dataset", None), CombinedStreamingDataset) and loader.num_workers > 1:
+        return [
+            "litdata's CombinedStreamingDataset does not go on where it was with several worker processes; give its"
+            " loader num_workers=1 or 0"
+        ]
     if draws_unseen(loader):
         return [
             "the batch sampler of the training loader would order the rest of the epoch anew, with random numbers that"
@@ -59,16 +64,14 @@ class ResumableLoader:
     Args:
         loader: of this replica.
         prefetched: how many batches were taken from here that training has not got yet.
-        at_start: called once, when the first batch after a resume is about to be read: what is drawn for it is drawn
-            after what was drawn before the checkpoint.
 
     Attributes:
         waits: there is nothing to read until this is false: the end of the last epoch is still to come.
     """
 
-    def __init__(self, loader: Any, prefetched: Callable[[], int], at_start: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, prefetched: Callable[[], int]) -> None:
         self.loader = loader
-        self._prefetched, self._at_start = prefetched, at_start
+        self._prefetched = prefetched
         self._say: Any = loader.state_dict if is_stateful(loader) else None
         self._take_up: Any = getattr(loader, "load_state_dict", None)
         self.waits = False
@@ -163,11 +166,8 @@ class ResumableLoader:
                     self._say()  # so that it does it now: it draws random numbers for that
         if ended:  # what an epoch draws to begin with is still to be drawn
             self._set_generators(state.get("generators", ()))
-            self._at_start()
             return self._anew()
-        iterator = self._again(state)
-        self._at_start()
-        return iterator
+        return self._again(state)
 
     def _anew(self) -> Iterator[Any]:
         self._began = {"torch": torch.get_rng_state(), "generators": self._states_of_generators()}

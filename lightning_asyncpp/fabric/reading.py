@@ -28,7 +28,7 @@ class FabricLoader(ResumableLoader):
     """
 
     def __init__(self, loader: Any) -> None:
-        super().__init__(loader, lambda: 0, lambda: None)
+        super().__init__(loader, lambda: 0)
         self._epoch, self._is_over = -1, True  # of the newest iteration
         self._newest: object = None
         self._rest: Mapping[str, Any] | None = None

@@ -243,6 +243,7 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self.progress.draw_as_before()
         accumulate_as_scheduled(self._module.trainer)
 
     @override

@@ -184,9 +184,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         if micro_batches is not None:
             self._micro_batch_log = MicroBatchLog(module, self.world_size)
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        apart = micro_batches is not None  # as in a pipeline; otherwise, without delay, this is Lightning's own run
-        validations = self.progress.validations.apart if apart else self.progress.validation_among_batches
-        private.run_validations_in(module.trainer, validations)
+        if micro_batches is not None:  # as in a pipeline; otherwise, without delay, this is Lightning's own run
+            private.run_validations_in(module.trainer, self.progress.validations.apart)
         link_when_written(module.trainer, lambda link: link())
         partition = self._partition(network, self._example(module, network))
         self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches, partition=partition)
@@ -225,6 +224,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self.progress.draw_as_before()
         accumulate_as_scheduled(self._module.trainer)
 
     @override

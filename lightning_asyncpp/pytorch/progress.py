@@ -7,8 +7,7 @@ last stage of its replica, which is where the loss was computed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -95,12 +94,6 @@ class Progress:
         states: Mapping[str, Any] | None = state["random" if is_first else "random_in_validations"]
         return states
 
-    @contextmanager
-    def validation_among_batches(self) -> Iterator[None]:
-        """Around a validation that draws from the training's generators: one with which a resumed run begins, too."""
-        self._draw_as_before()
-        yield
-
     @property
     def outstanding(self) -> Sequence[bool]:
         """What was still to come of the batch after which the checkpoint was written, as :class:`Outstanding`."""
@@ -131,7 +124,7 @@ class Progress:
             self._loaders, self._epoch_of_loaders = [], trainer.current_epoch
         number = len(self._loaders)
         ahead = functools.partial(private.batches_ahead, trainer)
-        resumable = ResumableLoader(loader, ahead, self._draw_as_before)
+        resumable = ResumableLoader(loader, ahead)
         self._loaders.append(resumable)
         if self._state is not None:
             saved = self._state["loaders"]
@@ -154,6 +147,12 @@ class Progress:
         recorded: Mapping[str, Any] = state["recorded"]
         return recorded
 
+    def draw_as_before(self) -> None:
+        """Put the random numbers where the checkpoint was, after all that a run draws to begin with."""
+        if self._draws is not None:
+            set_random_states(self._draws)
+            self._draws = None
+
     @property
     def _in_mid_epoch(self) -> bool:
         progress = self._loops["epoch_loop.batch_progress"]
@@ -164,11 +163,6 @@ class Progress:
         """Whether an epoch had begun, and its metrics were not logged yet."""
         epochs = self._loops["epoch_progress"]["current"]
         return bool(epochs["started"] > epochs["completed"])
-
-    def _draw_as_before(self) -> None:
-        if self._draws is not None:
-            set_random_states(self._draws)
-            self._draws = None
 
     def _check(self, loader: Any, state: Mapping[str, Any]) -> None:
         problems = list(self._changes)

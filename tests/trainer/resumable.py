@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
-from litdata import StreamingDataLoader, StreamingDataset
+from lightning.pytorch.utilities import CombinedLoader
+from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
 from litdata.streaming import Cache
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
@@ -50,17 +52,34 @@ def write_litdata(folder: Path, count: int) -> None:
 
 
 def training_loader(run: Run, kind: str, folder: str, samples: Callable[[int, bool], Dataset] = NumberedSamples) -> Any:
-    """A loader by words: ``plain``, ``stateful`` (torchdata's), ``litdata``; ``noisy``, ``workers``, ..."""
+    """A loader by words: ``plain``, ``stateful`` (torchdata's), ``litdata``; ``noisy``, ``workers``, ``two``, ..."""
+    if "two" in kind:
+        few = replace(run, samples=2 * run.batch_size)
+        loaders = [training_loader(each, kind.replace("two", ""), folder, samples) for each in (run, few)]
+        return CombinedLoader(loaders, "max_size")
     workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"} if "workers" in kind else {}
     if "generator" in kind:
         workers["generator"] = torch.Generator().manual_seed(5)
     if "litdata" in kind:
-        data = StreamingDataset(folder, shuffle=True, drop_last=False)
+        data: Any = StreamingDataset(folder, shuffle=True, drop_last=False)
+        if "combined" in kind:
+            again = StreamingDataset(folder, shuffle=True, drop_last=False, seed=7)
+            data = CombinedStreamingDataset([data, again], seed=3, iterate_over_all="all" in kind)
         return StreamingDataLoader(data, batch_size=run.batch_size, **workers)
     make = StatefulDataLoader if "stateful" in kind else DataLoader
     data = samples(run.samples, "noisy" in kind)
-    weighted = WeightedRandomSampler([1.0] * run.samples, run.samples) if "weighted" in kind else None
-    return make(data, run.batch_size, shuffle=weighted is None, sampler=weighted, **workers)
+    sampler = _sampler(run, kind, data)
+    if "batches" in kind:
+        return make(data, batch_sampler=BatchSampler(sampler, run.batch_size, drop_last=False), **workers)
+    return make(data, run.batch_size, shuffle=sampler is None, sampler=sampler, **workers)
+
+
+def _sampler(run: Run, kind: str, data: Any) -> Any:
+    """One of torch's, which have no state; by the words ``weighted`` or ``torchs``, and ``seeded``."""
+    seeded = torch.Generator().manual_seed(6) if "seeded" in kind else None
+    if "weighted" in kind:
+        return WeightedRandomSampler([1.0] * run.samples, run.samples, generator=seeded)
+    return RandomSampler(data, generator=seeded) if "torchs" in kind else None
 
 
 class Showing(Net):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
@@ -22,21 +22,23 @@ SAVING = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": 1}
 def run_of(folder: Path, kind: str, trainer: dict[str, Any], val_samples: tuple[int, ...] = (), **more: Any) -> Run:
     options = {"gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
     return Run(
-        Net, dropout=0.2, optimizer="muon", error_feedback=True, samples=37, val_samples=val_samples,
+        Net, dropout=0.2, optimizer="muon", error_feedback=True, val_samples=val_samples,
         shuffle="own" not in kind,
         callbacks=((ModelCheckpoint, {"dirpath": folder} | SAVING),), trainer=options | trainer,
-        **{"scheduler": "decay-step"} | more,
+        **{"scheduler": "decay-step", "samples": 37} | more,
     )  # fmt: skip
 
 
-def check(pools: Pools, run: Run, kind: str, folder: Path, steps: list[int], stages: int = 2) -> None:
+def check(
+    pools: Pools, run: Run, kind: str, folder: Path, steps: list[int], stages: int = 2, fit: Any = fit_showing
+) -> None:
     """Resumed after each of the steps, the rest equals that of the whole run."""
     write_litdata(folder / "data", run.samples)
     processes = stages * run.options.get("data_parallel_size", 1)
-    whole = pools.run(processes, fit_showing, run, kind, str(folder / "data"))
+    whole = pools.run(processes, fit, run, kind, str(folder / "data"))
     for step in steps:
-        again = replace(run, callbacks=(), ckpt_path=str(folder / f"step={step}.ckpt"))
-        resumed = pools.run(processes, fit_showing, again, kind, str(folder / "data"))
+        again = replace(run, callbacks=run.callbacks[:-1], ckpt_path=str(folder / f"step={step}.ckpt"))
+        resumed = pools.run(processes, fit, again, kind, str(folder / "data"))
         assert resumed[0]["numbers"]
         assert resumed[0]["numbers"] == whole[0]["numbers"][-len(resumed[0]["numbers"]) :], step
         # In Lightning's own loops a step's losses are logged after its checkpoint.
@@ -101,10 +103,29 @@ def test_an_emulated_delay_after_any_batch(pools: Pools, kind: str, tmp_path: Pa
     [EPOCHS | {"val_check_interval": 2}, pytest.param(STEPS, marks=pytest.mark.slow)],
     ids=["in mid-epoch", "at an epoch's end"],
 )
-def test_before_a_validation(pools: Pools, trainer: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("async", {}), ("delayed", {}), ("delayed", {"micro_batches": 2})],
+    ids=["async", "delayed", "delayed micro-batches"],
+)
+def test_before_a_validation(
+    pools: Pools, strategy: str, options: dict[str, Any], trainer: dict[str, Any], tmp_path: Path
+) -> None:
     """The resumed run begins with it."""
-    run = run_of(tmp_path, "litdata", trainer, val_samples=(9,), scheduler="plateau-epoch-val_loss")
-    check(pools, run, "litdata", tmp_path, [2, 4, 5, 7])
+    schedule = "plateau-epoch-val_loss" if strategy == "async" else "decay-step"
+    run = run_of(tmp_path, "litdata", trainer, val_samples=(9,), scheduler=schedule, strategy=strategy, options=options)
+    check(pools, run, "litdata", tmp_path, [2, 4, 5, 7], stages=2 if strategy == "async" else 1)
+
+
+@pytest.mark.parametrize(("strategy", "stages"), [("async", 2), ("delayed", 1)])
+def test_where_the_accumulation_changes_with_the_epoch(
+    strategy: str, stages: int, pools: Pools, tmp_path: Path
+) -> None:
+    """Lightning's callback sets it when an epoch begins, which a run that is resumed in one does not see."""
+    run = run_of(tmp_path, "stateful", EPOCHS, strategy=strategy)
+    scheduled = (GradientAccumulationScheduler, {"scheduling": {1: 2}})
+    run = replace(run, callbacks=(scheduled, *run.callbacks))
+    check(pools, run, "stateful", tmp_path, [4, 5, 6, 7, 8], stages)
 
 
 @pytest.mark.parametrize(
