@@ -96,9 +96,9 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
     """
     return ProtocolError(
         f"{ended} has ended before micro-batch {k} (its epoch or an evaluation, or it finishes what is in flight for a"
-        f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders of the ranks have"
-        " different numbers of batches, where all ranks of a replica must read the same data; or a StopIteration was"
-        " raised in a hook or a dataset on one rank alone, which Lightning takes for the end of the epoch; or"
+        f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders have different"
+        " numbers of batches on these ranks: all ranks of a replica must read the same data. Or a hook or a dataset"
+        " raised StopIteration on one rank alone, which Lightning takes for the end of the epoch; or"
         ' trainer.save_checkpoint, fabric.save, strategy.flush or evaluation_step stands behind an "if" that asks for'
         " the rank"
     )
