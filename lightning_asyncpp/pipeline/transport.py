@@ -203,7 +203,10 @@ class Transport:
             return
         frame = self._next(self._before, _END)
         if frame.num_bytes or frame.number != self._received:
-            raise ProtocolError(f"{self._before.peer} ended before micro-batch {self._received}, it says: {frame}")
+            raise ProtocolError(
+                f"{self._before.peer} says that it ended before micro-batch {frame.number}, and {self._received} is the"
+                f" next: {frame}"
+            )
 
     # -- everything -----------------------------------------------------------------------------------------------
 
