@@ -72,6 +72,7 @@ class Transport:
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._expected: dict[int, list[_Room]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
+        self._closed = False
         self._sent = self._received = 0  # one past the micro-batch of the newest activation
 
     @property
@@ -189,7 +190,7 @@ class Transport:
 
     def announce_end(self) -> None:
         """Tell the stage after that no activation comes before it, too, is at the end of what it runs; never waits."""
-        if self._after is not None:
+        if self._after is not None and not self._closed:  # weights may be gathered after a run, which drains, too
             self._after.write(_END, self._sent, [])
 
     def expect_end(self) -> None:
@@ -199,7 +200,7 @@ class Transport:
             PeerLostError: the stage before is gone.
             ProtocolError: it has a further batch.
         """
-        if self._before is None:
+        if self._before is None or self._closed:
             return
         frame = self._next(self._before, _END)
         if frame.num_bytes or frame.number != self._received:
@@ -229,6 +230,7 @@ class Transport:
 
     def close(self) -> None:
         """Let go of the connections; what was sent still arrives."""
+        self._closed = True
         for link in (self._before, self._after):
             if link is not None:
                 link.close()

@@ -179,6 +179,13 @@ def test_ends_are_found_behind_activations_and_between_sums() -> None:
         assert torch.equal(transport.receive_total(1, 2), vector)
 
 
+def test_nobody_is_asked_for_an_end_after_the_connections_were_closed() -> None:
+    for transport in chain(3):
+        transport.close()
+        transport.announce_end()
+        transport.expect_end()
+
+
 def test_what_evaluations_receive_serves_there_and_training_goes_on() -> None:
     first, last = chain(2)
     for k in range(4):
