@@ -362,7 +362,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         """
         engine = self.session.running()
         with self._driving():
-            if not engine.idle:
+            if not engine.drained:
                 self._drain()
             with torch.no_grad(), self._evaluation_recorded():
                 output = engine.evaluate(batch, self._user_step(step_fn))

@@ -70,6 +70,7 @@ class Engine:
         self.next_forward = 0
         self.next_backward = 0
         self.evaluated = 0
+        self._drained = 0
         self._checked = False
         self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
         self._flights: dict[int, Flight] = {}
@@ -89,6 +90,11 @@ class Engine:
     def idle(self) -> bool:
         """Whether nothing is in flight and no update is outstanding."""
         return self.next_backward == self.next_forward and not self.updates.closed
+
+    @property
+    def drained(self) -> bool:
+        """Whether a drain would do nothing on any stage; the last one is often :attr:`idle` while others are not."""
+        return self.idle and self._drained == self.next_forward
 
     @property
     def accumulating(self) -> bool:
@@ -146,19 +152,28 @@ class Engine:
         return self.updates.apply_due(apply)
 
     def drain(self, apply: Callable[[Update], None]) -> list[Update]:
-        """Finish everything in flight and apply every update of a complete mini-batch.
+        """Finish everything in flight and apply every update of a complete mini-batch; collective.
 
         Only the clock changes: the next mini-batch runs on the weights that it would have run on anyway.
+
+        Raises:
+            ProtocolError: the stage before has a further batch.
         """
+        transport = self.runner.transport
         with (
             torch.inference_mode(False), torch.enable_grad(), self._modes_of_forwards(),
             self.runner.span(Beside.DRAIN, self.mini_batch),
         ):  # fmt: skip
+            if transport is not None:
+                transport.announce_end()  # before this stage waits for one that may be waiting for a further batch
             self._finish_backwards()
             self.updates.launch_complete(self.next_backward)
+            if transport is not None:
+                transport.expect_end()  # what the stage before may still need on its way there has been sent
             updates = self.updates.apply_all(apply)
-            if self.runner.transport is not None:
-                self.runner.transport.settle()
+            if transport is not None:
+                transport.settle()
+        self._drained = self.next_forward
         return updates
 
     def evaluate(self, batch: Any, step: Step, purpose: str = "evaluate") -> BatchOutput:
@@ -190,6 +205,16 @@ class Engine:
         had = [flight for flight, slot in zip(flights, slots) if slot.content is not None]
         return BatchOutput([flight.result for flight in had], [flight.weight for flight in had])
 
+    def end_evaluation(self) -> None:
+        """Check that the stage before has evaluated the same batches; collective over the stages of a replica.
+
+        Raises:
+            ProtocolError: it has a further one.
+        """
+        if self.runner.transport is not None:
+            self.runner.transport.announce_end()
+            self.runner.transport.expect_end()
+
     def state_dict(self) -> dict[str, Any]:
         """Counters of a drained engine; the weights are the module's, the older ones :meth:`WeightVersions.older`'s."""
         if not self.idle:
@@ -203,7 +228,7 @@ class Engine:
         self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
         """Take up counters, the older weights and the masters; the parameters were loaded before."""
-        self.next_forward = self.next_backward = state["micro_batch"]
+        self.next_forward = self.next_backward = self._drained = state["micro_batch"]
         self.updates.open = MiniBatch(state["mini_batch"], state["micro_batch"])
         self.updates.last_norm = state.get("norm")
         self.evaluated = state.get("evaluated", 0)

@@ -86,6 +86,24 @@ def different_calls(what: str) -> ProtocolError:
     )
 
 
+def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
+    """The error to raise where one of two neighbours runs a further batch, and the other does not.
+
+    Args:
+        ended: who does not.
+        going_on: who does.
+        k: the batch's first micro-batch.
+    """
+    return ProtocolError(
+        f"{ended} has ended before micro-batch {k} (its epoch or an evaluation, or it finishes what is in flight for a"
+        f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders have different"
+        " numbers of batches on these ranks: all ranks of a replica must read the same data. Or a hook or a dataset"
+        " raised StopIteration on one rank alone, which Lightning takes for the end of the epoch; or"
+        ' trainer.save_checkpoint, fabric.save, strategy.flush or evaluation_step stands behind an "if" that asks for'
+        " the rank"
+    )
+
+
 def is_noise(error: BaseException) -> bool:
     """Whether it is what a broken connection of a process group sounds like, which says nothing of why it broke."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_NOISE.search(str(error))))

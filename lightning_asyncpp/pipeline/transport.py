@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.device_tensors import DeviceTensors
-from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls, lost_peers
+from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls, different_ends, lost_peers
 from lightning_asyncpp.pipeline.header import HEADER_BYTES, Header, TensorInfo
 from lightning_asyncpp.pipeline.link import Bytes, Frame, Link
 from lightning_asyncpp.pipeline.memory_order import Order, as_stored, empty, order_of
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours, connect_neighbours
 
-_ACTIVATION, _GRADIENT, _PART, _TOTAL = 1, 2, 3, 4
+_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END = 1, 2, 3, 4, 5
 _MAX_SUM_BYTES = 2**24
 _MOST_SUMS = 16  # put aside at a time: neighbours are at most a few mini-batches apart
-_NAMES = {_ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum"}
+_NAMES = {
+    _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end"
+}  # fmt: skip
 
 
 class Arrival(NamedTuple):
@@ -70,6 +72,8 @@ class Transport:
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._expected: dict[int, list[_Room]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
+        self._closed = False
+        self._sent = self._received = 0  # one past the micro-batch of the newest activation
 
     @property
     def route(self) -> str:
@@ -90,6 +94,7 @@ class Transport:
         if self._direct is None:
             parts += [_bytes_of(tensor) for tensor in stored]
         self._after.write(_ACTIVATION, header.k, parts)
+        self._sent = header.k + 1
         if self._direct is not None:
             with lost_peers(self._after.peer):
                 self._direct.send_activation(stored)
@@ -114,6 +119,7 @@ class Transport:
                 f"micro-batch {k}: {frame.num_bytes} bytes of micro-batch {frame.number} are not what its header"
                 " announces"
             )
+        self._received = k + 1
         if self._direct is not None:
             with lost_peers(link.peer):
                 return Arrival(header, self._direct.receive_activation(header.tensors))
@@ -180,6 +186,29 @@ class Transport:
         """Return the sum of all stages, waiting for it: ``length`` fp64 values."""
         return self._receive_sum(self._before, _TOTAL, mini_batch, length)
 
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def announce_end(self) -> None:
+        """Tell the stage after that no activation comes before it, too, is at the end of what it runs; never waits."""
+        if self._after is not None and not self._closed:  # weights may be gathered after a run, which drains, too
+            self._after.write(_END, self._sent, [])
+
+    def expect_end(self) -> None:
+        """Wait until the stage before has announced its end, after the activation that was received last.
+
+        Raises:
+            PeerLostError: the stage before is gone.
+            ProtocolError: it has a further batch.
+        """
+        if self._before is None or self._closed:
+            return
+        frame = self._next(self._before, _END)
+        if frame.num_bytes or frame.number != self._received:
+            raise ProtocolError(
+                f"{self._before.peer} says that it ended before micro-batch {frame.number}, and {self._received} is the"
+                f" next: {frame}"
+            )
+
     # -- everything -----------------------------------------------------------------------------------------------
 
     def wait_for_stage_after(self, backlog: int) -> None:
@@ -201,6 +230,7 @@ class Transport:
 
     def close(self) -> None:
         """Let go of the connections; what was sent still arrives."""
+        self._closed = True
         for link in (self._before, self._after):
             if link is not None:
                 link.close()
@@ -224,8 +254,7 @@ class Transport:
         """Keep a control message, the one thing that may come in front of what is waited for."""
         kind, number, size = frame
         if kind != (_TOTAL if link is self._before else _PART):
-            what = f"expected {_NAMES[expected]} from {link.peer}, got {_NAMES.get(kind, 'something else')}: {frame}"
-            raise different_calls(what) if kind in _NAMES else ProtocolError(what)
+            raise _unexpected(link.peer, frame, expected)
         is_one = number >= 0 < size <= _MAX_SUM_BYTES and size % 8 == 0
         if not is_one or (kind, number) in self._sums or len(self._sums) >= _MOST_SUMS:
             raise ProtocolError(
@@ -249,6 +278,15 @@ class Transport:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         link.read_into(_view(host))
         tensor.copy_(host, non_blocking=True)  # in the stream's order; torch keeps the pinned memory until then
+
+
+def _unexpected(peer: str, frame: Frame, expected: int) -> ProtocolError:
+    if (expected, frame.kind) == (_ACTIVATION, _END):
+        return different_ends(peer, "this rank", frame.number)
+    if (expected, frame.kind) == (_END, _ACTIVATION):
+        return different_ends("this rank", peer, frame.number)
+    what = f"expected {_NAMES[expected]} from {peer}, got {_NAMES.get(frame.kind, 'something else')}: {frame}"
+    return different_calls(what) if frame.kind in _NAMES else ProtocolError(what)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

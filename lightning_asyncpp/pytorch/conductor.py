@@ -175,8 +175,11 @@ class Conductor(Callback):
         load_metric_states(module, self._metrics_before)
 
     def _stop_evaluation_if_agreed(self, ends_loader: bool, after_batch: bool = True) -> None:
-        requested = self.session.running().updates.requested.interrupted
+        engine = self.session.running()
+        requested = engine.updates.requested.interrupted
         agreed = after_batch and self._rounds.after_batch(requested)
+        if ends_loader and not agreed:
+            engine.end_evaluation()  # before this rank waits for all others
         if agreed or (ends_loader and self._rounds.finish(requested)):
             self._is_preempted = True
             raise SIGTERMException

@@ -122,6 +122,21 @@ def train(case: Case, evaluate_after: tuple[int, ...] = (), precision: Any = "32
     return run.result()
 
 
+def evaluate_while_accumulating(case: Case) -> dict[str, Any]:
+    """Evaluate after every batch, also where no step follows it."""
+    run = Run(case)
+    train = run.strategy.training_step
+
+    def train_and_evaluate(*args: Any) -> Any:
+        loss = train(*args)
+        run.evaluate()
+        return loss
+
+    run.strategy.training_step = train_and_evaluate  # type: ignore[method-assign]
+    run.train()
+    return run.result()
+
+
 def save_and_go_on(
     case: Case, path: str, at: int, precision: Any = "32-true", options: dict[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -59,6 +59,14 @@ def test_weights_are_the_oracles(pools: Pools, num_stages: int, name: str) -> No
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
+def test_evaluations_within_a_mini_batch_leave_the_weights(pools: Pools, num_stages: int) -> None:
+    """All stages are drained for them, also the last, which has nothing in flight."""
+    case = CASES["accumulate-dropout"]
+    results = pools.run(num_stages, runs.evaluate_while_accumulating, case)
+    assert_same_weights(results, run_oracle(case)[0])
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_fresh_last_stage_has_the_weights_of_the_oracle(pools: Pools, num_stages: int) -> None:
     case = Case(
         3, fresh=True, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, batch_sizes=BATCHES,

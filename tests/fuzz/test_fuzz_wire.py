@@ -84,14 +84,16 @@ def activation(draw: random.Random, k: int) -> bytes:
 
 
 def stream(draw: random.Random) -> bytes:
-    """What a stage before sends for three micro-batches, and what a stage after sends, all in one."""
+    """What a stage before sends for three micro-batches and their end, and what a stage after sends, all in one."""
     parts = [activation(draw, k) for k in range(3)]
     for number in range(draw.choice((0, 1, 3))):
         sums = message(draw.choice((3, 4)), number, bytes(8 * draw.choice((1, 4))))
         parts.insert(draw.randrange(len(parts) + 1), sums)
     if draw.random() < 0.3:
         parts.insert(draw.randrange(len(parts) + 1), message(2, 0, bytes(16)))
-    return b"".join(parts)
+    if draw.random() < 0.1:
+        parts.insert(draw.randrange(len(parts) + 1), message(5, draw.choice((0, 1, 3)), b""))
+    return b"".join([*parts, message(5, 3, b"")])
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:
@@ -134,7 +136,7 @@ def sent(connection: socket.socket, data: bytes) -> None:
 
 
 def as_stage_behind(draw: random.Random) -> list[str]:
-    """Receive activations and a sum from the stage before; what arrives has the form that its header says."""
+    """Receive activations, an end and a sum from the stage before; what arrives has the form that its header says."""
     transport, far = transport_with("ba" if draw.random() < 0.3 else "b")
     done = []
     try:
@@ -146,6 +148,8 @@ def as_stage_behind(draw: random.Random) -> list[str]:
             if header.kind == Header.TUPLE:
                 put_together(list(tensors), header.structure)
             done.append("activation")
+        transport.expect_end()
+        done.append("end")
         assert transport.receive_total(0, 4).shape == (4,)
         done.append("sum")
     finally:
@@ -224,7 +228,7 @@ def close(transport: Transport, far: list[socket.socket]) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[random.Random], list[str]], set[str]]] = {
-    "activations": (as_stage_behind, {"activation", "sum"}),
+    "activations": (as_stage_behind, {"activation", "end", "sum"}),
     "gradients": (as_stage_in_front, {"gradient", "sum"}),
     "structures": (structure, {"structure"}),
 }

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import PeerLostError
 from lightning_asyncpp.pipeline.mesh import Mesh
@@ -113,6 +114,9 @@ class Run:
         self.engine.close(self.office.file())
         return self.engine.apply_due(lambda _: self.optimizer.step())
 
+    def drain(self) -> None:
+        self.engine.drain(lambda _: self.optimizer.step())
+
 
 def error_of_user(mesh: Mesh, stage: int, when: int) -> None:
     """User code, or a layer, of one stage fails at batch ``when``."""
@@ -173,13 +177,31 @@ def parameter_used_directly(mesh: Mesh, layer: int) -> None:
     run.train(0, step=step)
 
 
+def ends_early(mesh: Mesh, stage: int, evaluates: bool) -> None:
+    """One stage has three batches, the others four; all were drained after the third."""
+    run = Run(mesh)
+    batches = 3 if mesh.stage == stage else 4
+    for index in range(batches):
+        if evaluates:
+            with torch.no_grad():
+                run.engine.evaluate(run.case.batch(index), run.step)
+        else:
+            run.train(index)
+        if index == 2 and not evaluates:
+            run.drain()
+    if evaluates:
+        run.engine.end_evaluation()
+    run.drain()
+    agree_on_error(mesh, None)
+
+
 def killed(mesh: Mesh, rank: int) -> None:
     run = Run(mesh)
     for index in range(40):
         if (mesh.rank, index) == (rank, 3):
             os._exit(9)
         run.train(index)
-    run.engine.drain(lambda _: run.optimizer.step())
+    run.drain()
 
 
 def killed_and_tried_again(mesh: Mesh) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.pipeline import failures
@@ -76,6 +78,23 @@ def test_a_batch_that_is_shorter_on_one_stage(stage: int, how: str) -> None:
     outcomes = run_ranks(failures.shorter_batch, STAGES, stage, False)
     assert errors(outcomes)[0] == "BatchMismatchError"
     assert "(micro-batch 0: their shapes or contents differ)" in outcomes[0].text
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_a_stage_with_a_batch_less_keeps_no_other_waiting(stage: int, evaluates: bool) -> None:
+    outcomes = run_ranks(failures.ends_early, STAGES, stage, evaluates)
+    early, later = STAGES - 1 - stage, STAGES - 2 - stage
+    told = {"PeerLostError", "StageBeforeFailedError" if evaluates else "PeerLostError"}
+    assert set(errors(outcomes)) <= {"ProtocolError", *told}
+    if stage > 0:
+        assert outcomes[early].error == "ProtocolError"
+        expected = f"this rank has ended before micro-batch 9 .* while rank {early + 1} "
+        assert re.match(rf"{expected}\(stage {stage - 1}\) has a further batch", outcomes[early].text)
+    if stage < STAGES - 1:
+        assert outcomes[later].error == "ProtocolError"
+        expected = rf"rank {early} \(stage {stage}\) has ended before micro-batch 9 "
+        assert re.match(rf"{expected}.* while this rank has a further batch", outcomes[later].text)
 
 
 @pytest.mark.parametrize("layer", [0, -1])

@@ -159,6 +159,33 @@ def test_sums_pass_through_every_stage_between_other_messages() -> None:
     assert torch.equal(last.receive_activation(1).tensors[0], torch.ones(1))
 
 
+def test_ends_are_found_behind_activations_and_between_sums() -> None:
+    first, middle, last = chain(3)
+    vector = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    for transport in (first, middle, last):  # before anything was run
+        transport.announce_end()
+        transport.expect_end()
+    send(first, 6, torch.ones(1))
+    first.send_total(1, vector)
+    first.announce_end()
+    first.send_total(2, 2 * vector)
+    send(middle, 6, middle.receive_activation(6).tensors[0])
+    middle.announce_end()
+    middle.expect_end()
+    last.receive_activation(6)
+    last.expect_end()
+    for transport in (middle, last):
+        assert torch.equal(transport.receive_total(2, 2), 2 * vector)
+        assert torch.equal(transport.receive_total(1, 2), vector)
+
+
+def test_nobody_is_asked_for_an_end_after_the_connections_were_closed() -> None:
+    for transport in chain(3):
+        transport.close()
+        transport.announce_end()
+        transport.expect_end()
+
+
 def test_what_evaluations_receive_serves_there_and_training_goes_on() -> None:
     first, last = chain(2)
     for k in range(4):
@@ -201,6 +228,39 @@ class TestRefusals:
         match = r"ranks are in different calls: expected a sum from .*, got an activation: .*made by some ranks only"
         with pytest.raises(ProtocolError, match=match):
             last.receive_total(0, 2)
+
+    def test_an_end_where_a_further_batch_is_due_and_the_other_way_round(self) -> None:
+        first, last = chain(2)
+        for transport in (first, last):
+            transport.announce_end()
+        send(first, 0, torch.ones(1))
+        usual = "Usually the data loaders have different numbers of batches.* StopIteration on one rank"
+        match = rf"^this rank has ended before micro-batch 0 .* rank 1 \(stage 0\) has a further batch\. {usual}"
+        last.expect_end()
+        with pytest.raises(ProtocolError, match=match):
+            last.expect_end()
+        first, last = chain(2)
+        send(first, 5, torch.ones(1))
+        first.announce_end()
+        last.receive_activation(5)
+        match = rf"^rank 1 \(stage 0\) has ended before micro-batch 6 .* while this rank has a further batch\. {usual}"
+        with pytest.raises(ProtocolError, match=match):
+            last.receive_activation(6)
+
+    def test_an_end_where_a_sum_is_due(self) -> None:
+        first, last = chain(2)
+        first.announce_end()
+        with pytest.raises(ProtocolError, match=r"different calls: expected a sum from .*, got an end"):
+            last.receive_total(0, 2)
+
+    @pytest.mark.parametrize(("number", "size"), [(3, 0), (-1, 0), (2**62, 0), (4, 8), (4, -1), (4, 2**62)], ids=str)
+    def test_an_end_that_cannot_be(self, number: int, size: int) -> None:
+        first, last = chain(2)
+        send(first, 3, torch.ones(1))
+        last.receive_activation(3)
+        announce(link_of(first, "after"), 5, number, size)
+        with pytest.raises(ProtocolError, match=rf"it ended before micro-batch {number}, .* number={number}"):
+            last.expect_end()
 
     def test_a_sum_of_another_length(self) -> None:
         first, last = chain(2)

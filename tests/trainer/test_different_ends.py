@@ -1,0 +1,86 @@
+"""Ranks whose batches end at different places: all end, soon, and the error names what usually leads there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.trainer.pool import Pools
+from tests.trainer.runs import Net, Run, fit, make_trainer
+from tests.trainer.test_loaders import Stream
+
+STAGES = 2  # rank 1 is the first stage, rank 0 the last
+SOON = 20.0
+RUN = Run(Net, options={"micro_batches": STAGES})
+ENDS = {
+    0: "this rank has ended before micro-batch 8 (",
+    1: "rank 1 (stage 0) has ended before micro-batch 8 (",
+}
+
+
+MORE = [("fit", 1), ("validate in training", 0), ("test", 0), ("test", 1), ("predict", 1)]
+
+
+class StopsAlone(L.Callback):
+    """Raises on one rank what Lightning takes for the end of the epoch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        if trainer.global_rank == self.rank and index == 4:
+            raise StopIteration
+
+
+class Beginning(Stream):
+    """The first samples of a stream."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(40)
+        self.count = count
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return itertools.islice(super().__iter__(), self.count)
+
+
+def run_on_streams(run: Run, what: str, shorter: int) -> None:
+    """Run with streams of five batches, but of four on one rank."""
+    module, trainer = run.module(run), make_trainer(run)
+    counts = 40, 32 if trainer.global_rank == shorter else 40
+    whole, part = (DataLoader(Beginning(count), batch_size=8) for count in counts)
+    if what == "validate in training":
+        trainer.fit(module, whole, part)
+    else:
+        getattr(trainer, what)(module, part)
+
+
+@pytest.mark.parametrize(
+    ("what", "shorter"),
+    [
+        ("fit", 0),
+        ("validate in training", 1),
+        ("predict", 0),
+        *(pytest.param(what, shorter, marks=pytest.mark.slow) for what, shorter in MORE),
+    ],
+)
+def test_a_loader_that_is_shorter_on_one_rank(pools: Pools, what: str, shorter: int) -> None:
+    outcomes = pools.outcomes(STAGES, run_on_streams, RUN, what, shorter, timeout=SOON)
+    assert [outcome.error for outcome in outcomes] == ["ProtocolError", "PeerLostError"]
+    assert outcomes[0].message.startswith(ENDS[shorter])
+    assert "Usually the data loaders have different numbers of batches on these ranks" in outcomes[0].message
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_an_epoch_that_a_callback_ends_on_one_rank(pools: Pools, rank: int) -> None:
+    run = replace(RUN, callbacks=((StopsAlone, {"rank": rank}),))
+    outcomes = pools.outcomes(STAGES, fit, run, timeout=SOON)
+    assert [outcome.error for outcome in outcomes] == ["ProtocolError", "PeerLostError"]
+    assert outcomes[0].message.startswith(ENDS[rank])
+    assert "raised StopIteration on one rank alone" in outcomes[0].message
