@@ -77,7 +77,7 @@ class ResumableLoader:
         self.waits = False
         self._generator = torch.Generator()
         self._began: Mapping[str, Any] = {}  # the random numbers with which the epoch began
-        self._batches = self._begun = 0
+        self._batches = self._read_before = 0
         self._exhausted = False
         self._before: dict[str, Any] | None = None
         self._resumed: tuple[Mapping[str, Any], bool] | None = None
@@ -136,7 +136,7 @@ class ResumableLoader:
         if not ended and state.get("exhausted"):  # the shorter one of several: the rest of their epoch has none of it
             self._resumed = (state, True)
             return
-        self._batches = self._begun = 0 if ended else int(state["batches"])
+        self._batches = self._read_before = 0 if ended else int(state["batches"])
         self._before, self._exhausted = None if ended else dict(state), False
         length = self.length
         iterator = self._anew() if resumed is None else self._begin(state, ended)
@@ -213,7 +213,7 @@ class ResumableLoader:
         return [generator for generator in generators_of(self.loader) if generator is not self._generator]
 
     def _next(self, iterator: Iterator[Any], length: int | None) -> Any:
-        if length is None and self._batches > self._begun:  # such loaders are read one batch ahead
+        if length is None and self._batches > self._read_before:  # such loaders are read one batch ahead
             self._before = self._state()  # not before the first: some, such as litdata's, then forget where to go on
         batch = next(iterator, _END)
         self._exhausted = batch is _END

@@ -64,6 +64,8 @@ def data(pick: Pick, workers: bool, replicas: int) -> Data:
     loader = pick(kinds * 3 + ["litdata workers", "stateful workers"] if workers else kinds)
     # Without the Trainer's sampler torchdata's loader gives every replica the same, in an order that it draws.
     parted = "stateful" not in loader or replicas > 1 or pick([False, True])
+    if not parted:
+        loader += pick(["", " torchs", " torchs seeded", " weighted", " weighted seeded", " generator"])
     batch_size, per_epoch = pick([4, 8]), pick([3, 4, 5])
     # Of every replica; litdata gives several of them whole batches.
     samples = batch_size * (per_epoch - 1) + pick(range(1, batch_size + 1) if replicas == 1 else [batch_size])

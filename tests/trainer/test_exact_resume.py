@@ -31,8 +31,8 @@ def run_of(folder: Path, kind: str, trainer: dict[str, Any], val_samples: tuple[
 
 def check(
     pools: Pools, run: Run, kind: str, folder: Path, steps: list[int], stages: int = 2, fit: Any = fit_showing
-) -> None:
-    """Resumed after each of the steps, the rest equals that of the whole run."""
+) -> list[Any]:
+    """Resumed after each of the steps, the rest equals that of the whole run, which is returned."""
     write_litdata(folder / "data", run.samples)
     processes = stages * run.options.get("data_parallel_size", 1)
     whole = pools.run(processes, fit, run, kind, str(folder / "data"))
@@ -45,6 +45,7 @@ def check(
         logged = whole[0]["marks"][step] + (run.strategy == "delayed")
         assert resumed[0]["records"] == whole[0]["records"][logged:], step
         assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
+    return whole
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,9 @@ def test_what_workers_draw_in_the_next_epoch(kind: str, pools: Pools, tmp_path: 
 def test_several_streams(kind: str, steps: list[int], pools: Pools, tmp_path: Path) -> None:
     """All stages read all of them, and a run goes on in any epoch."""
     run = run_of(tmp_path, kind, EPOCHS, samples=30)
-    check(pools, run, kind, tmp_path, steps)
+    whole = check(pools, run, kind, tmp_path, steps)
+    read = {number for batch in whole[0]["numbers"] for number in batch}
+    assert read == set(range(run.samples))
 
 
 def test_several_streams_of_several_workers_are_refused(pools: Pools, tmp_path: Path) -> None:
