@@ -21,12 +21,14 @@ from tests.trainer.test_exact_resume import EPOCHS, check, run_of
 
 SAMPLERS = [
     "stateful own sampler torchs",
-    "stateful own sampler torchs seeded workers",
     "stateful own sampler weighted noisy",
-    "stateful own sampler weighted seeded",
     "stateful own sampler generator",
-    "stateful own sampler generator workers",
     "stateful own sampler torchs seeded batches",
+]
+SLOW_SAMPLERS = [
+    "stateful own sampler weighted seeded",
+    "stateful own sampler torchs seeded workers",
+    "stateful own sampler generator workers",
 ]
 STEPS = [3, 5, 7]  # two in mid-epoch, of which the latter has one before it, and the end of one
 
@@ -78,7 +80,7 @@ def check_refused(pools: Pools, run: Run, kind: str, folder: Path, message: str)
         assert "after batch 3 of an epoch" in outcome.message
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("kind", [*SAMPLERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_SAMPLERS)])
 def test_a_sampler_without_a_state_orders_the_rest_of_an_epoch_as_before(
     kind: str, pools: Pools, tmp_path: Path
 ) -> None:
@@ -92,7 +94,14 @@ def test_an_order_that_nothing_repeats_is_refused(pools: Pools, tmp_path: Path) 
     check_refused(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, "give the sampler in it a generator")
 
 
-@pytest.mark.parametrize("kind", ["stateful noisy workers", "stateful noisy workers own sampler", "stateful generator"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "stateful noisy workers",
+        pytest.param("stateful noisy workers own sampler", marks=pytest.mark.slow),
+        pytest.param("stateful generator", marks=pytest.mark.slow),
+    ],
+)
 def test_what_workers_draw_in_the_next_epoch(kind: str, pools: Pools, tmp_path: Path) -> None:
     check(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, [5])
 
