@@ -6,16 +6,13 @@ off after one, and a run that counts updates (``max_steps``) would begin the epo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import lightning as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_asyncpp.pytorch import private
-
-if TYPE_CHECKING:
-    from lightning_asyncpp.pytorch.progress import Progress
+from lightning_asyncpp.pytorch.outstanding import Outstanding
+from lightning_asyncpp.pytorch.progress import Progress
 
 
 def mark_validation_as_outstanding(trainer: L.Trainer) -> None:
@@ -36,30 +33,6 @@ def accumulate_as_scheduled(trainer: L.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
             callback.on_train_epoch_start(trainer)
-
-
-class Outstanding(NamedTuple):
-    """What was still to come of a batch after which a checkpoint was written.
-
-    Attributes:
-        batch_end: a learning rate that waits for a metric, and whatever else follows a batch.
-        validation: a validation that is due.
-        epoch_end: the end of the epoch.
-    """
-
-    batch_end: bool = False
-    validation: bool = False
-    epoch_end: bool = False
-
-    @classmethod
-    def of(cls, trainer: L.Trainer) -> Outstanding:
-        """What is still to come for a trainer that writes a checkpoint now."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        if trainer.state.fn == TrainerFn.FITTING and trainer.validating:
-            return cls(epoch_end=progress.is_last_batch)
-        if not trainer.training or progress.total.completed >= progress.state_dict()["total"]["processed"]:
-            return cls()
-        return cls(True, private.validation_is_due(trainer), progress.is_last_batch)
 
 
 class ResumedLoops:

@@ -19,8 +19,8 @@ from lightning_asyncpp.pipeline.checkpoint.random_states import set_random_state
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state, names_of_spent
-from lightning_asyncpp.pytorch.loop_state import Outstanding
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
+from lightning_asyncpp.pytorch.outstanding import Outstanding
 from lightning_asyncpp.pytorch.validation_randomness import ValidationRandomness
 
 PROGRESS = "progress"
