@@ -119,7 +119,9 @@ def test_many_recipes(command: _Made, seed: int) -> None:
     [
         (b"trainer: \xff", "no text in UTF-8"),
         (b"trainer: &a {callbacks: *a}", r"*a stands inside of what it stands for (line 1)"),
-        (b"trainer: " + b"[" * 5000 + b"]" * 5000, "more than 32 levels inside of each other"),
+        (b"trainer: " + b"[" * 500 + b"]" * 500, "more than 32 levels inside of each other"),
+        # Some parsers in C have a limit of their own, which they meet before they report the 33rd level.
+        (b"trainer: " + b"[" * 5000 + b"]" * 5000, "level"),
         (b"trainer: {max_steps: 1" + b"0" * 5000 + b"}", "a number of 5001 characters"),
         (b"trainer: {max_steps: !!float x}", "not what the tag before it says"),
         (b"trainer:\n  gradient_clip_val: " + b"1:" * 180 + b"1.", "a value that is too large"),
@@ -128,7 +130,7 @@ def test_many_recipes(command: _Made, seed: int) -> None:
         (b"\n".join(b"a%d: &a%d [%s]" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9 if i else [b"x"])) for i in range(9)),
          "more than 10000 values, those counted that aliases repeat"),
     ],
-    ids=["bytes", "itself", "levels", "digits", "tag", "base 60", "config", "code", "aliases"],
+    ids=["bytes", "itself", "levels", "many levels", "digits", "tag", "base 60", "config", "code", "aliases"],
 )  # fmt: skip
 def test_what_is_said(command: _Made, recipe: bytes, text: str) -> None:
     assert text in read(command, recipe)
