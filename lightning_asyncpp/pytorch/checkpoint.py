@@ -128,7 +128,9 @@ class PipelineCheckpoints(TrainerCheckpoints):
         if self.checkpoints.sharded:
             parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint}
             if is_training:
-                parts[PIPELINE] = {**stage_pipeline_state(self.session), PROGRESS: progress}
+                parts[PIPELINE] = stage_pipeline_state(self.session)
+                if self.is_global_zero:
+                    parts[PIPELINE][PROGRESS] = progress
             self.checkpoints.save_folder(filepath, parts, checkpoint)
             return
         if is_training:

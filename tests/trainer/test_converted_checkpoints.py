@@ -71,6 +71,16 @@ def test_a_run_goes_on_from_the_other_form(
     assert list(load(source)) == list(load(tmp_path / "back.ckpt"))
 
 
+def test_what_ranks_remember_is_written_once(saved: dict[str, Any]) -> None:
+    """Their random numbers and metrics, by the first rank, which is the last stage."""
+    folder = saved["folder"] / "sharded/step=4.ckpt"
+    first, last = ({*load_file(path)} for path in sorted(folder.glob("*.safetensors")))
+    remembered = {name for name in first | last if name.startswith("pipeline/progress/")}
+    assert {name.split("/")[2] for name in remembered} == {"0", "1"}, "of both ranks"
+    assert remembered <= last
+    assert not remembered & first
+
+
 def test_weights_alone(saved: dict[str, Any], command: Command, tmp_path: Path) -> None:
     source = saved["folder"] / "sharded/step=4.ckpt"
     expected = {name.removeprefix("model."): tensor for name, tensor in load(source)["state_dict"].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -50,20 +51,26 @@ def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
 
 
 def gather_by_rank(mesh: Mesh, small: Any) -> list[Any]:
-    """Give every rank the small content of every rank, on the host, in the order of ranks; a blocking collective."""
+    """Gather the small content of every rank on rank 0, in the order of ranks; elsewhere an empty list.
+
+    A blocking collective. Tensors of other ranks are on the host.
+    """
     if mesh.groups is None:
         return [small]
     file = io.BytesIO()
-    torch.save(small, file)
+    if mesh.rank:
+        torch.save(small, file)
     texts = exchange_bytes(mesh, file.getvalue())
     # On the host: a device of another rank need not be one of this machine.
-    return [torch.load(io.BytesIO(text), map_location="cpu", weights_only=True) for text in texts]
+    load = functools.partial(torch.load, map_location="cpu", weights_only=True)
+    return [] if mesh.rank else [small, *(load(io.BytesIO(text)) for text in texts[1:])]
 
 
 def gather_skeletons(mesh: Mesh, part: Any, name_of: Callable[[int], str] = str) -> tuple[list[Any], dict[str, Tensor]]:
-    """What is around the tensors of every stage of the first replica, on all ranks; and this rank's tensors.
+    """What is around the tensors of every stage of the first replica, on rank 0; and this rank's tensors.
 
-    A blocking collective. An entry of a skeleton says where the tensor is: see :func:`shard_of`.
+    A blocking collective. An entry of a skeleton says where the tensor is: see :func:`shard_of`. Other ranks than 0
+    get no skeletons.
 
     Args:
         mesh: this rank's place.
@@ -72,7 +79,8 @@ def gather_skeletons(mesh: Mesh, part: Any, name_of: Callable[[int], str] = str)
     """
     skeleton, tensors = take_apart(part, shard=name_of(mesh.stage))
     by_rank = gather_by_rank(mesh, skeleton if mesh.replica == 0 else None)
-    return [by_rank[mesh.rank_of(stage, replica=0)] for stage in range(mesh.num_stages)], tensors
+    stages = range(mesh.num_stages if by_rank else 0)
+    return [by_rank[mesh.rank_of(stage, replica=0)] for stage in stages], tensors
 
 
 def _receiver(mesh: Mesh, skeleton: Any, own: dict[str, Tensor]) -> Any:

@@ -12,9 +12,11 @@ import torch
 
 def random_states() -> dict[str, Any]:
     """The states of the generators that this process draws from when nobody gives it another one."""
+    version, own, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     states: dict[str, Any] = {
-        "python": random.getstate(),
+        # As tensors: hundreds of numbers would be unpickled one by one, for every rank.
+        "python": (version, torch.tensor(own), gauss),
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
     }
@@ -26,7 +28,7 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Let this process go on drawing from what :func:`random_states` returned; devices that it did not have stay."""
     version, keys, gauss = states["python"]
-    random.setstate((version, tuple(keys), gauss))
+    random.setstate((version, tuple(keys.tolist()), gauss))
     kind, numbers, position, has_gauss, cached = states["numpy"]
     np.random.set_state((kind, numbers.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"].cpu())

@@ -94,7 +94,7 @@ class CheckpointWriter:
         # Now, and not in the background: the next mini-batch changes them.
         tensors = {name: tensor.to("cpu", copy=self.in_background) for name, tensor in tensors.items()}
         target = _agreed_target(mesh, folder)
-        run, about = {**beside, **merged(skeletons)}, facts(self.session)
+        run, about = {**beside, **(merged(skeletons) if skeletons else {})}, facts(self.session)
         self._run(lambda mesh, group: _write_folder(mesh, group, target, tensors, run, about))
 
     def remove(self, remove: Callable[[], None]) -> None:
