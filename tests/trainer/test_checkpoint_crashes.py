@@ -122,8 +122,16 @@ def test_a_disk_that_fails(rank: int, at: int, options: dict[str, Any], pools: P
 
 
 @pytest.mark.parametrize("at", [5, 7], ids=["newest", "link"])
-@pytest.mark.parametrize("options", [BEHIND, {}], ids=["behind", "at once"])
-@pytest.mark.parametrize("kept", [1, -1], ids=["newest kept", "all kept"])
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (BEHIND, 1),
+        ({}, -1),
+        pytest.param(BEHIND, -1, marks=pytest.mark.slow),
+        pytest.param({}, 1, marks=pytest.mark.slow),
+    ],
+    ids=["behind-newest kept", "at once-all kept", "behind-all kept", "at once-newest kept"],
+)
 def test_the_link_to_the_last_checkpoint_leads_to_a_whole_one(
     kept: int, options: dict[str, Any], at: int, pools: Pools, tmp_path: Path
 ) -> None:

@@ -66,7 +66,7 @@ def run_on_streams(run: Run, what: str, shorter: int) -> None:
     [
         ("fit", 0),
         ("validate in training", 1),
-        ("predict", 0),
+        pytest.param("predict", 0, marks=pytest.mark.slow),
         *(pytest.param(what, shorter, marks=pytest.mark.slow) for what, shorter in MORE),
     ],
 )

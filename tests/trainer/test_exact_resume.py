@@ -54,9 +54,9 @@ def check(
         ("litdata", EPOCHS, 2),
         ("stateful noisy", STEPS, 3),
         ("stateful noisy own sampler", STEPS, 3),
-        ("plain", EPOCHS, 3),
-        ("plain own sampler", EPOCHS, 2),
-        ("plain generator", EPOCHS, 2),
+        pytest.param("plain", EPOCHS, 3, marks=pytest.mark.slow),
+        pytest.param("plain own sampler", EPOCHS, 2, marks=pytest.mark.slow),
+        pytest.param("plain generator", EPOCHS, 2, marks=pytest.mark.slow),
         ("plain generator own sampler", EPOCHS, 2),
     ],
 )
@@ -131,7 +131,11 @@ def test_where_the_accumulation_changes_with_the_epoch(
 
 @pytest.mark.parametrize(
     ("kind", "validating", "step"),
-    [("stateful", {"val_check_interval": 2}, 2), ("litdata", {}, 5), ("plain", {}, 5)],
+    [
+        ("stateful", {"val_check_interval": 2}, 2),
+        pytest.param("litdata", {}, 5, marks=pytest.mark.slow),
+        ("plain", {}, 5),
+    ],
     ids=["in mid-epoch", "at an epoch's end", "plain"],
 )
 def test_saved_by_the_validation_that_a_resumed_run_begins_with(

@@ -20,12 +20,12 @@ from tests.trainer.runs import Run
 from tests.trainer.test_exact_resume import EPOCHS, check, run_of
 
 SAMPLERS = [
-    "stateful own sampler torchs",
     "stateful own sampler weighted noisy",
-    "stateful own sampler generator",
     "stateful own sampler torchs seeded batches",
 ]
 SLOW_SAMPLERS = [
+    "stateful own sampler torchs",
+    "stateful own sampler generator",
     "stateful own sampler weighted seeded",
     "stateful own sampler torchs seeded workers",
     "stateful own sampler generator workers",
@@ -106,7 +106,10 @@ def test_what_workers_draw_in_the_next_epoch(kind: str, pools: Pools, tmp_path: 
     check(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, [5])
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("litdata combined", [1, 7, 8]), ("litdata combined all", [3, 8, 9])])
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [pytest.param("litdata combined", [1, 7, 8], marks=pytest.mark.slow), ("litdata combined all", [3, 8, 9])],
+)
 def test_several_streams(kind: str, steps: list[int], pools: Pools, tmp_path: Path) -> None:
     """All stages read all of them, and a run goes on in any epoch."""
     run = run_of(tmp_path, kind, EPOCHS, samples=30)
@@ -115,6 +118,7 @@ def test_several_streams(kind: str, steps: list[int], pools: Pools, tmp_path: Pa
     assert read == set(range(run.samples))
 
 
+@pytest.mark.slow
 def test_several_streams_of_several_workers_are_refused(pools: Pools, tmp_path: Path) -> None:
     """litdata does not go on where it was with them."""
     kind = "litdata combined workers"
@@ -126,6 +130,7 @@ def test_the_shorter_of_two_loaders_has_ended(pools: Pools, tmp_path: Path) -> N
     check(pools, run, "two stateful", tmp_path, [1, 2, 3, 4, 5], fit=partial(fit_showing, make=Paired))
 
 
+@pytest.mark.slow
 def test_loaders_that_are_made_anew(pools: Pools, tmp_path: Path) -> None:
     """A checkpoint says where the newest is."""
     run = run_of(tmp_path, "stateful", EPOCHS | {"reload_dataloaders_every_n_epochs": 1})
