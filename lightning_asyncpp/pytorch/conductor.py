@@ -77,6 +77,10 @@ class Conductor(Callback):
             self.step_metrics.load_state_dict(recorded)
         self._resumed.at_start()
 
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Begin an epoch."""
+        self._progress.begin_epoch()
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -102,6 +106,7 @@ class Conductor(Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); log what is left of the epoch."""
         self.drain()
+        self._progress.remember_if_cut_short(trainer, pl_module, self.step_metrics.state_dict(pl_module))
         self.step_metrics.log_rest_of_epoch()
         self.step_metrics.log_metric_objects(training=True)
         self._resumed.at_epoch_end()

@@ -78,6 +78,8 @@ class ResumedLoops:
             private.end_epoch(self._trainer)
         elif val_loop.restarted_mid_evaluation:
             val_loop.batch_progress.total.reset_on_restart()
+        elif self._outstanding.rest_of_epoch and private.validation_is_due(self._trainer):
+            private.pass_over_end_of_batch(self._trainer)
         elif self._outstanding.batch_end:
             private.end_batch(self._trainer, counted=self._outstanding.epoch_end)
 

@@ -106,6 +106,23 @@ def end_batch(trainer: Trainer, counted: bool) -> None:
         loop._batches_that_stepped += 1
 
 
+def pass_over_end_of_batch(trainer: Trainer) -> None:
+    """Do nothing where Lightning ends the batch once more after whose validation a run is resumed; it counts it, too.
+
+    It takes all checkpoints from then for such that the validation wrote.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    purpose = "go on after the last validation of another run"
+    required(loop, "update_lr_schedulers", purpose)
+    required(loop, "_batches_that_stepped", purpose)
+
+    def update_nothing(*_: Any, **__: Any) -> None:
+        del loop.update_lr_schedulers  # the next time it is Lightning's own again
+        loop._batches_that_stepped -= 1
+
+    loop.update_lr_schedulers = update_nothing  # type: ignore[method-assign]
+
+
 def end_epoch(trainer: Trainer) -> None:
     """Do what Lightning does at an epoch's end after all hooks: schedulers decide on its metrics, which are logged.
 

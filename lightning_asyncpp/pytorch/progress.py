@@ -17,10 +17,11 @@ from lightning_asyncpp.data.samplers import shuffle_by_epoch
 from lightning_asyncpp.data.stage_loader import PlaceholderLoader
 from lightning_asyncpp.pipeline.checkpoint.random_states import set_random_states
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state, names_of_spent
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
-from lightning_asyncpp.pytorch.outstanding import Outstanding
+from lightning_asyncpp.pytorch.outstanding import Outstanding, count_as_unfinished, is_cut_short
 from lightning_asyncpp.pytorch.validation_randomness import ValidationRandomness
 
 PROGRESS = "progress"
@@ -50,6 +51,7 @@ class Progress:
         self._loops: Mapping[str, Any] = {}
         self._changes: list[str] = []
         self._draws: Mapping[str, Any] | None = None
+        self._at_cut: dict[str, Any] | None = None  # the newest epoch was cut short by the end of the run
 
     # -- a checkpoint is written --------------------------------------------------------------------------------------
 
@@ -61,6 +63,8 @@ class Progress:
             module: its torchmetrics objects.
             recorded: what the strategy keeps of metrics.
         """
+        if self._at_cut is not None:
+            return self._at_cut
         return {
             "outstanding": list(Outstanding.of(trainer)),
             "accumulating": _accumulating(trainer),
@@ -72,6 +76,20 @@ class Progress:
             "recorded": recorded,
         }
 
+    def begin_epoch(self) -> None:
+        """A new epoch begins: the run goes on."""
+        self._at_cut = None
+
+    def remember_if_cut_short(self, trainer: Trainer, module: LightningModule, recorded: Mapping[str, Any]) -> None:
+        """Call this first when an epoch ends: one that is cut short goes on in a run that is resumed.
+
+        What hooks of this end do (metrics begin anew, random numbers are drawn) is nothing that the rest of it sees.
+        """
+        if is_cut_short(trainer):
+            state = self.state(trainer, module, recorded)
+            outstanding = list(Outstanding(rest_of_epoch=True))
+            self._at_cut = map_tensors(lambda tensor: tensor.clone(), {**state, "outstanding": outstanding})
+
     # -- a run goes on ------------------------------------------------------------------------------------------------
 
     def resume(self, state: Mapping[str, Any] | None, loops: Mapping[str, Any], changes: Sequence[str]) -> None:
@@ -79,10 +97,12 @@ class Progress:
 
         Args:
             state: of this rank; None: the checkpoint holds none.
-            loops: the state of the Trainer's loops in the checkpoint.
+            loops: the state of the Trainer's loops in the checkpoint; changed if their epoch goes on.
             changes: what makes it impossible to go on exactly in the middle of an epoch, in words.
         """
-        self._state, self._loops, self._changes = state, loops, list(changes)
+        if state is not None and Outstanding(*state["outstanding"]).rest_of_epoch:
+            count_as_unfinished(loops)
+        self._state, self._loops, self._changes, self._at_cut = state, loops, list(changes), None
         self._draws = None if state is None else state["random"]
         self.validations.go_on(None if state is None else self._draws_of_validation(state))
         self._loaders = []
@@ -106,7 +126,7 @@ class Progress:
 
     def forget(self) -> None:
         """Begin a run anew: the loaders are those of another one."""
-        self._state, self._draws, self._loaders = None, None, []
+        self._state, self._draws, self._loaders, self._at_cut = None, None, [], None
         self.validations.go_on(None)
 
     def training_loader(self, loader: Any, trainer: Trainer) -> Any:

@@ -45,8 +45,13 @@ class StopOnSignal(Callback):
         self._progress.begin(trainer, pl_module)
         self._resumed.at_start()
 
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Begin an epoch."""
+        self._progress.begin_epoch()
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """End the epoch in which a run was resumed as any other."""
+        self._progress.remember_if_cut_short(trainer, pl_module, {})
         self._resumed.at_epoch_end()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
