@@ -26,6 +26,7 @@ class Data:
         saves: ``"steps"``, ``"epochs"`` or ``"validations"``.
         saved_steps: those whose checkpoint a run may go on from.
         validated_steps: those of them after which it validates.
+        inner_steps: those of them in the middle of an epoch, where a run may be cut short.
         parted: whether the Trainer puts its own sampler into a loader.
     """
 
@@ -38,6 +39,7 @@ class Data:
     saves: str
     saved_steps: tuple[int, ...]
     validated_steps: tuple[int, ...]
+    inner_steps: tuple[int, ...]
     parted: bool
 
 
@@ -92,7 +94,8 @@ def data(pick: Pick, workers: bool, replicas: int) -> Data:
     return Data(
         loader, samples * replicas, batch_size, (9,) if validates else (), pick(_schedulers(validated, clock)),
         length | validates | {"accumulate_grad_batches": clock.accumulate, "limit_train_batches": limit or 1.0},
-        saves, tuple(saved), tuple(after_validations), parted,
+        saves, tuple(saved), tuple(after_validations),
+        tuple(step for step in saved if saves == "steps" and step not in ends and step < total), parted,
     )  # fmt: skip
 
 

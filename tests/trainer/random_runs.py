@@ -35,6 +35,7 @@ class Leg:
         reference: another run from the same checkpoint, or with ``from_start`` from the beginning, that must do the
             same: the leg is not the rest of the one before it. None: it is.
         from_start: see there.
+        after_cut: the run before it ends with step ``at``, and it goes on from what that one saves at its end.
     """
 
     stages: int
@@ -42,6 +43,7 @@ class Leg:
     at: int = 0
     reference: Leg | None = None
     from_start: bool = False
+    after_cut: bool = False
 
     @property
     def processes(self) -> int:
@@ -218,8 +220,15 @@ def _saving(pick: Pick, drawn: Data, legs: Sequence[Leg]) -> list[Leg]:
     for number, leg in enumerate(legs):
         when = _when(pick, drawn, leg.at, [following.at for following in legs[number + 1 :]])
         callback = (ModelCheckpoint, {"save_top_k": -1, "filename": "{step}", **when})
-        saving.append(replace(leg, run=replace(leg.run, callbacks=(callback,))))
+        cut = _may_be_after_cut(drawn, legs, number) and pick([False, False, True])
+        saving.append(replace(leg, run=replace(leg.run, callbacks=(callback,)), after_cut=cut))
     return saving
+
+
+def _may_be_after_cut(drawn: Data, legs: Sequence[Leg], number: int) -> bool:
+    """Not if the next one begins at the same step, before a validation: a run that is cut short ends with that."""
+    leg, others = legs[number], (*legs[:number], *legs[number + 1 :])
+    return leg.reference is None and leg.at in drawn.inner_steps and all(leg.at != other.at for other in others)
 
 
 def _when(pick: Pick, drawn: Data, begins: int, later: Sequence[int]) -> dict[str, Any]:

@@ -15,13 +15,17 @@ Happened = dict[str, list[Any]]
 
 
 class Counts(L.Callback):
-    """Notes how much had happened when a checkpoint was saved, by step."""
+    """Notes how much had happened when a checkpoint was saved, and when the batch after a step began, by step."""
 
     def __init__(self) -> None:
         self.at: dict[int, dict[str, int]] = {}
+        self.after: dict[int, dict[str, int]] = {}
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        self.after.setdefault(trainer.global_step, _counts(trainer, module))
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        self.at[trainer.global_step] = {name: len(rows) for name, rows in happened(trainer, module).items()}
+        self.at[trainer.global_step] = _counts(trainer, module)
         # In Lightning's own loops a step's losses are logged after its checkpoint.
         epochs = trainer.fit_loop.epoch_progress.current
         in_batch = trainer.training and epochs.processed < epochs.ready
@@ -38,6 +42,10 @@ def happened(trainer: L.Trainer, module: Any) -> Happened:
     }  # fmt: skip
 
 
+def _counts(trainer: L.Trainer, module: Any) -> dict[str, int]:
+    return {name: len(rows) for name, rows in happened(trainer, module).items()}
+
+
 def fit_drawn(run: Run, loader: str, folder: str) -> dict[str, Any]:
     """Train, and report."""
     L.seed_everything(run.seed, verbose=False)
@@ -50,6 +58,6 @@ def fit_drawn(run: Run, loader: str, folder: str) -> dict[str, Any]:
     watch = next(c for c in trainer.callbacks if isinstance(c, Watch))  # type: ignore[attr-defined]
     return {
         "weights": watch.full or arrays(dict(module.state_dict())), "happened": happened(trainer, module),
-        "at": counts.at, "metrics": plain_metrics(trainer), "epoch": trainer.current_epoch,
+        "at": counts.at, "after": counts.after, "metrics": plain_metrics(trainer), "epoch": trainer.current_epoch,
         "step": trainer.global_step,
     }  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.trainer.pool import Pools
 from tests.trainer.random_runs import Chain, Leg, chains, emulated_chains
@@ -38,18 +39,29 @@ def check(pools: Pools, chain: Chain, folder: Path) -> None:
         twin = train(pools, chain, chain.twin, folder / "twin")
         assert_equal_weights(whole[0]["weights"], twin[0]["weights"])
         assert whole[0]["happened"]["numbers"] == twin[0]["happened"]["numbers"]
+    begun: str | None = None  # what the leg before went on from
     for number, leg in enumerate(chain.legs[1:], 1):
         saved = str(folder / str(number - 1) / f"step={leg.at}.ckpt")
+        if leg.after_cut:
+            saved = cut(pools, chain, chain.legs[number - 1], leg.at, folder / f"{number}-cut", begun)
         found = train(pools, chain, leg, folder / str(number), saved)
         if leg.reference is None:
-            assert_same(found, whole, rest(before, before, leg.at))
+            assert_same(found, whole, rest(before, before, leg.at, "after" if leg.after_cut else "at"))
         elif leg.from_start:
             whole = train(pools, chain, leg.reference, folder / f"{number}-reference")
             assert_same(found, whole, rest(whole, before, leg.at))
         else:
             whole = train(pools, chain, leg.reference, folder / f"{number}-reference", saved)
             assert_same(found, whole, [result["happened"] for result in whole])
-        before = found
+        before, begun = found, saved
+
+
+def cut(pools: Pools, chain: Chain, leg: Leg, step: int, folder: Path, ckpt_path: str | None) -> str:
+    """Run a leg as one that ends with a step; what it saved when it had ended is returned."""
+    saving = ((ModelCheckpoint, {"save_last": True, "save_top_k": 0}),)
+    run = replace(leg.run, callbacks=saving, trainer=leg.run.trainer | {"max_steps": step})
+    train(pools, chain, replace(leg, run=run), folder, ckpt_path)
+    return str(folder / "last.ckpt")
 
 
 def train(pools: Pools, chain: Chain, leg: Leg, folder: Path, ckpt_path: str | None = None) -> Results:
@@ -60,10 +72,13 @@ def train(pools: Pools, chain: Chain, leg: Leg, folder: Path, ckpt_path: str | N
     return pools.run(leg.processes, fit_drawn, run, chain.loader, data, timeout=120.0)[:: leg.stages]
 
 
-def rest(run: Results, saved: Results, step: int) -> list[dict[str, Any]]:
-    """What a run did after a step, of which another one that did the same saved a checkpoint."""
+def rest(run: Results, saved: Results, step: int, since: str = "at") -> list[dict[str, Any]]:
+    """What a run did after a step, of which another one that did the same saved a checkpoint.
+
+    ``since`` is that checkpoint (``"at"``), or the batch ``"after"`` it.
+    """
     return [
-        {name: rows[by["at"][step][name] :] for name, rows in result["happened"].items()}
+        {name: rows[by[since][step][name] :] for name, rows in result["happened"].items()}
         for result, by in zip(run, saved, strict=True)
     ]
 
