@@ -33,7 +33,10 @@ class Outstanding(NamedTuple):
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if trainer.state.fn == TrainerFn.FITTING and trainer.validating:
             return cls(epoch_end=progress.is_last_batch)
-        if not trainer.training or progress.total.completed >= progress.state_dict()["total"]["processed"]:
+        counts, epochs = (loop.state_dict()["total"] for loop in (progress, trainer.fit_loop.epoch_progress))
+        # The last batch of an epoch may have been skipped, and is never completed.
+        is_over = counts["completed"] >= counts["processed"] or epochs["processed"] >= epochs["ready"]
+        if is_over or not trainer.training:
             return cls()
         return cls(True, private.validation_is_due(trainer), progress.is_last_batch)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch import Tensor
 
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.resumable import fit_showing, write_litdata
+from tests.trainer.resumable import Showing, fit_showing, write_litdata
 from tests.trainer.runs import Net, Run
 
 EPOCHS = {"max_epochs": 3}
@@ -30,9 +32,19 @@ def run_of(folder: Path, kind: str, trainer: dict[str, Any], val_samples: tuple[
 
 
 def check(
-    pools: Pools, run: Run, kind: str, folder: Path, steps: list[int], stages: int = 2, fit: Any = fit_showing
+    pools: Pools,
+    run: Run,
+    kind: str,
+    folder: Path,
+    steps: list[int],
+    stages: int = 2,
+    fit: Any = fit_showing,
+    logged_later: bool = True,
 ) -> list[Any]:
-    """Resumed after each of the steps, the rest equals that of the whole run, which is returned."""
+    """Resumed after each of the steps, the rest equals that of the whole run, which is returned.
+
+    ``logged_later``: in Lightning's own loops a step's losses are logged after its checkpoint.
+    """
     write_litdata(folder / "data", run.samples)
     processes = stages * run.options.get("data_parallel_size", 1)
     whole = pools.run(processes, fit, run, kind, str(folder / "data"))
@@ -41,8 +53,7 @@ def check(
         resumed = pools.run(processes, fit, again, kind, str(folder / "data"))
         assert resumed[0]["numbers"]
         assert resumed[0]["numbers"] == whole[0]["numbers"][-len(resumed[0]["numbers"]) :], step
-        # In Lightning's own loops a step's losses are logged after its checkpoint.
-        logged = whole[0]["marks"][step] + (run.strategy == "delayed")
+        logged = whole[0]["marks"][step] + (logged_later and run.strategy == "delayed")
         assert resumed[0]["records"] == whole[0]["records"][logged:], step
         assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
     return whole
@@ -164,6 +175,29 @@ def test_saved_while_an_epoch_ends(pools: Pools, trainer: dict[str, Any], at_the
     run = run_of(tmp_path, "plain", trainer, val_samples=(9,), scheduler="plateau-epoch-train_loss")
     run = replace(run, callbacks=((ModelCheckpoint, {"dirpath": tmp_path} | saving),))
     check(pools, run, "plain", tmp_path, [5, 10])
+
+
+class Skipping(Showing):
+    """Ends every epoch before its fourth batch, of five."""
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stages", "kind"),
+    [
+        ("async", 3, "litdata"),
+        pytest.param("async", 2, "stateful own sampler torchs", marks=pytest.mark.slow),
+        ("delayed", 1, "plain"),
+    ],
+)
+def test_where_a_hook_ends_the_epochs(strategy: str, stages: int, kind: str, pools: Pools, tmp_path: Path) -> None:
+    """Their last batch was read, and never completed."""
+    run = run_of(tmp_path, kind, EPOCHS, val_samples=(9,), strategy=strategy)
+    saving = {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": True}
+    run = replace(run, callbacks=((ModelCheckpoint, saving),))
+    check(pools, run, kind, tmp_path, [3, 6], stages, partial(fit_showing, make=Skipping), logged_later=False)
 
 
 @pytest.mark.slow
