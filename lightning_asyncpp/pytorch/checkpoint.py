@@ -34,6 +34,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.stage import OtherStage
 from lightning_asyncpp.pipeline.tied_state import check_copies
 from lightning_asyncpp.pytorch.progress import PROGRESS, Progress
+from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
 _PREFIX = "model."
 _PARTS = ("state_dict", "optimizer_states")
@@ -68,11 +69,13 @@ class PipelineCheckpoints(TrainerCheckpoints):
         session: the pipeline.
         checkpoints: writes them.
         progress: what goes on with a run beside its weights.
+        step_metrics: what its steps logged.
     """
 
     session: PipelineSession
     checkpoints: CheckpointWriter
     progress: Progress
+    step_metrics: StepMetrics
 
     @property
     @abstractmethod
@@ -104,10 +107,11 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self.checkpoints.sharded:
-            return self.full_state_dict()
         self.session.running()
         self.drain()
+        self.step_metrics.log_before_save()
+        if not self.checkpoints.sharded:
+            return self.full_state_dict()
         return stage_model_state(self.session, self._module.state_dict(), prefix=_PREFIX)
 
     @override

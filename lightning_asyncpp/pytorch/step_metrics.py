@@ -178,12 +178,24 @@ class StepMetrics:
 
         A blocking collective, once per epoch.
         """
-        while self._updates:
-            update, entries = self._updates.popleft()
-            self._log_late(self._rows(update, entries), update.mini_batch)
+        self._log_received_late()
         rest = self._exchange(self._train, metric_objects=False)
         self._train.clear()
         self._log_late(rest, self.session.running().mini_batch - 1)
+
+    def log_before_save(self) -> None:
+        """Log what a save's own drain brought: neither this run, if it is killed, nor one that goes on would."""
+        if self._module is None or not self._updates:  # after the training
+            return
+        if private.current_hook(self._module) == "on_train_batch_end":
+            self.log_received()
+        else:
+            self._log_received_late()
+
+    def _log_received_late(self) -> None:
+        while self._updates:
+            update, entries = self._updates.popleft()
+            self._log_late(self._rows(update, entries), update.mini_batch)
 
     def _rows(self, update: Update, entries: list[Entry]) -> list[tuple[Entry, float, float]]:
         """What steps logged for a mini-batch, and what layers counted in it, with the weights of the values."""

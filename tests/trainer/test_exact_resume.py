@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor
@@ -175,6 +176,30 @@ def test_saved_while_an_epoch_ends(pools: Pools, trainer: dict[str, Any], at_the
     run = run_of(tmp_path, "plain", trainer, val_samples=(9,), scheduler="plateau-epoch-train_loss")
     run = replace(run, callbacks=((ModelCheckpoint, {"dirpath": tmp_path} | saving),))
     check(pools, run, "plain", tmp_path, [5, 10])
+
+
+class Saves(L.Callback):
+    """Saves by itself, where the pipeline does not expect it."""
+
+    def __init__(self, dirpath: Path) -> None:
+        self.dirpath = dirpath
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.dirpath / f"step={trainer.global_step}.ckpt")
+
+
+class WithoutHook(Showing):
+    """Its own hook would run after the callback."""
+
+    on_train_batch_end = L.LightningModule.on_train_batch_end  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+def test_saved_by_a_callback_of_ones_own(strategy: str, pools: Pools, tmp_path: Path) -> None:
+    """What the save finishes counts for the epoch's metrics, and was logged: a run that goes on does not see it."""
+    run = run_of(tmp_path, "stateful", EPOCHS, strategy=strategy)
+    run = replace(run, callbacks=((Saves, {"dirpath": tmp_path}),))
+    check(pools, run, "stateful", tmp_path, [2, 4, 8], 2, partial(fit_showing, make=WithoutHook))
 
 
 class Skipping(Showing):
