@@ -200,10 +200,13 @@ def truncated(path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (truncated, "broken is damaged or no checkpoint: "),
-        (lambda path: path.write_text("root:x:0:0:root:/root:/bin/bash\n"), "broken is damaged or no checkpoint: "),
-        (lambda path: path.write_text("nonsense"), "broken is damaged or no checkpoint: "),
-        (lambda path: path.touch(), "broken is damaged or no checkpoint: "),
+        (truncated, "broken is damaged or no checkpoint: its end is missing"),
+        (
+            lambda path: path.write_text("root:x:0:0:root:/root:/bin/bash\n"),
+            "it does not begin as a file of torch does",
+        ),
+        (lambda path: path.write_text("nonsense"), "broken is damaged or no checkpoint: it does not begin as a file"),
+        (lambda path: path.touch(), "broken is damaged or no checkpoint: it is empty"),
         (lambda path: torch.save([1], path), "broken is no checkpoint: it holds a list"),
         (lambda path: torch.save({"hyper_parameters": 3}, path), "broken is damaged or no checkpoint: its hyper-param"),
         (lambda path: torch.save({"hyper_parameters": {3: 4}}, path), "broken is damaged or no checkpoint: its hyper-"),

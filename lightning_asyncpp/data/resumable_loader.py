@@ -12,7 +12,7 @@ from litdata import CombinedStreamingDataset, StreamingDataLoader
 from torch import Tensor
 
 from lightning_asyncpp.data.replica import leave_where_it_was, set_epoch_before
-from lightning_asyncpp.data.samplers import draws_at_once, draws_unseen, generators_of, wrapper_of
+from lightning_asyncpp.data.samplers import draws_at_once, draws_unseen, generators_of, is_torchdatas, wrapper_of
 
 _END = object()
 
@@ -20,6 +20,21 @@ _END = object()
 def is_stateful(loader: object) -> bool:
     """Whether a loader can say where it is, and go on from there."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def problems_with_workers(loader: Any, state: Mapping[str, Any]) -> list[str]:
+    """Why a loader cannot take up what another number of worker processes left.
+
+    Args:
+        loader: of this replica.
+        state: of a :class:`ResumableLoader` around such a loader.
+    """
+    if state.get("loader") is None or not is_torchdatas(loader) or loader.num_workers == state["workers"]:
+        return []
+    return [
+        f"the training loader has num_workers={loader.num_workers}, and torchdata's loader goes on with as many as it"
+        f" had when the checkpoint was written: {state['workers']}"
+    ]
 
 
 def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
@@ -151,7 +166,7 @@ class ResumableLoader:
 
     def _begin(self, state: Mapping[str, Any], ended: bool) -> Iterator[Any]:
         """An iterator that goes on from a checkpoint, or of the epoch after it."""
-        inner = state.get("loader")
+        inner = None if problems_with_workers(self.loader, state) else state.get("loader")  # and that was accepted
         if inner is not None and not ended:
             self._take_up(inner)
         elif inner is not None and isinstance(self.loader, StreamingDataLoader):
@@ -226,5 +241,6 @@ class ResumableLoader:
             "batches": self._batches,
             "exhausted": self._exhausted,
             "generators": self._states_of_generators(),
+            "workers": getattr(self.loader, "num_workers", 0),
             "loader": state,
         }

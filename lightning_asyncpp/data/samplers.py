@@ -58,7 +58,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 def draws_at_once(loader: Any) -> bool:
     """Whether a loader that goes on in an epoch has drawn what orders it as soon as it is iterated."""
-    return _is_torchdatas(loader) and _is_torchdatas(getattr(loader, "batch_sampler", None)) and not loader.num_workers
+    return is_torchdatas(loader) and is_torchdatas(getattr(loader, "batch_sampler", None)) and not loader.num_workers
 
 
 def draws_unseen(loader: Any) -> bool:
@@ -67,12 +67,13 @@ def draws_unseen(loader: Any) -> bool:
     Its own samplers of batches repeat what they drew before anything else is drawn; others do it with the first batch.
     """
     batches = getattr(loader, "batch_sampler", None)
-    if batches is None or not _is_torchdatas(loader) or _is_torchdatas(batches) or hasattr(batches, "state_dict"):
+    if batches is None or not is_torchdatas(loader) or is_torchdatas(batches) or hasattr(batches, "state_dict"):
         return False
     return any(getattr(owner, "generator", _END) is None for owner in (batches, getattr(batches, "sampler", None)))
 
 
-def _is_torchdatas(thing: Any) -> bool:
+def is_torchdatas(thing: Any) -> bool:
+    """Whether it is of a class of torchdata's, or of one that comes from there."""
     return any(kind.__module__.partition(".")[0] == "torchdata" for kind in type(thing).__mro__)
 
 

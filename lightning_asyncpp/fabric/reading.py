@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from lightning_asyncpp.data.resumable_loader import ResumableLoader, is_stateful, problems_in_mid_epoch
+from lightning_asyncpp.data.resumable_loader import (
+    ResumableLoader,
+    is_stateful,
+    problems_in_mid_epoch,
+    problems_with_workers,
+)
 from lightning_asyncpp.data.samplers import set_epoch, shuffle_by_epoch
 from lightning_asyncpp.data.stage_loader import PlaceholderBatch, PlaceholderLoader
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -53,7 +58,8 @@ class FabricLoader(ResumableLoader):
         """
         if _PLACE not in state:
             raise ConfigurationError(_RAW)
-        if problems := problems_in_mid_epoch(self._given, state) if self._has_rest(state) else []:
+        in_mid_epoch = problems_in_mid_epoch(self._given, state) if self._has_rest(state) else []
+        if problems := [*problems_with_workers(self._given, state), *in_mid_epoch]:
             raise ConfigurationError(
                 f"{'; '.join(problems)}. The checkpoint was written after batch {state['batches']} of an epoch: write"
                 " them at an epoch's end, or leave the loader out of the state"

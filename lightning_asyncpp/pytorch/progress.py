@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_asyncpp.data.resumable_loader import ResumableLoader, problems_in_mid_epoch
+from lightning_asyncpp.data.resumable_loader import ResumableLoader, problems_in_mid_epoch, problems_with_workers
 from lightning_asyncpp.data.samplers import shuffle_by_epoch
 from lightning_asyncpp.data.stage_loader import PlaceholderLoader
 from lightning_asyncpp.pipeline.checkpoint.random_states import set_random_states
@@ -149,8 +149,7 @@ class Progress:
         if self._state is not None:
             saved = self._state["loaders"]
             state = saved[number] if number < len(saved) else {"batches": 0}
-            if self._in_mid_epoch:
-                self._check(loader, state)
+            self._check(loader, state)
             resumable.resume(state, ended=not self._in_mid_epoch)
             resumable.waits = Outstanding(*self.outstanding).epoch_end
         return resumable
@@ -185,13 +184,15 @@ class Progress:
         return bool(epochs["started"] > epochs["completed"])
 
     def _check(self, loader: Any, state: Mapping[str, Any]) -> None:
-        problems = list(self._changes)
-        if self._state is not None and self._state["accumulating"]:
-            problems.append(
-                "the checkpoint does not hold the gradients that were accumulated: save it when an update is due, every"
-                " accumulate_grad_batches batches"
-            )
-        problems += problems_in_mid_epoch(loader, state)
+        problems = problems_with_workers(loader, state)
+        if self._in_mid_epoch:
+            problems += self._changes
+            if self._state is not None and self._state["accumulating"]:
+                problems.append(
+                    "the checkpoint does not hold the gradients that were accumulated: save it when an update is due,"
+                    " every accumulate_grad_batches batches"
+                )
+            problems += problems_in_mid_epoch(loader, state)
         if problems and not self._accepts_inexact:
             after = self._loops["epoch_loop.batch_progress"]["current"]["ready"]
             raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}. {_at(after)}{INEXACT}"])

@@ -16,7 +16,7 @@ from lightning_asyncpp.storage.index import Shard, files_of, read_index
 from lightning_asyncpp.storage.names import INDEX
 from lightning_asyncpp.storage.seal import damage_of
 from lightning_asyncpp.storage.tree import STORED, entry_dtype, entry_shape, put_together, shard_of
-from lightning_asyncpp.storage.whole import load_file, missing, unreadable
+from lightning_asyncpp.storage.whole import load_file, missing, unreadable, unreadable_file
 
 
 def load(path: Path, weights_only: bool | None = None) -> Any:
@@ -98,7 +98,7 @@ def _damaged_file(path: Path, done: Callable[[int], object]) -> list[str]:
     try:
         damage = damage_of(path)
     except Exception as error:  # whatever a damaged archive is taken for
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
     done(path.stat().st_size)
     return [f"{path} is damaged: {damage}"] if damage else []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from lightning_asyncpp.durable import make_folder, replace_durably
 from lightning_asyncpp.storage.errors import StorageError
 from lightning_asyncpp.storage.names import aside_of, beside, check_replaceable, remove, remove_leftovers
 from lightning_asyncpp.storage.seal import Done, write_sealed
+
+_ARCHIVE, _PICKLE = b"PK\3\4", b"\x80"
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
 
 def save_file(content: Any, path: Path, done: Done = lambda num_bytes: None) -> None:
@@ -78,7 +82,7 @@ def load_file(path: Path, weights_only: bool | None = None, map_location: Any = 
     try:
         return torch.load(path, map_location=map_location, weights_only=safe, mmap=zipfile.is_zipfile(path) or None)
     except Exception as error:  # a damaged file may be taken for any sequence of the unpickler's instructions
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
 
 
 def missing(path: Path) -> StorageError:
@@ -92,18 +96,29 @@ def missing(path: Path) -> StorageError:
 
 def unreadable(path: Path, error: BaseException) -> StorageError:
     """The error to raise where a checkpoint could not be read."""
-    reason = next(iter(str(error).strip().splitlines()), repr(error))
+    reason = next(iter(_COLOURS.sub("", str(error)).strip().splitlines()), repr(error))
     if isinstance(error, pickle.UnpicklingError):
-        if not _begins_as_saved(path):  # torch would advise to run the code of a text
-            return StorageError(f"{path} is damaged or no checkpoint: it does not begin as a file of torch does")
         return StorageError(
             f"{path} cannot be read without running code that it may hold: {reason}. If it is yours and you trust it,"
-            " pass weights_only=False"
+            " pass weights_only=False to what loads it in Python"
         )
     return StorageError(f"{path} is damaged or no checkpoint: {type(error).__name__}: {reason}")
 
 
-def _begins_as_saved(path: Path) -> bool:
-    """Whether a file begins as a zip archive or a pickle does, the two forms that torch writes."""
+def unreadable_file(path: Path, error: BaseException) -> StorageError:
+    """The error to raise where a file of torch could not be read, in words if it is none, or not all of one."""
+    # Of a text torch would advise to run its code, and of other things it says what its unpickler stumbled over.
+    if reason := _looks_wrong(path):
+        return StorageError(f"{path} is damaged or no checkpoint: {reason}")
+    return unreadable(path, error)
+
+
+def _looks_wrong(path: Path) -> str:
+    """Why a file is neither a zip archive nor a pickle, which are what torch writes; nothing if it looks like one."""
     with path.open("rb") as file:
-        return file.read(1) == b"\x80" or zipfile.is_zipfile(path)
+        start = file.read(len(_ARCHIVE))
+    if not start:
+        return "it is empty"
+    if start[:1] == _PICKLE or zipfile.is_zipfile(path):
+        return ""
+    return "its end is missing" if start == _ARCHIVE else "it does not begin as a file of torch does"

@@ -130,6 +130,20 @@ def test_the_shorter_of_two_loaders_has_ended(pools: Pools, tmp_path: Path) -> N
     check(pools, run, "two stateful", tmp_path, [1, 2, 3, 4, 5], fit=partial(fit_showing, make=Paired))
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)], ids=["mid-epoch", "epoch's end"])
+def test_other_numbers_of_workers(step: int, pools: Pools, tmp_path: Path) -> None:
+    """torchdata's loader cannot read the state of another number; whoever accepts it begins the epoch anew."""
+    run = run_of(tmp_path, "stateful", EPOCHS)
+    whole = pools.run(2, fit_showing, run, "stateful", "")
+    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt"))
+    for outcome in pools.outcomes(2, fit_showing, again, "stateful workers", ""):
+        assert outcome.error == "ConfigurationError"
+        assert "num_workers=2, and torchdata's loader goes on with as many" in outcome.message
+    accepting = replace(again, options={"inexact_resume": True})
+    accepted = pools.run(2, fit_showing, accepting, "stateful workers", "")
+    assert accepted[0]["numbers"][-4:] == whole[0]["numbers"][-4:]
+
+
 @pytest.mark.slow
 def test_loaders_that_are_made_anew(pools: Pools, tmp_path: Path) -> None:
     """A checkpoint says where the newest is."""

@@ -178,8 +178,8 @@ def _problems_of_options(
         return []
     return [
         f"the checkpoint was written with another optimizer: it has {', '.join(unknown)}, and not the"
-        f" {', '.join(lacking)} of {type(optimizer).__name__}; use the same, or load only the weights: pass the model"
-        " loaded with load_state_dict, without ckpt_path"
+        f" {', '.join(lacking)} of {type(optimizer).__name__}; use the same, or load only the weights: load_state_dict"
+        " of the model, without ckpt_path, or in Fabric without the optimizer in the state"
     ]
 
 

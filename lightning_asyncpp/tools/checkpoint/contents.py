@@ -68,7 +68,9 @@ def model_of(contents: Contents, entry: str | None) -> dict[str, Tensor]:
     if entry is not None:
         models = {name: model for name, model in models.items() if name == entry}
     if len(models) != 1:
-        found = ", ".join(contents.models) or "none"
+        if not contents.models:
+            raise StorageError("the checkpoint has no model: nothing in it is a state_dict")
+        found = ", ".join(contents.models)
         asked = "" if entry is None else f" called {entry!r}"
         raise StorageError(f"the checkpoint has not one model{asked}; its models are: {found}; name one: --entry NAME")
     (state,) = models.values()
