@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.agreement import exchange
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, lost_peers
+from lightning_asyncpp.pipeline.errors import (
+    ConfigurationError,
+    PeerLostError,
+    ProtocolError,
+    different_calls,
+    lost_peers,
+)
 from lightning_asyncpp.pipeline.failing_session import FailingSession
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import Update
@@ -29,6 +35,7 @@ from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
 from lightning_asyncpp.pipeline.whole_model import WholeModel
 
 ApplyStep = Callable[[], None]
+_FINISHED = "finished"
 
 
 def check_norm_type(norm_type: float) -> None:
@@ -244,14 +251,24 @@ class PipelineSession(FailingSession):
         try:
             if self.failure is None and self.engine.runner.transport is not None:
                 self.engine.runner.transport.settle()
-                with lost_peers():
-                    dist.barrier(group=self._groups().host)
+                self.engine.runner.transport.announce_end_of_run()
+                self._finish_together()
                 self.engine.close_connections()
-        except PeerLostError as error:
+        except (PeerLostError, ProtocolError) as error:
             self.fail(error)
             raise
         finally:
             self.engine.release()
+
+    def _finish_together(self) -> None:
+        """Wait until all ranks finish.
+
+        Raises:
+            ProtocolError: a rank is in another call, and would wait for this one.
+        """
+        said = exchange(self._connected(), _FINISHED)
+        if others := [f"rank {rank}" for rank, text in enumerate(said) if text != _FINISHED]:
+            raise different_calls(f"the run ends on this rank, and not on {', '.join(others)}")
 
     def leave(self) -> None:
         """Finish, and let nobody watch over this rank any longer; a collective unless the session failed."""
@@ -294,8 +311,3 @@ class PipelineSession(FailingSession):
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"
         return self.mesh
-
-    def _groups(self) -> Any:
-        groups = self._connected().groups
-        assert groups is not None
-        return groups

@@ -20,11 +20,12 @@ from lightning_asyncpp.pipeline.memory_order import Order, as_stored, empty, ord
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours, connect_neighbours
 
-_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END = 1, 2, 3, 4, 5
+_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END = 1, 2, 3, 4, 5, 6
 _MAX_SUM_BYTES = 2**24
 _MOST_SUMS = 16  # put aside at a time: neighbours are at most a few mini-batches apart
 _NAMES = {
-    _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end"
+    _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end",
+    _RUN_END: "the end of the run",
 }  # fmt: skip
 
 
@@ -192,6 +193,11 @@ class Transport:
         """Tell the stage after that no activation comes before it, too, is at the end of what it runs; never waits."""
         if self._after is not None and not self._closed:  # weights may be gathered after a run, which drains, too
             self._after.write(_END, self._sent, [])
+
+    def announce_end_of_run(self) -> None:
+        """Tell the stage after that nothing comes any more: it may wait for something that is not sent; never waits."""
+        if self._after is not None and not self._closed:
+            self._after.write(_RUN_END, self._sent, [])
 
     def expect_end(self) -> None:
         """Wait until the stage before has announced its end, after the activation that was received last.

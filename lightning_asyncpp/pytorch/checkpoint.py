@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -101,18 +101,18 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
-        self.session.running()
-        self.drain()
-        return gather_model_state(self.session, self._module.state_dict(), prefix=_PREFIX)
+        return self._state_dict(gather_model_state)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = self._state_dict(stage_model_state if self.checkpoints.sharded else gather_model_state)
+        self.step_metrics.log_before_save()
+        return state
+
+    def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         self.session.running()
         self.drain()
-        self.step_metrics.log_before_save()
-        if not self.checkpoints.sharded:
-            return self.full_state_dict()
-        return stage_model_state(self.session, self._module.state_dict(), prefix=_PREFIX)
+        return of_stages(self.session, self._module.state_dict(), prefix=_PREFIX)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

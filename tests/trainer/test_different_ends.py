@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -37,6 +38,17 @@ class StopsAlone(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
         if trainer.global_rank == self.rank and index == 4:
             raise StopIteration
+
+
+class SavesAlone(L.Callback):
+    """Saves on one rank when the training has ended."""
+
+    def __init__(self, rank: int, path: Path) -> None:
+        self.rank, self.path = rank, path
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.global_rank == self.rank:
+            trainer.save_checkpoint(self.path)
 
 
 class Beginning(Stream):
@@ -84,3 +96,15 @@ def test_an_epoch_that_a_callback_ends_on_one_rank(pools: Pools, rank: int) -> N
     assert [outcome.error for outcome in outcomes] == ["ProtocolError", "PeerLostError"]
     assert outcomes[0].message.startswith(ENDS[rank])
     assert "raised StopIteration on one rank alone" in outcomes[0].message
+
+
+@pytest.mark.parametrize(("stages", "rank"), [(2, 0), (2, 1), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_a_save_on_one_rank_as_the_training_ends(stages: int, rank: int, pools: Pools, tmp_path: Path) -> None:
+    """The others have nothing more to do, and would never answer."""
+    saving = (SavesAlone, {"rank": rank, "path": tmp_path / "last.ckpt"})
+    run = replace(RUN, callbacks=(saving,), options={"micro_batches": stages})
+    outcomes = pools.outcomes(stages, fit, run, timeout=SOON)
+    assert {outcome.error for outcome in outcomes} <= {"ProtocolError", "PeerLostError"}, outcomes
+    assert any("ranks are in different calls" in outcome.message for outcome in outcomes)
+    assert "usually fabric.save, trainer.save_checkpoint" in " ".join(outcome.message for outcome in outcomes)
+    assert not (tmp_path / "last.ckpt").exists()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.agreement import exchange_bytes
-from lightning_asyncpp.pipeline.errors import lost_peers
+from lightning_asyncpp.pipeline.errors import different_calls, lost_peers
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.storage.tree import (
     STORED,
@@ -25,6 +25,7 @@ from lightning_asyncpp.storage.tree import (
 )
 
 _TAG = 7
+_SAVED = b"PK"  # how begins what torch saves
 
 
 def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
@@ -54,6 +55,9 @@ def gather_by_rank(mesh: Mesh, small: Any) -> list[Any]:
     """Gather the small content of every rank on rank 0, in the order of ranks; elsewhere an empty list.
 
     A blocking collective. Tensors of other ranks are on the host.
+
+    Raises:
+        ProtocolError: another rank is in another call.
     """
     if mesh.groups is None:
         return [small]
@@ -61,6 +65,8 @@ def gather_by_rank(mesh: Mesh, small: Any) -> list[Any]:
     if mesh.rank:
         torch.save(small, file)
     texts = exchange_bytes(mesh, file.getvalue())
+    if mesh.rank == 0 and not all(text.startswith(_SAVED) for text in texts[1:]):
+        raise different_calls("this rank gathers what a checkpoint holds, and another one does not")
     # On the host: a device of another rank need not be one of this machine.
     load = functools.partial(torch.load, map_location="cpu", weights_only=True)
     return [] if mesh.rank else [small, *(load(io.BytesIO(text)) for text in texts[1:])]
