@@ -29,7 +29,9 @@ def problems_with_workers(loader: Any, state: Mapping[str, Any]) -> list[str]:
         loader: of this replica.
         state: of a :class:`ResumableLoader` around such a loader.
     """
-    if state.get("loader") is None or not is_torchdatas(loader) or loader.num_workers == state["workers"]:
+    if state.get("loader") is None or not is_torchdatas(loader):
+        return []
+    if loader.num_workers == state.get("workers", loader.num_workers):
         return []
     return [
         f"the training loader has num_workers={loader.num_workers}, and torchdata's loader goes on with as many as it"

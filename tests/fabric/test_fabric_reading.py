@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stages", "at"),
     [
-        ("stateful", 3, MID_EPOCH + ENDS),
+        pytest.param("stateful", 3, MID_EPOCH + ENDS, marks=SLOW),
         ("litdata", 3, MID_EPOCH + ENDS),
         ("stateful own", 1, MID_EPOCH + ENDS),
         ("stateful own emulated", 1, MID_EPOCH + ENDS),

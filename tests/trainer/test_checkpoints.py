@@ -92,6 +92,7 @@ def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, fresh: bool
         assert resumed[0]["steps"] == list(range(step + 1, 16))
 
 
+@pytest.mark.slow
 def test_resumed_about_the_end_of_a_synchronous_start(pools: Pools, tmp_path: Path) -> None:
     """Error Feedback begins with the first delayed mini-batch, whether the run was resumed before, at or after it."""
     options = {"synchronous_start": 3, "fresh_last_stage": True}

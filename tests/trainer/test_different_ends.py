@@ -98,7 +98,9 @@ def test_an_epoch_that_a_callback_ends_on_one_rank(pools: Pools, rank: int) -> N
     assert "raised StopIteration on one rank alone" in outcomes[0].message
 
 
-@pytest.mark.parametrize(("stages", "rank"), [(2, 0), (2, 1), pytest.param(3, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stages", "rank"), [(2, 0), *(pytest.param(stages, 1, marks=pytest.mark.slow) for stages in (2, 3))]
+)
 def test_a_save_on_one_rank_as_the_training_ends(stages: int, rank: int, pools: Pools, tmp_path: Path) -> None:
     """The others have nothing more to do, and would never answer."""
     saving = (SavesAlone, {"rank": rank, "path": tmp_path / "last.ckpt"})

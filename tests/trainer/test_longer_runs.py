@@ -100,7 +100,7 @@ def cut_and_go_on(
         ("delayed", 1, {}, {"max_steps": CUT}),
         pytest.param("delayed", 1, {}, {"max_steps": EPOCH}, marks=pytest.mark.slow),
         # With whole batches the validation that Lightning adds draws from the training's random numbers.
-        ("delayed", 1, {"micro_batches": 2}, {"stop": CUT}),
+        pytest.param("delayed", 1, {"micro_batches": 2}, {"stop": CUT}, marks=pytest.mark.slow),
     ],
     ids=["async-max_steps", "async-stop", "async-whole", "delayed-max_steps", "delayed-whole", "delayed-stop"],
 )

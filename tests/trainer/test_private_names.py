@@ -52,6 +52,7 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_restarting": (lambda t: t.fit_loop, private.count_epoch_as_whole),
     "update_lr_schedulers": (lambda t: type(t.fit_loop.epoch_loop), lambda t: private.end_batch(t, counted=True)),
     "_should_accumulate": (lambda t: type(t.fit_loop.epoch_loop), lambda t: private.end_batch(t, counted=True)),
+    "_batches_that_stepped": (lambda t: t.fit_loop.epoch_loop, private.pass_over_end_of_batch),
     "_should_check_val_fx": (lambda t: type(t.fit_loop.epoch_loop), private.validation_is_due),
     "_data_fetcher": (lambda t: t.fit_loop, private.validation_is_due),
     "val_loop": (lambda t: t.fit_loop.epoch_loop, lambda t: private.run_validations_in(t, nullcontext)),

@@ -99,7 +99,7 @@ def assert_same_rows(found: list[Any], expected: list[Any], name: str) -> None:
     assert not different, "\n".join([f"{name}, {len(found)} rows, expected {len(expected)}", *different[:3]])
 
 
-@drawn(3)
+@drawn(2)
 @given(chain=chains())
 def test_the_end_is_the_uninterrupted_runs(
     pools: Pools, tmp_path_factory: pytest.TempPathFactory, chain: Chain

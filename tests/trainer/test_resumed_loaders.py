@@ -108,7 +108,7 @@ def test_what_workers_draw_in_the_next_epoch(kind: str, pools: Pools, tmp_path: 
 
 @pytest.mark.parametrize(
     ("kind", "steps"),
-    [pytest.param("litdata combined", [1, 7, 8], marks=pytest.mark.slow), ("litdata combined all", [3, 8, 9])],
+    [pytest.param("litdata combined", [1, 7, 8], marks=pytest.mark.slow), ("litdata combined all", [3, 9])],
 )
 def test_several_streams(kind: str, steps: list[int], pools: Pools, tmp_path: Path) -> None:
     """All stages read all of them, and a run goes on in any epoch."""
@@ -127,7 +127,7 @@ def test_several_streams_of_several_workers_are_refused(pools: Pools, tmp_path: 
 
 def test_the_shorter_of_two_loaders_has_ended(pools: Pools, tmp_path: Path) -> None:
     run = run_of(tmp_path, "two stateful", EPOCHS, samples=32)
-    check(pools, run, "two stateful", tmp_path, [1, 2, 3, 4, 5], fit=partial(fit_showing, make=Paired))
+    check(pools, run, "two stateful", tmp_path, [1, 3, 5], fit=partial(fit_showing, make=Paired))
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)], ids=["mid-epoch", "epoch's end"])
@@ -154,4 +154,4 @@ def test_loaders_that_are_made_anew(pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("strategy", "stages"), [("async", 2), ("delayed", 1)])
 def test_wrappers_of_metrics(strategy: str, stages: int, pools: Pools, tmp_path: Path) -> None:
     run = run_of(tmp_path, "stateful", EPOCHS, strategy=strategy)
-    check(pools, run, "stateful", tmp_path, [3, 5, 7], stages, partial(fit_showing, make=Wrapping))
+    check(pools, run, "stateful", tmp_path, [3, 7], stages, partial(fit_showing, make=Wrapping))

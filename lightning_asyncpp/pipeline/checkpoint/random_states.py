@@ -28,7 +28,7 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Let this process go on drawing from what :func:`random_states` returned; devices that it did not have stay."""
     version, keys, gauss = states["python"]
-    random.setstate((version, tuple(keys.tolist()), gauss))
+    random.setstate((version, tuple(int(key) for key in keys), gauss))
     kind, numbers, position, has_gauss, cached = states["numpy"]
     np.random.set_state((kind, numbers.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"].cpu())
