@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.imports import RequirementCache
 from litdata import CombinedStreamingDataset, StreamingDataLoader
 from torch import Tensor
 
 from lightning_asyncpp.data.replica import leave_where_it_was, set_epoch_before
 from lightning_asyncpp.data.samplers import draws_at_once, draws_unseen, generators_of, is_torchdatas, wrapper_of
 
+COMBINED_GOES_ON = RequirementCache("litdata>=0.2.76")
+"""Older ones count twice what a resumed ``CombinedStreamingDataset`` has read."""
 _END = object()
 
 
@@ -57,7 +60,12 @@ def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
             "the sampler of the training loader, around which Lightning put its own, does not say where it was; give"
             " the loader torchdata's StatefulDistributedSampler, or Lightning use_distributed_sampler=False"
         ]
-    if isinstance(getattr(loader, "dataset", None), CombinedStreamingDataset) and loader.num_workers > 1:
+    is_combined = isinstance(getattr(loader, "dataset", None), CombinedStreamingDataset)
+    if is_combined and not COMBINED_GOES_ON:
+        return [
+            f"litdata's CombinedStreamingDataset does not go on where it was: install {COMBINED_GOES_ON.requirement}"
+        ]
+    if is_combined and loader.num_workers > 1:
         return [
             "litdata's CombinedStreamingDataset does not go on where it was with several worker processes; give its"
             " loader num_workers=1 or 0"

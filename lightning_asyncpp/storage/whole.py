@@ -80,7 +80,7 @@ def load_file(path: Path, weights_only: bool | None = None, map_location: Any = 
         raise missing(path)
     safe = weights_only is not False
     try:
-        return torch.load(path, map_location=map_location, weights_only=safe, mmap=zipfile.is_zipfile(path) or None)
+        return torch.load(path, map_location=map_location, weights_only=safe, mmap=_is_archive(path) or None)
     except Exception as error:  # a damaged file may be taken for any sequence of the unpickler's instructions
         raise unreadable_file(path, error) from error
 
@@ -113,12 +113,19 @@ def unreadable_file(path: Path, error: BaseException) -> StorageError:
     return unreadable(path, error)
 
 
+def _is_archive(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # it is one, of which a byte changed
+        return True
+
+
 def _looks_wrong(path: Path) -> str:
     """Why a file is neither a zip archive nor a pickle, which are what torch writes; nothing if it looks like one."""
     with path.open("rb") as file:
         start = file.read(len(_ARCHIVE))
     if not start:
         return "it is empty"
-    if start[:1] == _PICKLE or zipfile.is_zipfile(path):
+    if start[:1] == _PICKLE or _is_archive(path):
         return ""
     return "its end is missing" if start == _ARCHIVE else "it does not begin as a file of torch does"

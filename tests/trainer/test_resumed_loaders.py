@@ -14,6 +14,7 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
+from lightning_asyncpp.data.resumable_loader import COMBINED_GOES_ON
 from tests.trainer.pool import Pools
 from tests.trainer.resumable import Showing, fit_showing, write_litdata
 from tests.trainer.runs import Run
@@ -110,6 +111,7 @@ def test_what_workers_draw_in_the_next_epoch(kind: str, pools: Pools, tmp_path: 
     ("kind", "steps"),
     [pytest.param("litdata combined", [1, 7, 8], marks=pytest.mark.slow), ("litdata combined all", [3, 9])],
 )
+@pytest.mark.skipif(not COMBINED_GOES_ON, reason="this litdata does not go on in such streams")
 def test_several_streams(kind: str, steps: list[int], pools: Pools, tmp_path: Path) -> None:
     """All stages read all of them, and a run goes on in any epoch."""
     run = run_of(tmp_path, kind, EPOCHS, samples=30)
@@ -118,7 +120,14 @@ def test_several_streams(kind: str, steps: list[int], pools: Pools, tmp_path: Pa
     assert read == set(range(run.samples))
 
 
+@pytest.mark.skipif(bool(COMBINED_GOES_ON), reason="this litdata goes on in such streams")
+def test_several_streams_of_an_older_litdata_are_refused(pools: Pools, tmp_path: Path) -> None:
+    kind = "litdata combined"
+    check_refused(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, "install litdata>=0.2.76")
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(not COMBINED_GOES_ON, reason="this litdata does not go on in such streams at all")
 def test_several_streams_of_several_workers_are_refused(pools: Pools, tmp_path: Path) -> None:
     """litdata does not go on where it was with them."""
     kind = "litdata combined workers"
