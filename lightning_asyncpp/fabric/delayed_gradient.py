@@ -23,11 +23,12 @@ from lightning_asyncpp.fabric.delayed_checkpoint import DelayedCheckpoints
 from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.fabric.reading import resumable
-from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
+from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.session import check_norm_type
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
@@ -244,8 +245,12 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            kwargs["closure"] = CallOnce(loss, type(optimizer).__name__)
-        self._update(lambda: self.precision.optimizer_step(optimizer, **kwargs), self.precision)
+
+        def step() -> None:
+            given = {} if closure is None else {"closure": OneGradient(optimizer, loss)}
+            self.precision.optimizer_step(optimizer, **given, **kwargs)
+
+        self._update(step, self.precision)
         self._awaits_backward = False
         return loss
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.agreement import exchange
+from lightning_asyncpp.pipeline.agreement import agree_on_problems, exchange
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import (
     ConfigurationError,
@@ -23,6 +23,7 @@ from lightning_asyncpp.pipeline.errors import (
 from lightning_asyncpp.pipeline.failing_session import FailingSession
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import Update
+from lightning_asyncpp.pipeline.optimizers.fitness import stage_problems
 from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
@@ -138,19 +139,19 @@ class PipelineSession(FailingSession):
             f" {settings.micro_batches} micro-batches{ahead}, delay {settings.delay}{after}{layers}{route}"
         )
 
-    def attach(self, optimizer: Optimizer) -> None:
+    def attach(self, optimizer: Optimizer, with_closure: bool = False) -> None:
         """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
 
+        Args:
+            optimizer: of this stage.
+            with_closure: whether its steps are given a closure that does more than to return something.
+
         Raises:
-            ConfigurationError: one gradient per step is not enough for it, or it treats the two copies of a shared
-                parameter differently.
+            ConfigurationError: it cannot step a stage by itself, one gradient per step is not enough for it, or it
+                treats the two copies of a shared parameter differently.
         """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigurationError(
-                "LBFGS evaluates the loss several times per step, but a pipeline brings one gradient per step; use an"
-                " optimizer whose step() needs no closure"
-            )
         stage = self.running().stage
+        agree_on_problems(self._connected(), stage_problems(optimizer, with_closure))
         fresh = stage.num_stages - 1 if self.settings.fresh_last_stage else None
         problems = tied_group_problems(self._connected(), self.whole_model.ties, stage.parameters, optimizer, fresh)
         if problems:

@@ -27,6 +27,7 @@ from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
+from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings, check_arguments
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
@@ -179,7 +180,7 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
 
     def _attach_optimizer(self, trainer: L.Trainer) -> None:
         optimizer = self.optimizers[0]
-        self.session.attach(optimizer)
+        self.session.attach(optimizer, with_closure=True)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
@@ -295,7 +296,9 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
             self._loss = torch.tensor(loss, device=self.root_device)
 
     def _step_optimizer(self) -> None:
-        self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
+        once = OneGradient(self.optimizers[0])
+        self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=once)
+        once.check_called()
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.session.clip(float(clip_val))

@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
+from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
@@ -282,10 +283,11 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         result = closure()
         if private.skips_backward(self._module.trainer):
             return result
-        once = CallOnce(result, type(optimizer).__name__)
 
         def step() -> None:
+            once = OneGradient(optimizer, result)
             super(DelayedGradientStrategy, self).optimizer_step(optimizer, once, model, **kwargs)
+            once.check_called()
 
         self._update(step, self.precision_plugin)
         self._statistics_log.metrics = self._running.counts.metrics

@@ -18,6 +18,7 @@ from lightning_asyncpp.pipeline.checkpoint.optimizer_state import (
 )
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.optimizers.naming import name_of
 from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tied_state import keep_once
@@ -76,13 +77,8 @@ def facts(session: PipelineSession) -> dict[str, Any]:
         "weight_dtype": engine.settings.settings.weight_dtype,
         "seed": engine.runner.seed,
         "mini_batch": engine.mini_batch,
-        "optimizer": None if session.optimizer is None else _name_of(session.optimizer),
+        "optimizer": None if session.optimizer is None else name_of(session.optimizer),
     }
-
-
-def _name_of(optimizer: Optimizer) -> str:
-    inner, name = getattr(optimizer, "base", None), type(optimizer).__name__  # that of a correction
-    return f"{name}({_name_of(inner)})" if isinstance(inner, Optimizer) else name
 
 
 def gather_model_state(session: PipelineSession, own: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
+from lightning_asyncpp.pipeline.optimizers.fitness import delayed_problems
 from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.reduction import squares
 from lightning_asyncpp.pipeline.units import stages_of_parameters
@@ -54,6 +55,8 @@ class DelayEmulator:
         partition: Partition | None = None,
     ) -> None:
         _check_parameters(module)
+        if not settings.is_plain and (problems := delayed_problems(optimizer)):
+            raise ConfigurationError.from_problems(problems)
         self.settings, self.optimizer, self.micro_batches = settings, optimizer, micro_batches
         self.mini_batch = 0
         self._last_norm: float | None = None
@@ -248,32 +251,6 @@ class DelayEmulator:
             f"the gradient of mini-batch {self.mini_batch} holds NaN or Inf (in {', '.join(bad[:5])}); the weights are"
             " those before its update. Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
         )
-
-
-class CallOnce:
-    """A closure for optimizers that returns what is known already, and refuses to be evaluated again.
-
-    Args:
-        result: of the one evaluation.
-        name: of the optimizer's class, for the message.
-    """
-
-    def __init__(self, result: Any, name: str) -> None:
-        self.result, self.name, self.calls = result, name, 0
-
-    def __call__(self) -> Any:
-        """Return the result.
-
-        Raises:
-            ConfigurationError: the second time.
-        """
-        self.calls += 1
-        if self.calls > 1:
-            raise ConfigurationError(
-                f"{self.name} evaluates the loss several times per step, but a delayed gradient is one per step; use an"
-                " optimizer whose step() evaluates its closure once"
-            )
-        return self.result
 
 
 def _check_parameters(module: nn.Module) -> None:
