@@ -111,6 +111,8 @@ class Engine:
         count = self.settings.micro_batches
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
         self._in_evaluation = {module for module in self.stage.modules() if not module.training}
+        if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
+            self.weights.adopt()
         first = self.next_forward
         flights: list[Flight] = []
         with preserved_generators(self.runner.device):
@@ -188,6 +190,7 @@ class Engine:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
         slots = self._slots(batch)
         flights = []
+        self.weights.adopt()
         weights = self.weights.for_evaluation()
         with preserved_generators(self.runner.device):
             for slot in slots:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.agreement import exchange
+from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import (
     ConfigurationError,
@@ -29,6 +29,7 @@ from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettin
 from lightning_asyncpp.pipeline.stage import Stage, cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
+from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.pipeline.update import clip_coefficient
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
@@ -36,6 +37,7 @@ from lightning_asyncpp.pipeline.whole_model import WholeModel
 
 ApplyStep = Callable[[], None]
 _FINISHED = "finished"
+_LOOKS_TOGETHER = 4
 
 
 def check_norm_type(norm_type: float) -> None:
@@ -56,7 +58,12 @@ class PipelineSession(FailingSession):
     Args:
         settings: the user's choices.
         timeout: of blocking communication; default: torch's.
+
+    Attributes:
+        where_to_change: weights, in words that end the message about a change elsewhere.
     """
+
+    where_to_change = "in optimizer.register_step_post_hook(...), which runs with every update, or after a flush()"
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
         super().__init__(settings.heartbeat)
@@ -69,6 +76,8 @@ class PipelineSession(FailingSession):
         self._office: TicketOffice | None = None
         self._update: Update | None = None
         self._in_step = False
+        self._untouched: Untouched | None = None
+        self._looks = 0
 
     def connect(self, rank: int, world_size: int) -> Mesh:
         """Fit the settings to the world and make the process groups; a collective call.
@@ -158,6 +167,9 @@ class PipelineSession(FailingSession):
         self.optimizer = optimizer
         self._office = TicketOffice(optimizer)
         self.tell_delay()
+        weights = self.running().weights
+        weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
+        self._untouched, self._looks = Untouched(weights.parameters), 0
         self.running().updates.on_left_out = lambda: leave_out(optimizer)
 
     @property
@@ -207,13 +219,57 @@ class PipelineSession(FailingSession):
             self.tell_delay()  # all earlier updates have been applied: they ended with a flush
         engine.close(self._office.file(), payload)
 
-    def apply_due(self, step: ApplyStep) -> list[Update]:
-        """Apply the updates whose time has come; ``step`` clips and steps the optimizer."""
-        return self.running().apply_due(lambda update: self._apply(update, step))
+    def apply_due(self, step: ApplyStep, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
+        """Apply the updates whose time has come.
 
-    def drain(self, step: ApplyStep) -> list[Update]:
-        """Finish what is in flight and apply every outstanding update."""
-        return self.running().drain(lambda update: self._apply(update, step))
+        Args:
+            step: clips and steps the optimizer.
+            afterwards: called when they have been applied; it may still change weights.
+
+        Raises:
+            ConfigurationError: somebody else has changed weights since the last call, while an update was outstanding.
+        """
+        engine = self.running()
+        if engine.settings.updates_behind(engine.mini_batch - 1):
+            self._check_untouched()
+        updates = engine.apply_due(lambda update: self._apply(update, step))
+        afterwards()
+        if self._untouched is not None and engine.updates.applied < engine.mini_batch:
+            self._untouched.note()
+        return updates
+
+    def drain(self, step: ApplyStep, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
+        """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
+        if error := self._touched():
+            raise error
+        updates = self.running().drain(lambda update: self._apply(update, step))
+        if self._untouched is not None:
+            self._untouched.forget()
+        afterwards()
+        return updates
+
+    @contextmanager
+    def weights_may_change(self) -> Iterator[None]:
+        """Something runs between two updates that may change the newest weights."""
+        yield
+        self.running().weights.adopt(unseen=True)
+
+    def _check_untouched(self) -> None:
+        """Refuse what was changed; the first few times on all ranks together."""
+        error, self._looks = self._touched(), self._looks + 1
+        if self._looks <= _LOOKS_TOGETHER:
+            agree_on_error(self._connected(), error)
+        elif error:
+            raise error
+
+    def _touched(self) -> ConfigurationError | None:
+        changed = self._untouched.changed() if self._untouched is not None else []
+        if not changed:
+            return None
+        return ConfigurationError(
+            f"{', '.join(changed[:5])}: changed outside the optimizer's step while an update was outstanding, so how"
+            f" the change and the update mix would depend on the schedule; change weights {self.where_to_change}"
+        )
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the update being applied to a norm over all stages of ``max_norm``.

@@ -63,6 +63,11 @@ class UpdateQueue:
         self._buckets = plan_buckets(weights.parameters, late=weights.used_twice) if mesh.num_replicas > 1 else []
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
 
+    @property
+    def applied(self) -> int:
+        """How many updates this stage has applied, or left out."""
+        return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
+
     def close(self, end: int, ticket: Ticket, payload: Tensor | None = None) -> None:
         """Declare the open mini-batch whole.
 
@@ -220,6 +225,7 @@ class UpdateQueue:
         with self._gradients_set(gradients, update.message.weight):
             with self.runner.span(Kind.UPDATE, mini_batch.index, version):
                 apply(update)
+                self.weights.note_step()
                 self.runner.stage.update_from_statistics(update.message.statistics)
 
     @contextmanager

@@ -36,6 +36,7 @@ class WeightVersions:
 
     Attributes:
         used_twice: names of the parameters that have several leaves.
+        masters_hold_weights: whether masters are the weights, in their own dtype; a correction may keep them elsewhere.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class WeightVersions:
         # By slot: name of a leaf -> its gradients, summed in the masters' dtype.
         self._sums: list[dict[str, Tensor]] = [{} for _ in range(room)]
         self._released: dict[str, Tensor] = {}
+        self.masters_hold_weights = True
+        self._master_writes = self._writes_to_masters()
         if self.has_masters:
             self._sum_gradients_of_leaves()
 
@@ -170,6 +173,37 @@ class WeightVersions:
                 self.parameters[name].copy_(value)
         self._show_newest()
         self._writes = [_writes(slot) for slot in self._slots]
+        self.note_step()
+
+    def note_step(self) -> None:
+        """The optimizer has stepped: from now on others write."""
+        self._master_writes = self._writes_to_masters()
+
+    @torch.no_grad()
+    def adopt(self, unseen: bool = False) -> None:
+        """Make what others put into the parameters since the last update part of the newest version.
+
+        Args:
+            unseen: somebody may have written into them in a way that their version counters do not show.
+
+        Raises:
+            ConfigurationError: they are masters that do not hold the weights.
+        """
+        newest = self._slots[self.newest % self.room]
+        if not self.has_masters:
+            for name, parameter in self.parameters.items():
+                if parameter.data_ptr() != newest[name].data_ptr():  # other memory was put in
+                    newest[name].copy_(parameter.detach())
+                    parameter.data = newest[name].data
+        elif self._writes_to_masters() != self._master_writes or (unseen and self.masters_hold_weights):
+            if not self.masters_hold_weights:
+                raise ConfigurationError(
+                    "weights were changed outside the optimizer's step: with weight_dtype='bf16' and this optimizer the"
+                    " parameters are masters on another trajectory, and not the weights; leave weight_dtype out"
+                )
+            foreach.copy_([newest[name] for name in self.parameters], [p.detach() for p in self.parameters.values()])
+            self.note_step()
+        self._writes[self.newest % self.room] = _writes(newest)
 
     def check_unwritten(self, version: int) -> None:
         """Raise ConfigurationError if a forward wrote into the weights of a version, of which there is a newer one."""
@@ -181,6 +215,9 @@ class WeightVersions:
                 f"{', '.join(written[:5])}: changed in place by a forward, which runs on older weights, so the change"
                 " would be lost; change weights in on_train_batch_end instead (torch.nn.Embedding: leave max_norm out)"
             )
+
+    def _writes_to_masters(self) -> dict[str, int]:
+        return _writes(self.parameters) if self.has_masters else {}
 
     def _owned(self) -> list[tuple[str, Tensor]]:
         return [*self.parameters.items(), *self.buffers.items()]

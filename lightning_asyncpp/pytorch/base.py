@@ -34,18 +34,24 @@ from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.update import clip_values
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.batch_ends import BatchEnds
 from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.evaluation import EvaluationSteps
 from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
-from lightning_asyncpp.pytorch.module_first import ModuleFirst
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
+
+
+_WHERE_TO_CHANGE = (
+    "in on_train_batch_end of the LightningModule, which comes once its batch's own update has been applied, or in"
+    " optimizer.register_step_post_hook(...), which runs with every update"
+)
 
 
 class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMixin, DDPStrategy):
@@ -121,12 +127,14 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
             fresh_last_stage=fresh_last_stage, async_checkpoints=async_checkpoints, inexact_resume=inexact_resume,
         )  # fmt: skip
         self.session = PipelineSession(settings, timeout)
+        self.session.where_to_change = _WHERE_TO_CHANGE
         self.progress = Progress(inexact_resume)
         self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
         self.session.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._placeholder_hooks = PlaceholderHooks([])
-        self._module_first: ModuleFirst | None = None
+        self._batch_ends: BatchEnds | None = None
+        self._steps_of: dict[int, int] = {}  # mini-batch -> global_step in its batch
         self._hidden_example: HiddenExample | None = None
         self._conductor: Conductor | None = None
         self._loss: Tensor = torch.zeros(())
@@ -150,8 +158,9 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
         rank_zero_info(f"Pipeline: {self.session.describe()}")
         self._conductor = Conductor(trainer, self.session, self.step_metrics, self.drain, self.progress)
         self._conductor.install(trainer)
-        self._module_first = ModuleFirst(module)
-        self._module_first.install(trainer)
+        self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
+        self._batch_ends.install(trainer)
+        self._steps_of.clear()
         self.step_metrics.connect(trainer, module)
         self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if training:
@@ -273,18 +282,22 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
         **kwargs: Any,
     ) -> Any:
         """Run the batch, file its ticket, and apply the update of the batch before."""
+        assert self._batch_ends is not None
         result = closure()
+        self._steps_of[self.session.running().mini_batch] = self._module.trainer.global_step
         self.session.close(self.step_metrics.payload())
-        self._receive(self.session.apply_due(self._step_optimizer))
+        self._receive(self.session.apply_due(self._step_optimizer, self._batch_ends.call_late))
         return result
 
     def drain(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory."""
-        if self.session.engine is not None and self.session.optimizer is not None:
-            self._receive(self.session.drain(self._step_optimizer))
+        if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
+            self._batch_ends.check_drain()
+            self._receive(self.session.drain(self._step_optimizer, self._batch_ends.call_late))
 
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:
+            self._steps_of.pop(update.mini_batch, None)
             if not update.message.finite:
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
         self.step_metrics.receive(updates)
@@ -295,7 +308,10 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
             self._loss = torch.tensor(loss, device=self.root_device)
 
     def _step_optimizer(self) -> None:
-        self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
+        """Clip and step, with the user's hooks around it; they see the step that their gradient's batch saw."""
+        step = self._steps_of[self.session.updating().mini_batch]
+        with private.at_global_step(self._module.trainer, step):
+            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.session.clip(float(clip_val))
@@ -336,8 +352,8 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
             vars(self.precision_plugin).pop(name, None)
         self.step_metrics.disconnect()
         self._placeholder_hooks.release()
-        if self._module_first is not None:
-            self._module_first.release()
+        if self._batch_ends is not None:
+            self._batch_ends.release()
         if self._hidden_example is not None:
             self._hidden_example.release()
         try:

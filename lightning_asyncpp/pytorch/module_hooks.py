@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
@@ -31,12 +31,12 @@ class Replacement:
     """Takes the place of a method of a module; a copy of the module (that averages weights, say) has the method itself.
 
     Args:
-        module: whose method it is.
+        module: whose method it is; or a callback.
         name: of the method.
         function: what is called instead.
     """
 
-    def __init__(self, module: LightningModule, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, module: LightningModule | Callback, name: str, function: Callable[..., Any]) -> None:
         self._module, self._name, self._function = module, name, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -232,6 +232,29 @@ def current_hook(module: LightningModule) -> str | None:
     """Name of the hook that Lightning is running."""
     hook: str | None = required(module, "_current_fx_name", "know where a metric is logged")
     return hook
+
+
+@contextmanager
+def running_hook(module: LightningModule, name: str) -> Iterator[None]:
+    """Let ``module.log`` take what runs meanwhile for the hook ``name``."""
+    before = current_hook(module)
+    module._current_fx_name = name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+@contextmanager
+def at_global_step(trainer: Trainer, step: int) -> Iterator[None]:
+    """Let ``trainer.global_step`` read ``step`` meanwhile: hooks of an update that comes late decide by it."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    counts = required(loop, "optim_progress", "tell hooks of an update its own step").optimizer.step.total
+    present, counts.completed = counts.completed, step
+    try:
+        yield
+    finally:
+        counts.completed = present
 
 
 def update_logged(trainer: Trainer, hook: str, name: str, value: float, weight: float) -> bool:

@@ -7,7 +7,8 @@ import json
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -139,6 +140,20 @@ class StepMetrics:
         self._weigh_batch(weight)
         if loss is not None:
             self._losses.append((loss, weight))
+
+    @property
+    def batch_weight(self) -> float:
+        """What the newest batch weighs, for what hooks around it log."""
+        return self._batch_weight
+
+    @contextmanager
+    def of_batch(self, weight: float) -> Iterator[None]:
+        """A hook of an earlier batch runs meanwhile, which weighed ``weight``."""
+        present, self._batch_weight = self._batch_weight, weight
+        try:
+            yield
+        finally:
+            self._batch_weight = present
 
     def payload(self) -> Tensor:
         """What the last stage attaches to the control message of the mini-batch, as fp64 numbers."""
