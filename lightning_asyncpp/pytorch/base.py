@@ -36,6 +36,7 @@ from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.batch_ends import BatchEnds
 from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
+from lightning_asyncpp.pytorch.collectives import Collectives
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.evaluation import EvaluationSteps
 from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
@@ -47,14 +48,13 @@ from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
-
 _WHERE_TO_CHANGE = (
     "in on_train_batch_end of the LightningModule, which comes once its batch's own update has been applied, or in"
     " optimizer.register_step_post_hook(...), which runs with every update"
 )
 
 
-class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -161,7 +161,7 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
         self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
         self._batch_ends.install(trainer)
         self._steps_of.clear()
-        self.step_metrics.connect(trainer, module)
+        self.step_metrics.connect(trainer, module, self.in_epoch_end)
         self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
@@ -330,14 +330,6 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
                 self.step_metrics.stop_recording()
 
         return step
-
-    # -- collectives ----------------------------------------------------------------------------------------------
-
-    @override
-    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
-        self._check_collective("reduce")
-        with self.session.collective():
-            return super().reduce(tensor, group, reduce_op)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

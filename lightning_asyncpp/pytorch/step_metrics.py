@@ -36,7 +36,7 @@ from lightning_asyncpp.pytorch.log_recorder import (
     number,
     payload_length,
 )
-from lightning_asyncpp.pytorch.module_hooks import EPOCH_ENDS, ModuleHooks, Replacement
+from lightning_asyncpp.pytorch.module_hooks import EPOCH_ENDS, InEpochEnd, ModuleHooks, Replacement
 
 _EVALUATIONS = ("on_validation", "on_test")
 _ONCE = frozenset(f"{loop}_{start}" for loop in ("on_train", *_EVALUATIONS) for start in ("start", "epoch_start"))
@@ -74,11 +74,17 @@ class StepMetrics:
         self._early: list[tuple[LogRecorder, Callable[[], None]]] = []
         self._spent: list[Metric] = []
 
-    def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
-        """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone."""
+    def connect(self, trainer: L.Trainer, module: LightningModule, in_epoch_end: InEpochEnd) -> None:
+        """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone.
+
+        Args:
+            trainer: that runs the module.
+            module: whose metrics they are.
+            in_epoch_end: name of a hook of the module -> context in which it is called.
+        """
         self.disconnect()
         self._trainer, self._module, self._log = trainer, module, module.log
-        self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch)
+        self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch, in_epoch_end)
         module.log = Replacement(module, "log", self._dispatch)  # type: ignore[method-assign]
         # What is logged here is the same on all ranks already.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
