@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
+from lightning_asyncpp.pipeline.averages import Averages
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import (
     ConfigurationError,
@@ -71,6 +73,7 @@ class PipelineSession(FailingSession):
         self.resolved: ResolvedSettings | None = None
         self.partition: Partition | None = None
         self.stage: Stage | None = None
+        self.averages: Averages | None = None
         self.optimizer: Optimizer | None = None
         self.seed = 0
         self._office: TicketOffice | None = None
@@ -100,17 +103,21 @@ class PipelineSession(FailingSession):
         device: torch.device,
         root: nn.Module | None = None,
         partition: Partition | None = None,
+        averages: Iterable[AveragedModel] = (),
     ) -> Stage:
         """Reduce ``model`` to this rank's stage, once; its meta tensors are materialised on ``device``.
 
-        Without a partition all stages get the same number of layers.
+        Without a partition all stages get the same number of layers. Averages of it, in ``root`` or given apart, are
+        cut alike.
         """
         mesh = self._connected()
+        self.averages = Averages(model, root, averages)
         if self.stage is None or self.stage.model is not model:
             partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
             self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
             self.partition = partition
             self._check_fresh(self.stage)
+        self.averages.cut()
         self.seed = seed
         return self.stage
 
@@ -127,6 +134,8 @@ class PipelineSession(FailingSession):
         self.guard.begin(mesh)
         stage.refresh()
         self._copy_from_first_replica(stage)
+        if self.averages is not None:
+            self.averages.fill()
         settings = self.settings if training else self.settings.with_delay(0)
         self.failure, self.optimizer, self._office = None, None, None
         timeout = None if self.timeout is None else self.timeout.total_seconds()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error, broadcast
 from lightning_asyncpp.pipeline.errors import lost_peers
@@ -114,7 +115,13 @@ class PipelineStrategyMixin:
     def _check_collective(self, name: str) -> None:
         self.session.check_collective(name, self.step_name, self.outside_step)
 
-    def _cut(self, model: nn.Module, root: nn.Module | None = None, example: Example | None = None) -> None:
+    def _cut(
+        self,
+        model: nn.Module,
+        root: nn.Module | None = None,
+        example: Example | None = None,
+        averages: Sequence[AveragedModel] = (),
+    ) -> None:
         """Reduce the model to this rank's stage; what fails on one rank is raised on all.
 
         Rank 0 chooses how many layers each stage gets, and the run's seed: that of ``seed_everything``, or a new one.
@@ -123,6 +130,7 @@ class PipelineStrategyMixin:
             model: what is cut.
             root: the module around it.
             example: to measure its layers with, if the partition needs that.
+            averages: of it, which are no part of ``root``.
         """
         seed, partition, error = seed_of_run(), None, None
         if self._mesh.rank == 0:
@@ -133,7 +141,7 @@ class PipelineStrategyMixin:
         seed, partition = self.broadcast((seed, partition))
         if partition is not None:
             try:
-                self.session.cut(model, seed, torch.device("cpu"), root, partition)
+                self.session.cut(model, seed, torch.device("cpu"), root, partition, averages)
             except Exception as caught:
                 error = caught
         agree_on_error(self._mesh, error)

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_asyncpp.data.stage_loader import has_placeholder, stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.pipeline.averages import averages_in
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Placement
@@ -148,7 +149,10 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
         module = self._module
         weight_dtype = self.session.settings.weight_dtype
         agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
-        self._cut(self._network(), root=module, example=self._example())
+        self._cut(
+            self._network(), root=module, example=self._example(),
+            averages=tuple(averages_in(trainer.callbacks)),  # type: ignore[attr-defined]
+        )  # fmt: skip
         self._hidden_example = HiddenExample(module) if self._mesh.num_stages > 1 else None
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()

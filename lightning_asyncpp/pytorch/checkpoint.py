@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -41,6 +42,8 @@ from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
 _PREFIX = "model."
 _PARTS = ("state_dict", "optimizer_states")
+_CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
+_WEIGHTS = frozenset(("state_dict", _CURRENT))
 
 
 class TrainerCheckpoints(Strategy):
@@ -162,7 +165,24 @@ class PipelineCheckpoints(TrainerCheckpoints):
         hand_back(self.session.running().mesh, self._names_in(content), content, partition)
         if self.session.optimizer is not None:
             self._resume_progress(content)
+        if self._averages_weights():
+            for name in _WEIGHTS & content.keys():
+                content[name] = self._of_this_stage(content[name])  # the callback loads all that it finds
         return content
+
+    def _averages_weights(self) -> bool:
+        """Whether a callback of Lightning averages weights, and will take them up from a checkpoint."""
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        return self.session.optimizer is not None and any(isinstance(c, WeightAveraging) for c in callbacks)
+
+    def _entry_of_weights(self, content: Mapping[str, Any]) -> str:
+        """Where the weights are that are trained; an averaging callback puts others into their place."""
+        return _CURRENT if self._averages_weights() and _CURRENT in content else "state_dict"
+
+    def _of_this_stage(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Without the entries of layers, and of averages of them, that other stages hold."""
+        elsewhere = tuple(f"{n}." for n, m in self._module.named_modules() if isinstance(m, OtherStage))
+        return {name: value for name, value in state.items() if not name.startswith(elsewhere)}
 
     def _names_in(self, content: Mapping[str, Any]) -> Names:
         """Where names of a checkpoint's weights are: here or on another stage."""
@@ -187,11 +207,11 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        elsewhere = tuple(f"{_PREFIX}{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
-        state = {name: value for name, value in checkpoint["state_dict"].items() if not name.startswith(elsewhere)}
+        weights = checkpoint[self._entry_of_weights(checkpoint)]
+        state = self._of_this_stage(weights)
         error: Exception | None = None
         try:
-            check_copies(checkpoint["state_dict"], self.session.whole_model.ties, prefix=_PREFIX)
+            check_copies(weights, self.session.whole_model.ties, prefix=_PREFIX)
             self._module.load_state_dict(state, strict=strict)
         except (RuntimeError, ConfigurationError) as caught:
             error = caught

@@ -115,9 +115,11 @@ def hand_back(mesh: Mesh, network: Names, checkpoint: dict[str, Any], partition:
         checkpoint: what all stages had.
         partition: layers on each stage.
     """
-    state = checkpoint.get(PIPELINE)
-    differences: list[Any] = state.pop(APART, None) if isinstance(state, dict) else None
+    state: Any = checkpoint.get(PIPELINE)
+    differences: list[Any] | None = state.pop(APART, None) if isinstance(state, dict) else None
     if not differences:
+        if state is not None and state["num_stages"] == 1:
+            _take_own(network, checkpoint)
         return
     names = dict.fromkeys(name for d in differences if d is not None for name in d[KEYS])
     united = {name: _get(checkpoint, tuple(json.loads(name))) for name in names}
@@ -133,6 +135,21 @@ def hand_back(mesh: Mesh, network: Names, checkpoint: dict[str, Any], partition:
             )
     for name in names:
         _put(checkpoint, tuple(json.loads(name)), own.get(name), remove=name not in own)
+
+
+def _take_own(network: Names, checkpoint: dict[str, Any]) -> None:
+    """Leave in mappings by names of the model, which one process wrote, those of this stage."""
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, Mapping) or not value:
+            return value
+        if all(network.is_known(key) for key in value):
+            return {key: child for key, child in value.items() if not network.is_elsewhere(key)}
+        return {key: own(child) for key, child in value.items()}
+
+    for key in (*(key for key in checkpoint if key not in _LIGHTNINGS_OWN), _CALLBACKS):
+        if key in checkpoint:
+            checkpoint[key] = own(checkpoint[key])
 
 
 def _entries(trainer: L.Trainer, checkpoint: Mapping[str, Any]) -> dict[_Path, Any]:

@@ -27,7 +27,6 @@ from lightning_asyncpp.pytorch import private
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _CALLBACKS: tuple[tuple[type, str], ...] = (
-    (WeightAveraging, "it averages a whole model, but each rank holds one stage and two versions of it"),
     (StochasticWeightAveraging, "it averages a whole model and swaps weights, but each rank holds one stage"),
     (ModelPruning, "it rewrites parameters while two versions of them are alive"),
     (BaseFinetuning, "it freezes and unfreezes parameters while the engine holds two versions of the trainable ones"),
@@ -48,6 +47,11 @@ def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> lis
         problems.append(
             "sync_batchnorm=True: BatchNorm would synchronise over all ranks, most of which hold other layers; leave it"
             " out, statistics are then those of each micro-batch, or normalise without them (GroupNorm)"
+        )
+    if weight_dtype is not None and any(isinstance(c, WeightAveraging) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        problems.append(
+            f"weight_dtype={weight_dtype!r} with a callback that averages weights: it would read and swap the masters,"
+            " and not the weights that are validated; leave weight_dtype out"
         )
     return problems + _callback_problems(trainer)
 

@@ -108,6 +108,7 @@ def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
     [
         (2, 2, {}),
         (3, 2, {"state_dict_type": "sharded", "async_checkpoints": True}),
+        (1, 2, {}),
         pytest.param(2, 3, {}, marks=pytest.mark.slow),
         pytest.param(2, 2, {"data_parallel_size": 2}, marks=pytest.mark.slow),
     ],
@@ -182,7 +183,7 @@ def warnings_of(run: Run) -> list[str]:
 
 
 def test_uniting() -> None:
-    """Keys of any stage; a value that differs is the last stage's, and every stage's difference makes it what it was."""
+    """Keys of any stage; a value that differs is the last stage's, and each difference gives back what a stage had."""
     stages = [
         {"a": {"x": torch.ones(2), "y": 1}, "only first": [1], 3: np.arange(2)},
         {"a": {"z": torch.zeros(2), "y": 2}, 3: np.arange(2), "object": object()},
@@ -192,7 +193,8 @@ def test_uniting() -> None:
     assert union.value["a"]["y"] == 2
     lost: list[str] = []
     value = readable(union.value, stages[1], "state", lost)
-    assert value["object"] is stages[1]["object"] and not lost
+    assert value["object"] is stages[1]["object"]
+    assert not lost
     for stage, difference in zip(stages, union.differences):
         again = own_again(value, readable(difference))
         assert fingerprint(again) == fingerprint(stage)

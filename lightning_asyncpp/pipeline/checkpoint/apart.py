@@ -153,12 +153,16 @@ class Names:
 
     def is_elsewhere(self, key: Any) -> bool:
         """Whether the longest name that the key ends with is another stage's: ``"module.0.weight"`` is ``0.weight``."""
+        return self._name_in(key) in self._elsewhere
+
+    def is_known(self, key: Any) -> bool:
+        """Whether the key ends with a name of the model."""
+        return bool(self._name_in(key))
+
+    def _name_in(self, key: Any) -> str:
         parts = str(key).split(".")
-        for begin in range(len(parts)):
-            name = ".".join(parts[begin:])
-            if name in self._here or name in self._elsewhere:
-                return name in self._elsewhere
-        return False
+        names = (".".join(parts[begin:]) for begin in range(len(parts)))
+        return next((name for name in names if name in self._here or name in self._elsewhere), "")
 
 
 def _unite_mappings(values: Sequence[Any], present: Sequence[int]) -> Union:
@@ -181,7 +185,7 @@ def _nothing(_: Any) -> None:
     return None
 
 
-def _feed(update: Callable[[bytes], None], node: Any) -> None:
+def _feed(update: Callable[[Any], None], node: Any) -> None:
     if isinstance(node, Mapping):
         update(b"{")
         for key in sorted(node, key=repr):
@@ -195,7 +199,7 @@ def _feed(update: Callable[[bytes], None], node: Any) -> None:
         update(b"]")
     elif isinstance(node, Tensor) and not node.is_meta and node.layout == torch.strided:
         update(f"{node.dtype}{tuple(node.shape)}".encode())
-        update(memoryview(node.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        update(node.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     elif isinstance(node, np.ndarray) and node.dtype != object:
         update(f"{node.dtype}{node.shape}".encode())
         update(np.ascontiguousarray(node).tobytes())
