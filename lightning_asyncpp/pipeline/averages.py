@@ -94,8 +94,8 @@ def averages_in(holders: Iterable[Any]) -> Iterator[AveragedModel]:
 def copy_that_changes(names: list[str]) -> str:
     """What is wrong with a whole copy of the model that is updated, and the mend."""
     return (
-        f"{', '.join(f'self.{name}' for name in names[:3])}: a copy of self.model that changes during the training. Each"
-        " rank holds one stage of self.model, so an average that walks through the parameters of both would mix"
+        f"{', '.join(f'self.{name}' for name in names[:3])}: a copy of self.model that changes while it is trained."
+        " Each rank holds one stage of self.model, so an average that walks through the parameters of both would mix"
         " layers. Make it torch.optim.swa_utils.AveragedModel(self.model), which is cut like self.model, or use"
         " Lightning's EMAWeightAveraging callback; a copy that stays as it is may be used whole"
     )

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
 from lightning_asyncpp.pipeline.averages import Averages
+from lightning_asyncpp.pipeline.clipping_guard import ClippingGuard
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import (
     ConfigurationError,
@@ -63,7 +64,13 @@ class PipelineSession(FailingSession):
 
     Attributes:
         where_to_change: weights, in words that end the message about a change elsewhere.
+        how_to_clip: gradients, in words that follow the message about torch's own function.
     """
+
+    how_to_clip = (
+        "in Fabric call fabric.clip_gradients(model, optimizer, max_norm=...), in a LightningModule"
+        " self.clip_gradients(...) in configure_gradient_clipping, or set Trainer(gradient_clip_val=...)"
+    )
 
     where_to_change = "in optimizer.register_step_post_hook(...), which runs with every update, or after a flush()"
 
@@ -74,6 +81,7 @@ class PipelineSession(FailingSession):
         self.partition: Partition | None = None
         self.stage: Stage | None = None
         self.averages: Averages | None = None
+        self._clipping_guard = ClippingGuard(self.how_to_clip)
         self.optimizer: Optimizer | None = None
         self.seed = 0
         self._office: TicketOffice | None = None
@@ -176,6 +184,8 @@ class PipelineSession(FailingSession):
         self.optimizer = optimizer
         self._office = TicketOffice(optimizer)
         self.tell_delay()
+        if stage.num_stages > 1:
+            self._clipping_guard.begin(stage.parameters.values())
         weights = self.running().weights
         weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
         self._untouched, self._looks = Untouched(weights.parameters), 0
@@ -340,6 +350,7 @@ class PipelineSession(FailingSession):
         try:
             self.finish()
         finally:
+            self._clipping_guard.end()
             self.guard.end()
 
     def _apply(self, update: Update, step: ApplyStep) -> None:

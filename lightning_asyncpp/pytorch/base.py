@@ -45,7 +45,13 @@ from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
-from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
+from lightning_asyncpp.pytorch.refusals import (
+    OPTIMIZER_ERRORS,
+    module_problems,
+    optimizer_problems,
+    trainer_problems,
+    without_gradients,
+)
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
@@ -170,6 +176,11 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
             self._warn_without_delay(trainer.max_steps)
+            if owners := without_gradients(module, trainer.callbacks):  # type: ignore[attr-defined]
+                rank_zero_warn(
+                    f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
+                    " while an update is applied; look at them in on_before_optimizer_step"
+                )
             link_when_written(trainer, self.checkpoints.then)
             self.setup_optimizers(trainer)
             agree_on_problems(self._mesh, optimizer_problems(self.optimizers, module))

@@ -71,7 +71,7 @@ class Collectives(PipelineStrategyMixin):
             return super().reduce(tensor, own, reduce_op)  # type: ignore[misc]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of rank ``src`` on all ranks; in the module's epoch end that of its replica on this stage."""
+        """Return the object of rank ``src`` on all ranks; in the module's epoch end its replica's, on this stage."""
         if not self._epoch_end:
             return super().broadcast(obj, src)
         self._check_collective("broadcast")

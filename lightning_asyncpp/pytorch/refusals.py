@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.gradient_hooks import parameter_hook_problems
 from lightning_asyncpp.pipeline.settings import problems_of_precision
 from lightning_asyncpp.pipeline.units import model_problems
 from lightning_asyncpp.pytorch import private
@@ -93,6 +94,8 @@ def module_problems(module: LightningModule, trainer: L.Trainer) -> list[str]:
     network = getattr(module, "model", None)
     if isinstance(network, nn.Module):
         problems += model_problems(network)
+        if trainer.state.fn == TrainerFn.FITTING:
+            problems += parameter_hook_problems(network)
     else:
         problems.append(
             f"{type(module).__name__} has no self.model: assign the network to it, as an nn.Sequential or a module with"
@@ -116,6 +119,16 @@ def backward_problems(module: LightningModule) -> list[str]:
         f"{type(module).__name__} has a backward() of its own, which is not called: backwards run micro-batch by"
         " micro-batch, from the loss that training_step returns; put what it does into that loss, or into"
         " on_before_optimizer_step"
+    ]
+
+
+def without_gradients(module: LightningModule, callbacks: Sequence[L.Callback]) -> list[str]:
+    """Who has an ``on_after_backward``, which finds no gradients."""
+    owners: list[LightningModule | L.Callback] = [module, *callbacks]
+    return [
+        type(owner).__name__
+        for owner, base in ((o, LightningModule if o is module else L.Callback) for o in owners)
+        if is_overridden("on_after_backward", owner, base)
     ]
 
 

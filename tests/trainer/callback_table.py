@@ -69,7 +69,8 @@ TABLE = [
         {"write_interval": "epoch"},
     ),
     Entry("BatchSizeFinder", REFUSED, "It needs an out-of-memory error on all ranks at once."),
-    Entry("Callback", BASE, "Yours: hooks run on every rank; metrics are the same on all, weights the stage's own. Checkpoints have every stage's state."),
+    Entry("Callback", BASE, "Yours: hooks run on every rank; metrics are the same on all, weights the stage's own."
+        " Checkpoints have every stage's state."),
     Entry("Checkpoint", BASE, "A checkpoint callback of your own must call `trainer.save_checkpoint` on every rank."),
     Entry("DeviceStatsMonitor", NOTE, "Logs the device of rank 0, that is of the last stage.", {"cpu_stats": False}),
     Entry(

@@ -1,4 +1,4 @@
-"""What stages keep apart: states of callbacks and additions to checkpoints hold all layers, and go on with any stages."""
+"""What stages keep apart: states of callbacks and additions to checkpoints hold all layers, and go on anywhere."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def averaged_without_reading(run: Run, epochs: int, path: str) -> dict[str, Any]
 
 
 def test_the_file_is_what_one_process_writes(pools: Pools, tmp_path: Path) -> None:
-    """Averages of all layers; changes of ``on_save_checkpoint`` on every stage; a stage's own figures come back to it."""
+    """Averages of all layers; changes of ``on_save_checkpoint`` on every stage; figures come back to their stage."""
     run = dataclasses.replace(RUN, module=Adds)
     one = pools.run(1, averaged, dataclasses.replace(run, strategy="sync", options={"micro_batches": 2}), 1,
                     str(tmp_path / "one.ckpt"))  # fmt: skip

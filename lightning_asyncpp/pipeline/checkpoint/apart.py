@@ -1,4 +1,4 @@
-"""What every stage has of its own beside weights and optimizer, such as an average of its weights in a callback's state.
+"""What every stage has of its own beside weights and optimizer, such as an average of weights in a callback's state.
 
 A checkpoint holds it as one process would write it: mappings of all stages are united by their keys. Beside that it has
 the difference between what is united and what each stage had, from which the same stages get back exactly their own.
@@ -83,7 +83,7 @@ def readable(sent: Any, own: Any = None, path: str = "", lost: list[str] | None 
 
 
 def unite(values: Sequence[Any]) -> Union:
-    """Unite what the stages have, first stage first; where they have different values under a key, the last one's counts.
+    """Unite what the stages have, first stage first; of different values under a key the last one's counts.
 
     Raises:
         ValueError: there is none.
