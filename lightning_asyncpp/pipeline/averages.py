@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.stage import OtherStage
 from lightning_asyncpp.pipeline.untouched import Untouched
 
@@ -61,6 +62,7 @@ class Averages:
 
     def cut(self) -> None:
         """Replace in all of them what was replaced in the model."""
+        guard_updates()
         for name, module in list(self._model.named_modules(remove_duplicate=False)):
             if isinstance(module, OtherStage):
                 for network in self.networks:
@@ -83,6 +85,29 @@ class Averages:
         """Tells whether somebody changes the copies that stay whole; None: there are none."""
         held = {f"{n}.{name}": p for n, m in self.copies.items() for name, p in m.named_parameters()}
         return Untouched(held) if held else None
+
+
+def guard_updates() -> None:
+    """From now on refuse to update an average of a whole model from a stage of it; for good, in this process."""
+    if AveragedModel.update_parameters is not _checked_update:
+        AveragedModel.update_parameters = _checked_update  # type: ignore[method-assign, assignment]
+
+
+def _checked_update(average: AveragedModel, model: nn.Module) -> None:
+    if _placeholders(model) != _placeholders(average.module):
+        raise ConfigurationError(
+            "AveragedModel.update_parameters: the average is of the whole model, and the model was cut to one stage, so"
+            " layers would be mixed; keep it in the LightningModule or in a callback, where it is cut, too, or make it"
+            " after fabric.setup_module, of model.module"
+        )
+    _update(average, model)
+
+
+_update = AveragedModel.update_parameters
+
+
+def _placeholders(module: nn.Module) -> int:
+    return sum(isinstance(part, OtherStage) for part in module.modules())
 
 
 def averages_in(holders: Iterable[Any]) -> Iterator[AveragedModel]:

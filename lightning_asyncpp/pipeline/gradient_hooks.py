@@ -27,9 +27,8 @@ def parameter_hook_problems(model: nn.Module, name: str = "self.model") -> list[
         return []
     return [
         f"hooks on parameters of {name} ({', '.join(hooked[:4])}{', ...' if len(hooked) > 4 else ''}) would not fire"
-        " under a pipeline (register_hook, register_post_accumulate_grad_hook, wandb.watch): leave them out, and look at"
-        " gradients, or change them, between the backward and the step: in on_before_optimizer_step of a Trainer, or in"
-        " optimizer.register_step_pre_hook"
+        " under a pipeline (register_hook, register_post_accumulate_grad_hook, wandb.watch): leave them out, look at"
+        " gradients in on_before_optimizer_step of a Trainer, or in optimizer.register_step_pre_hook"
     ]
 
 

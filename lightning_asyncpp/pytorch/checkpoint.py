@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error
-from lightning_asyncpp.pipeline.checkpoint.apart import Names
+from lightning_asyncpp.pipeline.checkpoint.apart import APART, Names
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_by_rank
 from lightning_asyncpp.pipeline.checkpoint.origin import FABRIC, PIPELINE, TRAINER, origin_of
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
@@ -36,7 +36,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.stage import OtherStage
 from lightning_asyncpp.pipeline.tied_state import check_copies
-from lightning_asyncpp.pytorch.kept_apart import APART, Given, hand_back, unite_stages
+from lightning_asyncpp.pytorch.kept_apart import Given, hand_back, unite_stages
 from lightning_asyncpp.pytorch.progress import PROGRESS, Progress
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 

@@ -15,24 +15,16 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.agreement import exchange
-from lightning_asyncpp.pipeline.checkpoint.apart import (
-    BELOW,
-    KEYS,
-    Names,
-    conflicts,
-    fingerprint,
-    own_again,
-    readable,
-    sendable,
-    unite,
-    without,
-)
-from lightning_asyncpp.pipeline.checkpoint.gathering import gather_stages
+from lightning_asyncpp.pipeline.checkpoint.apart import APART, BELOW, KEYS, Names
 from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
+from lightning_asyncpp.pipeline.checkpoint.uniting import (
+    cannot_be_assigned,
+    cannot_travel,
+    own_entries,
+    unite_entries,
+)
 from lightning_asyncpp.pipeline.mesh import Mesh
 
-APART = "apart"
 _CALLBACKS = "callbacks"
 # What Lightning itself writes beside them is the same on all ranks, or belongs to a rank's progress.
 _LIGHTNINGS_OWN = frozenset(
@@ -77,32 +69,18 @@ def unite_stages(mesh: Mesh, trainer: L.Trainer, checkpoint: dict[str, Any], giv
     """
     others = {} if given is None else given.of_others()
     own = {path: _without_tensors(value, others) for path, value in _entries(trainer, checkpoint).items()}
-    prints = {json.dumps(path): fingerprint(value) for path, value in own.items()}
+    marks = {}
     if given is not None:
         own[_WEIGHTS] = _without_tensors(checkpoint[_WEIGHTS[0]], others)
         changed = given.was_changed(checkpoint[_WEIGHTS[0]])
-        prints[json.dumps(_WEIGHTS)] = f"changed on stage {mesh.stage}" if changed else ""
-    by_rank = [json.loads(text) for text in exchange(mesh, json.dumps(prints))]
-    of_stages = [by_rank[mesh.rank_of(stage, replica=0)] for stage in range(mesh.num_stages)]
-    names = dict.fromkeys(name for stage in of_stages for name in stage)
-    differing = [name for name in names if len({stage.get(name) for stage in of_stages}) > 1]
-    if not differing:
-        return []
-    paths = {name: tuple(json.loads(name)) for name in differing}
-    mine = {name: sendable(own[path]) for name, path in paths.items() if path in own}
-    stages = gather_stages(mesh, mine)
-    if not stages:
-        return []
-    value, differences = unite(stages)
-    lost: list[str] = []
-    for name, path in paths.items():
-        _put(checkpoint, path, readable(value[name], own.get(path), _described(path), lost))
-    apart = readable([_without_weights(d) for d in differences], None, "what a stage has of its own", lost)
-    if lost:
-        rank_zero_warn(
-            f"not in the checkpoint: {', '.join(lost)}, which only other stages than rank 0's have: objects of a class"
-            " of their own do not travel between ranks; keep tensors, numbers and texts, in dictionaries and lists"
-        )
+        marks[json.dumps(_WEIGHTS)] = f"changed on stage {mesh.stage}" if changed else ""
+    by_name = {json.dumps(path): value for path, value in own.items()}
+    united = unite_entries(mesh, by_name, lambda name: _described(tuple(json.loads(name))), marks)
+    for name, value in united.entries.items():
+        _put(checkpoint, tuple(json.loads(name)), value)
+    if united.lost:
+        rank_zero_warn(cannot_travel(united.lost))
+    apart = [_without_weights(difference) for difference in united.differences]
     return apart if any(difference is not None for difference in apart) else []
 
 
@@ -116,40 +94,21 @@ def hand_back(mesh: Mesh, network: Names, checkpoint: dict[str, Any], partition:
         partition: layers on each stage.
     """
     state: Any = checkpoint.get(PIPELINE)
-    differences: list[Any] | None = state.pop(APART, None) if isinstance(state, dict) else None
-    if not differences:
-        if state is not None and state["num_stages"] == 1:
-            _take_own(network, checkpoint)
+    if state is None:
         return
-    names = dict.fromkeys(name for d in differences if d is not None for name in d[KEYS])
-    united = {name: _get(checkpoint, tuple(json.loads(name))) for name in names}
-    if state["num_stages"] == mesh.num_stages and list(state["partition"]) == list(partition):
-        own = own_again(united, differences[mesh.stage])
-    else:
-        own = without(united, differences, network.is_elsewhere)
-        if found := _conflicts(differences):
-            rank_zero_warn(
-                f"{', '.join(found)}: in the checkpoint each of its {state['num_stages']} stages has a value of its own"
-                f" under the same key, and this run has other stages: all get the last stage's. Go on with"
-                f" partition={list(state['partition'])}, or keep it by names of parameters"
-            )
-    for name in names:
+    found = {json.dumps(path): value for path, value in _all_entries(checkpoint).items()}
+    own, unclear = own_entries(mesh, partition, network, found, state, lambda name: _described(tuple(json.loads(name))))
+    state.pop(APART, None)
+    if unclear:
+        rank_zero_warn(cannot_be_assigned(unclear, state))
+    for name in found:
         _put(checkpoint, tuple(json.loads(name)), own.get(name), remove=name not in own)
 
 
-def _take_own(network: Names, checkpoint: dict[str, Any]) -> None:
-    """Leave in mappings by names of the model, which one process wrote, those of this stage."""
-
-    def own(value: Any) -> Any:
-        if not isinstance(value, Mapping) or not value:
-            return value
-        if all(network.is_known(key) for key in value):
-            return {key: child for key, child in value.items() if not network.is_elsewhere(key)}
-        return {key: own(child) for key, child in value.items()}
-
-    for key in (*(key for key in checkpoint if key not in _LIGHTNINGS_OWN), _CALLBACKS):
-        if key in checkpoint:
-            checkpoint[key] = own(checkpoint[key])
+def _all_entries(checkpoint: Mapping[str, Any]) -> dict[_Path, Any]:
+    """What :func:`_entries` may have given, when it was written."""
+    found: dict[_Path, Any] = {(_CALLBACKS, key): value for key, value in (checkpoint.get(_CALLBACKS) or {}).items()}
+    return found | {(key,): value for key, value in checkpoint.items() if key not in _LIGHTNINGS_OWN}
 
 
 def _entries(trainer: L.Trainer, checkpoint: Mapping[str, Any]) -> dict[_Path, Any]:
@@ -185,21 +144,8 @@ def _without_weights(difference: Any) -> Any:
     return {KEYS: keys, BELOW: {k: d for k, d in difference[BELOW].items() if k != name}} if keys else None
 
 
-def _conflicts(differences: Sequence[Any]) -> list[str]:
-    below = [d[BELOW] for d in differences if d is not None]
-    names = dict.fromkeys(name for b in below for name in b)
-    return [c for n in names for c in conflicts([b.get(n) for b in below], _described(tuple(json.loads(n))))]
-
-
 def _described(path: _Path) -> str:
     return "checkpoint" + "".join(f"[{key!r}]" for key in path)
-
-
-def _get(checkpoint: Mapping[str, Any], path: _Path) -> Any:
-    node: Any = checkpoint
-    for key in path:
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return node
 
 
 def _put(checkpoint: dict[str, Any], path: _Path, value: Any, remove: bool = False) -> None:

@@ -21,6 +21,8 @@ _PLAIN = (str, int, float, bool, complex, bytes, type(None), torch.dtype, torch.
 _READABLE = (enum.Enum, PurePath, timedelta, date, time, np.generic, set, frozenset)
 _OPAQUE, _ARRAY = "__of_another_process__", "__array__"
 _MISSING = object()
+APART = "apart"
+"""Entry of the pipeline's part of a checkpoint that holds the differences."""
 KEYS, BELOW, VALUE = "keys", "below", "value"
 
 
@@ -155,9 +157,13 @@ class Names:
         """Whether the longest name that the key ends with is another stage's: ``"module.0.weight"`` is ``0.weight``."""
         return self._name_in(key) in self._elsewhere
 
-    def is_known(self, key: Any) -> bool:
-        """Whether the key ends with a name of the model."""
-        return bool(self._name_in(key))
+    def of_this_stage(self, tree: Any) -> Any:
+        """Nested mappings, of those that have names of the model for keys without what is elsewhere."""
+        if not isinstance(tree, Mapping) or not tree:
+            return tree
+        if all(self._name_in(key) for key in tree):
+            return {key: child for key, child in tree.items() if not self.is_elsewhere(key)}
+        return {key: self.of_this_stage(child) for key, child in tree.items()}
 
     def _name_in(self, key: Any) -> str:
         parts = str(key).split(".")
