@@ -65,7 +65,7 @@ def test_averages_go_on(pools: Pools, tmp_path: Path, resumed_on: int) -> None:
     for name, array in joined(first).items():
         np.testing.assert_array_equal(joined(again)[name], array, err_msg=name)
     for result in again:
-        trackers = {name.removeprefix("tracker.") for name in result if name.startswith("tracker.")}
+        trackers = {name.removeprefix("tracker._forward_module.") for name in result if name.startswith("tracker.")}
         averages = {n.removeprefix("average.module.") for n in result if n.startswith("average.module.")}
         assert trackers == averages, "an average of what another stage trains grows stale"
 
