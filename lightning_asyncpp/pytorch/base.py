@@ -46,6 +46,7 @@ from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.refusals import (
+    NOTHING_TO_STEP,
     OPTIMIZER_ERRORS,
     module_problems,
     optimizer_problems,
@@ -273,6 +274,8 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.session.running()
+        if private.begins_accumulation(self._module.trainer):
+            engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
         with self.session.user_step():
             output = engine.run(args[0], self._user_step("training_step", args, kwargs))
         if not self._mesh.is_last:
@@ -299,6 +302,8 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
         """Run the batch, file its ticket, and apply the update of the batch before."""
         assert self._batch_ends is not None
         result = closure()
+        if not self.session.running().accumulating:
+            raise ConfigurationError(NOTHING_TO_STEP)
         self._steps_of[self.session.running().mini_batch] = self._module.trainer.global_step
         self.session.close(self.step_metrics.payload())
         self._receive(self.session.apply_due(self._step_optimizer, self._batch_ends.call_late))

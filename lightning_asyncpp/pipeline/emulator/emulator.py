@@ -113,6 +113,12 @@ class DelayEmulator:
         self.mini_batch += 1
         return finite
 
+    def drop(self) -> None:
+        """Throw away what batches have brought since the last update: they belong to none."""
+        self.counts.clear()
+        if self.micro_batches is not None:
+            self.micro_batches.drop()
+
     def check_finite(self) -> None:
         """Raise NonFiniteGradientError if the gradient that the parameters hold is not finite."""
         if not self._is_finite(None):
