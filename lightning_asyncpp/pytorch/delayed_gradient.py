@@ -36,6 +36,7 @@ from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
 from lightning_asyncpp.pytorch.module_first import ModuleFirst
 from lightning_asyncpp.pytorch.progress import Progress
+from lightning_asyncpp.pytorch.refusals import NOTHING_TO_STEP
 from lightning_asyncpp.pytorch.statistics_log import StatisticsLog
 from lightning_asyncpp.pytorch.stop_on_signal import StopOnSignal
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
@@ -284,6 +285,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         result = closure()
         if private.skips_backward(self._module.trainer):
             return result
+        if self._running.micro_batches is not None and not self._running.micro_batches.pending:
+            raise ConfigurationError(NOTHING_TO_STEP)
         once = CallOnce(result, type(optimizer).__name__)
 
         def step() -> None:
