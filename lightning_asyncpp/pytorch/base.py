@@ -283,6 +283,7 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
     ) -> Any:
         """Run the batch, file its ticket, and apply the update of the batch before."""
         assert self._batch_ends is not None
+        self.session.check_optimizer(optimizer)
         result = closure()
         self._steps_of[self.session.running().mini_batch] = self._module.trainer.global_step
         self.session.close(self.step_metrics.payload())

@@ -129,7 +129,9 @@ class BatchEnds(ModuleFirst):
                 f"{HOOK} changed {', '.join(changed[:5])}: frozen parameters and buffers have no versions, and the next"
                 " batch has run on it already when the update of this one is applied; change it in on_train_batch_start"
             )
-        if values and (moved := [name for name, value in _plain_values(self._module).items() if values.get(name) != value]):
+        if values and (
+            moved := [name for name, value in _plain_values(self._module).items() if values.get(name) != value]
+        ):
             self._has_warned = True
             rank_zero_warn(
                 f"{HOOK} sets self.{moved[0]}: in an asynchronous pipeline the hook of a batch comes once its own update"

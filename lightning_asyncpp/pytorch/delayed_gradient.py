@@ -26,6 +26,7 @@ from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.unit_times import Example
+from lightning_asyncpp.pipeline.step_guard import StepGuard
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.delayed_checkpoint import DelayedCheckpoints
@@ -125,6 +126,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._statistics_log = StatisticsLog()
         self._stop_on_signal: StopOnSignal | None = None
         self._module_first: ModuleFirst | None = None
+        self._step_guard: StepGuard | None = None
         self.progress = Progress(inexact_resume)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -194,6 +196,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._statistics_log.install(module.trainer)
         self.emulator.load_state_dict(self._loaded_state)
         self._loaded_state = None
+        if not self.settings.is_plain:
+            self._step_guard = StepGuard(self.optimizers[0], lambda: self._running.updating)
 
     def _example(self, module: LightningModule, network: nn.Module | None) -> Example | None:
         parts = self.settings.micro_batches
@@ -273,6 +277,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         **kwargs: Any,
     ) -> Any:
         """Take the gradient, where it belongs, and apply it to the newest weights."""
+        if self._step_guard is not None:
+            self._step_guard.check_same(optimizer)
         if self.settings.is_plain:
             result = super().optimizer_step(optimizer, self._checked(closure, self.precision_plugin), model, **kwargs)
             self._running.mini_batch += 1
@@ -321,6 +327,9 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._is_training, self._loaded_state = False, None
+        if self._step_guard is not None:
+            self._step_guard.release()
+            self._step_guard = None
         self.progress.forget()
         if self._module_first is not None:
             self._module_first.release()

@@ -113,6 +113,11 @@ class DelayEmulator:
         self.mini_batch += 1
         return finite
 
+    @property
+    def updating(self) -> bool:
+        """Whether an update is being applied."""
+        return self._updating
+
     def check_finite(self) -> None:
         """Raise NonFiniteGradientError if the gradient that the parameters hold is not finite."""
         if not self._is_finite(None):
