@@ -21,7 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.data.stage_loader import has_placeholder, stage_loader
+from lightning_asyncpp.data.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -46,7 +46,6 @@ from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
-
 
 _WHERE_TO_CHANGE = (
     "in on_train_batch_end of the LightningModule, which comes once its batch's own update has been applied, or in"
@@ -239,8 +238,13 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
     @override
     def process_dataloader(self, dataloader: object) -> object:
         mesh, trainer = self._mesh, self._module.trainer
-        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
-        return self.progress.training_loader(loader, trainer) if trainer.training else loader
+        needs_data, transport = mesh.is_first or mesh.is_last, self.session.running().runner.transport
+        follow = None if transport is None else lambda: Next(transport.follow_loaded())
+        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, needs_data, follow)
+        loader = self.progress.training_loader(loader, trainer) if trainer.training else loader
+        if transport is not None and mesh.is_first and mesh.num_stages > 2:
+            return AnnouncingLoader(loader, transport.announce_loaded)
+        return loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -25,8 +25,8 @@ from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.step_guard import StepGuard
+from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.delayed_checkpoint import DelayedCheckpoints
