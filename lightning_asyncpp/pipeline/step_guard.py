@@ -50,7 +50,7 @@ class StepGuard:
     def _check(self, *_: Any) -> None:
         if not self._is_updating():
             raise ConfigurationError(
-                f"{type(self._optimizer).__name__}.step() was called past the strategy (as by"
-                " optimizer.optimizer.step(...)), where there is no gradient of an update: call step() of the optimizer"
-                " that Lightning hands to optimizer_step, or that fabric.setup_optimizers returned"
+                f"step() was called on the {type(self._optimizer).__name__} itself (as by optimizer.optimizer.step(...)):"
+                " the gradient of its update is not there; call step() on what fabric.setup_optimizers(optimizer)"
+                " returned, or what Lightning hands to optimizer_step"
             )

@@ -23,12 +23,13 @@ from typing_extensions import override
 
 from lightning_asyncpp.data.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.pipeline.arguments import check_arguments
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import PipelineSettings, check_arguments
+from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.update import clip_values
@@ -122,8 +123,9 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
             heartbeat=heartbeat,
         )
         check_arguments(
-            settings, timeout, interface, state_dict_type,
-            fresh_last_stage=fresh_last_stage, async_checkpoints=async_checkpoints, inexact_resume=inexact_resume,
+            settings, timeout=timeout, interface=interface, state_dict_type=state_dict_type, start_method=start_method,
+            process_group_backend=process_group_backend, fresh_last_stage=fresh_last_stage,
+            async_checkpoints=async_checkpoints, inexact_resume=inexact_resume,
         )  # fmt: skip
         self.session = PipelineSession(settings, timeout)
         self.session.where_to_change = _WHERE_TO_CHANGE

@@ -134,7 +134,7 @@ class BatchEnds(ModuleFirst):
         ):
             self._has_warned = True
             rank_zero_warn(
-                f"{HOOK} sets self.{moved[0]}: in an asynchronous pipeline the hook of a batch comes once its own update"
+                f"{HOOK} sets self.{moved[0]}: in an asynchronous pipeline the hook of a batch comes once its update"
                 " has been applied, and the step of the next batch may have run by then; set what a step reads in"
                 " on_train_batch_start"
             )

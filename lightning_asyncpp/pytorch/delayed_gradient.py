@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import collecting
+from lightning_asyncpp.pipeline.arguments import check_arguments
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
@@ -117,7 +118,10 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self.settings = DelaySettings(
             delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start, partition
         )
-        self.settings.check()
+        check_arguments(
+            self.settings, timeout=timeout, start_method=start_method, process_group_backend=process_group_backend,
+            find_unused_parameters=find_unused_parameters, inexact_resume=inexact_resume,
+        )  # fmt: skip
         self.emulator: DelayEmulator | None = None
         self._emulated: LightningModule | None = None
         self._is_training = False
