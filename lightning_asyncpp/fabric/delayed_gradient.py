@@ -279,6 +279,7 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
         try:
             with emulator.weights.stale(), backward_allowed(True):
                 output = micro_batches.run(batch, lambda micro_batch, weight: step_fn(micro_batch))
+                micro_batches.restore()
         finally:
             self._in_step = False
         loss = output.mean_loss(micro_batches.hooks.loss_reduction)

@@ -127,6 +127,14 @@ class Engine:
                 self.updates.poll()
         return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
 
+    def drop(self) -> None:
+        """Throw away the gradient of the batches since the last :meth:`close`: they belong to no update.
+
+        What follows runs on the weights that it would have run on anyway.
+        """
+        if self.accumulating:
+            self.updates.drop_open(self.next_forward, self.next_backward)
+
     def close(self, ticket: Ticket, payload: Tensor | None = None) -> None:
         """Declare the mini-batch complete: the batches since the last close share one update.
 

@@ -44,7 +44,7 @@ from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
-from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
+from lightning_asyncpp.pytorch.refusals import NOTHING_TO_STEP, OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
@@ -264,6 +264,8 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.session.running()
+        if private.begins_accumulation(self._module.trainer):
+            engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
         with self.session.user_step():
             output = engine.run(args[0], self._user_step("training_step", args, kwargs))
         if not self._mesh.is_last:
@@ -291,6 +293,8 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
         assert self._batch_ends is not None
         self.session.check_optimizer(optimizer)
         result = closure()
+        if not self.session.running().accumulating:
+            raise ConfigurationError(NOTHING_TO_STEP)
         self._steps_of[self.session.running().mini_batch] = self._module.trainer.global_step
         self.session.close(self.step_metrics.payload())
         self._receive(self.session.apply_due(self._step_optimizer, self._batch_ends.call_late))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -21,10 +21,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.module_first import HOOK, ModuleFirst
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
+from lightning_asyncpp.pytorch.validation_randomness import drawing_from
 
 
 class _BatchEnd(NamedTuple):
@@ -32,11 +34,13 @@ class _BatchEnd(NamedTuple):
 
     Attributes:
         updates: how many are applied before it in a single process.
+        first: micro-batch after it.
         weight: of the batch, for what is logged.
         outputs, batch, batch_idx: what the hook is called with.
     """
 
     updates: int
+    first: int
     weight: float
     outputs: Any
     batch: Any
@@ -64,6 +68,7 @@ class BatchEnds(ModuleFirst):
     def install(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
         super().install(trainer)
+        self._step_metrics.holds = bool(self._taken) and self._session.running().settings.delay > 0
 
     @override
     def release(self) -> None:
@@ -87,8 +92,8 @@ class BatchEnds(ModuleFirst):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        updates, weight = self._session.running().mini_batch, self._step_metrics.batch_weight
-        self._waiting.append(_BatchEnd(updates, weight, outputs, batch, batch_idx))
+        engine, weight = self._session.running(), self._step_metrics.batch_weight
+        self._waiting.append(_BatchEnd(engine.mini_batch, engine.next_forward, weight, outputs, batch, batch_idx))
         self._call_due()
 
     def call_late(self) -> None:
@@ -106,12 +111,20 @@ class BatchEnds(ModuleFirst):
         assert self._trainer is not None
         while self._is_due:
             end = self._waiting.popleft()
+            engine = self._session.running()
+            held = engine.delay > 0 and engine.mini_batch == end.updates
             with (
                 self._session.weights_may_change(),
-                self._step_metrics.of_batch(end.weight),
+                self._step_metrics.of_batch(end.weight, held),
+                drawing_from(self._seed(end.first)) if self._step_metrics.holds else nullcontext(),
                 private.running_hook(self._module, HOOK),
             ):
                 self._call(self._trainer, end.outputs, end.batch, end.batch_idx)
+
+    def _seed(self, k: int) -> int:
+        # Not from the process's generators: how much was drawn there by then depends on when the hook is called.
+        engine = self._session.running()
+        return derive(self._session.seed, "batch end", engine.mesh.replica, k)
 
     @contextmanager
     def _late(self) -> Iterator[None]:

@@ -238,6 +238,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         weights = self._running.weights
+        if private.begins_accumulation(self._module.trainer):
+            self._running.drop()  # the closure ran without a step: zero_grad() clears its gradient now
         if private.skips_backward(self._module.trainer):  # a pass for the statistics of batch norm alone
             return super().training_step(*args, **kwargs)
         if self.settings.micro_batches is not None:

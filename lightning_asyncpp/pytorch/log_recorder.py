@@ -149,6 +149,17 @@ class LogRecorder:
         self.values.clear()
         self.entries.clear()
 
+    def take(self, other: LogRecorder) -> None:
+        """Go on with what another one recorded, after :meth:`clear`; the other is cleared."""
+        self.entries.update(other.entries)
+        self.values.update(other.values)
+        self._pending += other._pending
+        self.metrics.update(other.metrics)
+        self.metric_entries.update(other.metric_entries)
+        other.clear()
+        other.metrics.clear()
+        other.metric_entries.clear()
+
     def state_dict(self, modules: Mapping[str, Any]) -> dict[str, Any]:
         """What was recorded and not sent on yet; torchmetrics objects by their names.
 

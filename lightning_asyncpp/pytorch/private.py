@@ -290,6 +290,11 @@ def skips_backward(trainer: Trainer) -> bool:
     return bool(required(loop, "_skip_backward", "know that no backward follows a training step"))
 
 
+def begins_accumulation(trainer: Trainer) -> bool:
+    """Whether the gradients before the current batch are zeroed in it; as Lightning's closure decides."""
+    return not skips_backward(trainer) and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
 def batches_ahead(trainer: Trainer) -> int:
     """How many batches of training were read that have not been trained on."""
     purpose = "know where the training data is"

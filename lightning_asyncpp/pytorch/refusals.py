@@ -121,6 +121,10 @@ ONE_OPTIMIZER = (
 )
 
 # What errors of torch and Lightning say, and what is meant.
+NOTHING_TO_STEP = (
+    "optimizer.step() came without a gradient: no closure has run since the step before; a pipeline applies every"
+    " gradient once, so call optimizer.step(closure=optimizer_closure), or the closure first"
+)
 OPTIMIZER_ERRORS = (
     ("multiple optimizers", ONE_OPTIMIZER),
     (

@@ -53,12 +53,18 @@ class StepMetrics:
     Args:
         session: the pipeline whose steps they are.
         on_loss: called on every rank with the mean loss of every mini-batch whose update was applied.
+
+    Attributes:
+        holds: whether there are hooks whose values are held back for one mini-batch: see :meth:`of_batch`.
     """
 
     def __init__(self, session: PipelineSession, on_loss: Callable[[float], None]) -> None:
         self.session = session
         self._on_loss = on_loss
         self._train = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
+        self._held = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
+        self._holding = False
+        self.holds = False
         self._evaluation = LogRecorder(on_step=False, on_epoch=True)
         self._active: LogRecorder | None = None
         self._schemas: dict[int, list[Entry]] = {0: []}  # the same on all ranks
@@ -100,6 +106,7 @@ class StepMetrics:
         self._module = self._trainer = self._log = self._hooks = None
         for kept in (self._updates, self._losses, self._logged, self._early):
             kept.clear()
+        self._held.clear()
         self._evaluation.clear()  # what an evaluation recorded that did not come to its end
 
     def state_dict(self, module: LightningModule) -> dict[str, Any]:
@@ -110,7 +117,7 @@ class StepMetrics:
         """
         modules = dict(module.named_modules())
         spent = [name for name, metric in modules.items() if any(metric is other for other in self._spent)]
-        return {**self._train.state_dict(modules), "spent": spent}
+        return {**self._train.state_dict(modules), "spent": spent, "held": self._held.state_dict(modules)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` returned."""
@@ -118,6 +125,8 @@ class StepMetrics:
         if self._mesh.is_last:
             modules = dict(self._module.named_modules())
             self._train.load_state_dict(state, modules)
+            if "held" in state:
+                self._held.load_state_dict(state["held"], modules)
             found = (modules.get(name) for name in state["spent"])
             self._spent = [metric for metric in found if isinstance(metric, Metric)]
 
@@ -147,13 +156,19 @@ class StepMetrics:
         return self._batch_weight
 
     @contextmanager
-    def of_batch(self, weight: float) -> Iterator[None]:
-        """A hook of an earlier batch runs meanwhile, which weighed ``weight``."""
-        present, self._batch_weight = self._batch_weight, weight
+    def of_batch(self, weight: float, held: bool) -> Iterator[None]:
+        """The hook of a batch runs meanwhile, maybe in the middle of the next one.
+
+        Args:
+            weight: of the batch.
+            held: it runs before the next batch, and its values go with the batch after that all the same: steps are
+                logged alike whether or not the pipeline drained.
+        """
+        present, self._batch_weight, self._holding = self._batch_weight, weight, held
         try:
             yield
         finally:
-            self._batch_weight = present
+            self._batch_weight, self._holding = present, False
 
     def payload(self) -> Tensor:
         """What the last stage attaches to the control message of the mini-batch, as fp64 numbers."""
@@ -166,6 +181,7 @@ class StepMetrics:
         payload = self._train.encode(slots, loss, weight)  # type: ignore[arg-type]
         self._own_schemas[int(payload[0])] = self._train.schema()
         self._train.clear()
+        self._train.take(self._held)
         self._losses.clear()
         return payload
 
@@ -194,9 +210,11 @@ class StepMetrics:
         A blocking collective, once per epoch.
         """
         self._log_received_late()
-        rest = self._exchange(self._train, metric_objects=False)
-        self._train.clear()
-        self._log_late(rest, self.session.running().mini_batch - 1)
+        for _ in range(2 if self.holds else 1):
+            rest = self._exchange(self._train, metric_objects=False)
+            self._train.clear()
+            self._train.take(self._held)
+            self._log_late(rest, self.session.running().mini_batch - 1)
 
     def log_before_save(self) -> None:
         """Log what a save's own drain brought: neither this run, if it is killed, nor one that goes on would."""
@@ -375,7 +393,8 @@ class StepMetrics:
         """Record a value that a hook logged; that of the last stage counts, whatever the others log."""
         if not self._mesh.is_last:
             return
-        recorder = self._evaluation if hook.startswith(_EVALUATIONS) else self._train
+        training = self._held if self._holding else self._train
+        recorder = self._evaluation if hook.startswith(_EVALUATIONS) else training
         recorder.weight = self._batch_weight
         if hook in _ONCE:
             recorder.weight = 1.0

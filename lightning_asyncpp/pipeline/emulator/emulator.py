@@ -118,6 +118,12 @@ class DelayEmulator:
         """Whether an update is being applied."""
         return self._updating
 
+    def drop(self) -> None:
+        """Throw away what batches have brought since the last update: they belong to none."""
+        self.counts.clear()
+        if self.micro_batches is not None:
+            self.micro_batches.drop()
+
     def check_finite(self) -> None:
         """Raise NonFiniteGradientError if the gradient that the parameters hold is not finite."""
         if not self._is_finite(None):

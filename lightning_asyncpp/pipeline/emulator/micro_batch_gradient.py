@@ -69,7 +69,7 @@ class MicroBatchGradient:
         return self._complete or bool(self._sums)
 
     def run(self, batch: Any, step: Step) -> BatchOutput:
-        """Add a batch: forward and backward of its micro-batches; the parameters' ``grad`` holds the sum afterwards.
+        """Add a batch: forward and backward of its micro-batches; :meth:`restore` shows the sum in ``grad`` afterwards.
 
         Args:
             batch: the batch; it is cut into micro-batches.
@@ -98,6 +98,8 @@ class MicroBatchGradient:
         self.next_micro_batch += len(slots)
         self.weight += sum(weights)
         self._sums = {name: parameter.grad for name, parameter in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.grad = None  # a zero_grad() in place would take the sum away
         return BatchOutput(results, weights)
 
     def restore(self) -> None:
@@ -143,6 +145,11 @@ class MicroBatchGradient:
     def finite(self) -> bool:
         """Whether every element of the gradient is, once it is complete."""
         return math.isfinite(math.fsum(norm * norm for norm in self._norms.values()))
+
+    def drop(self) -> None:
+        """Throw away the gradient so far: it belongs to no update."""
+        if self.pending:
+            self.clear()
 
     def clear(self) -> None:
         """Begin the next mini-batch."""
