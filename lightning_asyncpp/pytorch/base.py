@@ -44,7 +44,13 @@ from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
-from lightning_asyncpp.pytorch.refusals import NOTHING_TO_STEP, OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
+from lightning_asyncpp.pytorch.refusals import (
+    NOTHING_TO_STEP,
+    OPTIMIZER_ERRORS,
+    module_problems,
+    optimizer_problems,
+    trainer_problems,
+)
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
