@@ -25,10 +25,6 @@ CLOSURE = (
     "optimizer.step(closure): strategy.training_step(step_fn, batch) has computed the gradients already; call"
     " optimizer.step() without a closure"
 )
-RAW_STEP = (
-    "step() was called on the optimizer itself: its gradients belong to the update one mini-batch ago; call step() on"
-    " what fabric.setup_optimizers(optimizer) returned"
-)
 NOTHING_TO_STEP = (
     "optimizer.step() was called without a batch: call strategy.training_step(step_fn, batch), once or more often"
     " (gradient accumulation), before every optimizer.step()"

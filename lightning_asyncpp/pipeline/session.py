@@ -30,6 +30,7 @@ from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage, cut
+from lightning_asyncpp.pipeline.step_guard import StepGuard
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
 from lightning_asyncpp.pipeline.untouched import Untouched
@@ -89,6 +90,7 @@ class PipelineSession(FailingSession):
         self._in_step = False
         self._untouched: Untouched | None = None
         self._looks = 0
+        self._step_guard: StepGuard | None = None
 
     def connect(self, rank: int, world_size: int) -> Mesh:
         """Fit the settings to the world and make the process groups; a collective call.
@@ -189,7 +191,14 @@ class PipelineSession(FailingSession):
         weights = self.running().weights
         weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
         self._untouched, self._looks = Untouched(weights.parameters), 0
+        self._let_anybody_step()
+        self._step_guard = StepGuard(optimizer, lambda: self._update is not None)
         self.running().updates.on_left_out = lambda: leave_out(optimizer)
+
+    def check_optimizer(self, optimizer: object) -> None:
+        """Refuse a step of another optimizer than the attached one."""
+        if self._step_guard is not None:
+            self._step_guard.check_same(optimizer)
 
     @property
     def whole_model(self) -> WholeModel:
@@ -333,7 +342,12 @@ class PipelineSession(FailingSession):
             self.fail(error)
             raise
         finally:
+            self._let_anybody_step()
             self.engine.release()
+
+    def _let_anybody_step(self) -> None:
+        if self._step_guard is not None:
+            self._step_guard.release()
 
     def _finish_together(self) -> None:
         """Wait until all ranks finish.

@@ -60,7 +60,12 @@ class PipelineStrategyMixin:
             join_again(chosen, self.root_device, self.session.timeout)  # type: ignore[attr-defined]
             super().setup_environment()  # type: ignore[misc]
         self.session.guard.children = launched_processes(self)
-        self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
+        mesh = self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
+        if mesh.num_stages == 1:
+            rank_zero_warn(
+                f"{type(self).__name__} has one stage, and cuts nothing: devices={mesh.world_size} was given or found, for"
+                f" data_parallel_size={mesh.num_replicas}; devices={2 * mesh.num_replicas} makes two stages"
+            )
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, in a group that a failed rank leaves: see :mod:`lightning_asyncpp.pipeline.hang_up`."""

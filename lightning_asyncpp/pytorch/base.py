@@ -21,15 +21,16 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.data.stage_loader import has_placeholder, stage_loader
+from lightning_asyncpp.data.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.pipeline.arguments import check_arguments
 from lightning_asyncpp.pipeline.averages import averages_in
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import PipelineSettings, check_arguments
+from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.update import clip_values
@@ -131,8 +132,9 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
             heartbeat=heartbeat,
         )
         check_arguments(
-            settings, timeout, interface, state_dict_type,
-            fresh_last_stage=fresh_last_stage, async_checkpoints=async_checkpoints, inexact_resume=inexact_resume,
+            settings, timeout=timeout, interface=interface, state_dict_type=state_dict_type, start_method=start_method,
+            process_group_backend=process_group_backend, fresh_last_stage=fresh_last_stage,
+            async_checkpoints=async_checkpoints, inexact_resume=inexact_resume,
         )  # fmt: skip
         self.session = PipelineSession(settings, timeout)
         self.session.where_to_change = _WHERE_TO_CHANGE
@@ -255,8 +257,13 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
     @override
     def process_dataloader(self, dataloader: object) -> object:
         mesh, trainer = self._mesh, self._module.trainer
-        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
-        return self.progress.training_loader(loader, trainer) if trainer.training else loader
+        needs_data, transport = mesh.is_first or mesh.is_last, self.session.running().runner.transport
+        follow = None if transport is None else lambda: Next(transport.follow_loaded())
+        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, needs_data, follow)
+        loader = self.progress.training_loader(loader, trainer) if trainer.training else loader
+        if transport is not None and mesh.is_first and mesh.num_stages > 2:
+            return AnnouncingLoader(loader, transport.announce_loaded)
+        return loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -301,6 +308,7 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
     ) -> Any:
         """Run the batch, file its ticket, and apply the update of the batch before."""
         assert self._batch_ends is not None
+        self.session.check_optimizer(optimizer)
         result = closure()
         if not self.session.running().accumulating:
             raise ConfigurationError(NOTHING_TO_STEP)

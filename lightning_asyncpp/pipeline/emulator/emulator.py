@@ -113,6 +113,11 @@ class DelayEmulator:
         self.mini_batch += 1
         return finite
 
+    @property
+    def updating(self) -> bool:
+        """Whether an update is being applied."""
+        return self._updating
+
     def drop(self) -> None:
         """Throw away what batches have brought since the last update: they belong to none."""
         self.counts.clear()
