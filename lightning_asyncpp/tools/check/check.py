@@ -36,6 +36,7 @@ from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch.refusals import backward_problems
 from lightning_asyncpp.tools.check.calls import compare_calls
 from lightning_asyncpp.tools.check.report import CheckReport, difference_in_change
+from lightning_asyncpp.tools.check.whole_batch import WholeBatches, compare_whole_batches
 
 StepOf = Callable[[Any, Any], Any]
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -103,6 +104,7 @@ def check_model(
         crossings=[result.crossing for result in results[:-1]],
         losses=results[-1].losses,
         differences=_differences(trial, results, expected),
+        whole_batches=_compare_whole_batches(trial),
     )
     report.judge(expected_losses, tolerance)
     return report
@@ -229,6 +231,13 @@ def _compare_calls(trial: _Trial) -> None:
     call = ModelCall(network, hooks.model_name)
     args, kwargs = call.capture(lambda: trial.step(module, micro_batch))
     compare_calls(network, args, kwargs, trial.seed, hooks.model_name)
+
+
+def _compare_whole_batches(trial: _Trial) -> WholeBatches:
+    """On the weights that training starts from; batches that come again are compared once."""
+    distinct = list({id(batch): batch for batch in trial.batches}.values())
+    parts, seed, device = trial.settings.micro_batches, trial.seed, trial.device
+    return compare_whole_batches(trial.module, trial.step, trial.hooks, distinct, parts, seed, device)
 
 
 def _run_stage(trial: _Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.header import TensorInfo
+from lightning_asyncpp.tools.check.whole_batch import WholeBatches
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,31 @@ class CheckReport:
         losses: mean loss of every mini-batch.
         differences: name of a parameter or buffer -> its largest difference from that of a single process, as a share
             of the largest change that training made in it; those that are equal to the last bit are left out.
+        whole_batches: how whole batches compare with their micro-batches.
+        notes: what there is to know beside it.
     """
 
     stages: Sequence[Sequence[str]]
     crossings: Sequence[Sequence[TensorInfo]]
     losses: Sequence[float]
     differences: dict[str, float]
+    whole_batches: WholeBatches = WholeBatches()
+    notes: Sequence[str] = ()
 
     @property
     def bitwise(self) -> bool:
-        """Whether all weights and buffers equal those of a single process to the last bit."""
+        """Whether all weights and buffers equal, to the last bit, those of a single process with the micro-batches."""
         return not self.differences
+
+    @property
+    def findings(self) -> list[str]:
+        """What a pipeline trains otherwise than a single process without micro-batches does, each with the mend."""
+        return [self.whole_batches.finding] if self.whole_batches.finding else []
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is to be mended."""
+        return not self.findings
 
     def judge(self, expected_losses: Sequence[float], tolerance: float) -> None:
         """Raise ConfigurationError where a difference is more than rounding.
@@ -58,7 +73,21 @@ class CheckReport:
 
     def __str__(self) -> str:
         updates = f"{len(self.losses)} updates, loss {self.losses[0]:.6g} -> {self.losses[-1]:.6g}"
-        return "\n".join([*self._cuts(), f"{updates}: {self._verdict()}"])
+        notes = [f"note: {note}" for note in (*self.notes, self.whole_batches.note) if note]
+        findings = [f"FINDING: {finding}" for finding in self.findings]
+        return "\n".join([*self._cuts(), f"{updates}: {self._verdict()}", *self._of_whole_batches(), *notes, *findings])
+
+    def _of_whole_batches(self) -> list[str]:
+        found = self.whole_batches
+        if not found.comparisons or found.finding:
+            return []
+        worst = max(found.comparisons, key=lambda compared: compared.loss)
+        how = f" ({found.how})" if found.how else ""
+        return [
+            f"whole batches{how}: loss {worst.whole:.6g}, in micro-batches {worst.pieces:.6g}; of {len(found.comparisons)}"
+            f" batches losses differ by at most {worst.loss:.1e}, gradients by"
+            f" {max(compared.gradient for compared in found.comparisons):.1e}"
+        ]
 
     def _cuts(self) -> list[str]:
         lines = []
@@ -69,11 +98,11 @@ class CheckReport:
 
     def _verdict(self) -> str:
         if self.bitwise:
-            return "all weights and buffers equal those of a single process to the last bit"
+            return "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches"
         worst = max(self.differences, key=lambda name: self.differences[name])
         return (
-            f"weights and buffers equal those of a single process to rounding; {worst} differs most, by"
-            f" {self.differences[worst]:.1e} of its largest change"
+            "weights and buffers equal those of a single process, which ran the same micro-batches, to rounding; "
+            f"{worst} differs most, by {self.differences[worst]:.1e} of its largest change"
         )
 
 
