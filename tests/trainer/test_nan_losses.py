@@ -67,7 +67,9 @@ def fit(strategy: str, options: dict[str, Any], devices: int, masked: list[int],
         )  # fmt: skip
         trainer.fit(LabelledNet(), data(masked, count, options.get("data_parallel_size", 1)))
     return {
-        "steps": [m["train_loss_step"] for _, m in sorted(logger.records, key=lambda r: r[0]) if "train_loss_step" in m],
+        "steps": [
+            m["train_loss_step"] for _, m in sorted(logger.records, key=lambda r: r[0]) if "train_loss_step" in m
+        ],
         "epoch": float(trainer.callback_metrics["train_loss_epoch"]),
         "told": [str(w.message) for w in caught if "micro_batch_weight" in str(w.message)],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ class CheckReport:
             of the largest change that training made in it; those that are equal to the last bit are left out.
         whole_batches: how whole batches compare with their micro-batches.
         notes: what there is to know beside it.
+        beyond_noise: as ``differences``, without elements whose gradient is nothing but rounding, such as the bias of an
+            attention's keys: optimizers that divide by it make whole steps of that.
     """
 
     stages: Sequence[Sequence[str]]
@@ -33,6 +35,7 @@ class CheckReport:
     differences: dict[str, float]
     whole_batches: WholeBatches = WholeBatches()
     notes: Sequence[str] = ()
+    beyond_noise: Mapping[str, float] | None = None
 
     @property
     def bitwise(self) -> bool:
@@ -56,7 +59,8 @@ class CheckReport:
             expected_losses: mean loss of every mini-batch in a single process.
             tolerance: largest difference that is rounding.
         """
-        wrong = {name: share for name, share in self.differences.items() if not share <= tolerance}
+        judged = self.differences if self.beyond_noise is None else self.beyond_noise
+        wrong = {name: share for name, share in judged.items() if not share <= tolerance}
         if not wrong:
             return
         pairs = enumerate(zip(self.losses, expected_losses))
@@ -99,11 +103,38 @@ class CheckReport:
     def _verdict(self) -> str:
         if self.bitwise:
             return "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches"
-        worst = max(self.differences, key=lambda name: self.differences[name])
+        judged = self.differences if self.beyond_noise is None else self.beyond_noise
+        if not judged:
+            return (
+                "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches,"
+                f" but for what has a gradient of nothing but rounding ({', '.join(list(self.differences)[:5])})"
+            )
+        worst = max(judged, key=lambda name: judged[name])
         return (
             "weights and buffers equal those of a single process, which ran the same micro-batches, to rounding; "
-            f"{worst} differs most, by {self.differences[worst]:.1e} of its largest change"
+            f"{worst} differs most, by {judged[worst]:.1e} of its largest change"
+            f"{self._noisy()}"
         )
+
+    def _noisy(self) -> str:
+        judged = self.differences if self.beyond_noise is None else self.beyond_noise
+        noisy = [name for name, share in self.differences.items() if share > judged.get(name, 0.0)]
+        return (
+            f"; left out: elements with a gradient of nothing but rounding in {', '.join(noisy[:5])}" if noisy else ""
+        )
+
+
+def is_loud(largest: Tensor, expected: Tensor, scale: float) -> Tensor:
+    """Which elements of a parameter count: those whose gradient is 0 or more than rounding.
+
+    Args:
+        largest: the largest absolute gradient of each element, in the pipeline.
+        expected: the same in a single process.
+        scale: the largest gradient of all.
+    """
+    noise = scale * torch.finfo(expected.dtype).eps ** 0.75  # three quarters of the dtype's digits
+    either = torch.maximum(largest, expected.to(largest.device))
+    return (either == 0) | ~(either <= noise)
 
 
 def difference_in_change(actual: Tensor, expected: Tensor, initial: Tensor) -> float:

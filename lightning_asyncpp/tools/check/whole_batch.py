@@ -114,9 +114,13 @@ def compare_whole_batches(
     if wrong is None:
         return found
     if not _differs_without_batch_norm(sides, batches[wrong], how):
-        return WholeBatches(comparisons, how, note=f"{_described(wrong, compared[wrong], micro_batches)}. {_BATCH_NORM}")
+        return WholeBatches(
+            comparisons, how, note=f"{_described(wrong, compared[wrong], micro_batches)}. {_BATCH_NORM}"
+        )
     mend = sides.explained(batches[wrong], how) or _CAUSES
-    return WholeBatches(comparisons, how, f"{_described(wrong, compared[wrong], micro_batches)}. {_WHICH_TRAINS}. {mend}")
+    return WholeBatches(
+        comparisons, how, f"{_described(wrong, compared[wrong], micro_batches)}. {_WHICH_TRAINS}. {mend}"
+    )
 
 
 def _described(index: int, compared: Comparison | None, micro_batches: int) -> str:
@@ -287,20 +291,22 @@ class _Sides:
 @contextmanager
 def _all_seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators, numpy's and Python's, and put their states back afterwards."""
-    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python, arrays = random.getstate(), np.random.get_state()
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
+    np.random.seed(seed % 2**32)
     try:
         with seeded(seed, device):
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(arrays)  # noqa: NPY002
+        np.random.set_state(arrays)
 
 
 def _counts(batch: Any) -> list[tuple[str, Callable[[Any], Tensor]]]:
     """What the entries of a batch may count: targets that are not -100, masks; with or without the first of a row."""
-    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
+    items = (
+        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
+    )
     found: list[tuple[str, Callable[[Any], Tensor]]] = []
     for key, value in items:
         if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or not value.ndim:
