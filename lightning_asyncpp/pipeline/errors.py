@@ -17,7 +17,8 @@ class ConfigurationError(ValueError):
     @property
     def problems(self) -> tuple[str, ...]:
         """What was found, one by one."""
-        return self.__dict__.get("_problems", (str(self),))
+        found: tuple[str, ...] = self.__dict__.get("_problems", (str(self),))
+        return found
 
     @classmethod
     def from_problems(cls, problems: Sequence[str]) -> ConfigurationError:

@@ -1,4 +1,4 @@
-"""A micro-batch without a target has a loss of NaN and a finite gradient: it is left out of what is logged, and told."""
+"""A micro-batch without a target has a loss of NaN and a finite gradient: it is left out of the log, and told."""
 
 from __future__ import annotations
 

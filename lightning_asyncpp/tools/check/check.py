@@ -245,9 +245,9 @@ def _differences(
     differences = {}
     for result in results:
         for name, tensor in result.state.items():
-            given = tensor, expected.state[name], initial[name]
+            a, b, start = tensor, expected.state[name], initial[name]
             if without_noise and name in result.largest and name in expected.largest:
                 loud = is_loud(result.largest[name], expected.largest[name], scale)
-                given = tuple(t.to(loud.device)[loud] for t in given)
-            differences[name] = difference_in_change(*given)
+                a, b, start = (t.to(loud.device)[loud] for t in (a, b, start))
+            differences[name] = difference_in_change(a, b, start)
     return {name: difference for name, difference in differences.items() if difference}

@@ -74,10 +74,10 @@ def argument_problems(module: nn.Module, step: StepOf | None, stages: int, updat
 
 
 def prepare(module: nn.Module, settings: PipelineSettings, stages: int, seed: int, found: Problems) -> nn.Module:
-    """A copy of the module with real weights, in training mode; problems of any stage with it are added to ``found``."""
+    """A copy of the module with real weights, in training mode; problems with it are added to ``found``."""
     prototype = copied(module)
     # A copy knows nothing of having been compiled; but only the copy may have its model.
-    original = module if isinstance(network_of(module), nn.Module) else prototype
+    original: Any = module if isinstance(network_of(module), nn.Module) else prototype
     network, name = network_of(prototype), "self.model"
     if isinstance(module, LightningModule):
         found += module_problems(original)

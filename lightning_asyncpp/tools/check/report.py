@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.header import TensorInfo
 from lightning_asyncpp.tools.check.whole_batch import WholeBatches
+
+_EQUAL = "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches"
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,15 @@ class CheckReport:
             of the largest change that training made in it; those that are equal to the last bit are left out.
         whole_batches: how whole batches compare with their micro-batches.
         notes: what there is to know beside it.
-        beyond_noise: as ``differences``, without elements whose gradient is nothing but rounding, such as the bias of an
-            attention's keys: optimizers that divide by it make whole steps of that.
+        beyond_noise: as ``differences``, without elements whose gradient is nothing but rounding, such as the bias of
+            an attention's keys: optimizers that divide by it make whole steps of that.
     """
 
     stages: Sequence[Sequence[str]]
     crossings: Sequence[Sequence[TensorInfo]]
     losses: Sequence[float]
     differences: dict[str, float]
-    whole_batches: WholeBatches = WholeBatches()
+    whole_batches: WholeBatches = field(default_factory=WholeBatches)
     notes: Sequence[str] = ()
     beyond_noise: Mapping[str, float] | None = None
 
@@ -86,11 +88,11 @@ class CheckReport:
         if not found.comparisons or found.finding:
             return []
         worst = max(found.comparisons, key=lambda compared: compared.loss)
+        gradient = max(compared.gradient for compared in found.comparisons)
         how = f" ({found.how})" if found.how else ""
         return [
-            f"whole batches{how}: loss {worst.whole:.6g}, in micro-batches {worst.pieces:.6g}; of {len(found.comparisons)}"
-            f" batches losses differ by at most {worst.loss:.1e}, gradients by"
-            f" {max(compared.gradient for compared in found.comparisons):.1e}"
+            f"whole batches{how}: loss {worst.whole:.6g}, in micro-batches {worst.pieces:.6g}; over"
+            f" {len(found.comparisons)} batches losses differ by at most {worst.loss:.1e}, gradients by {gradient:.1e}"
         ]
 
     def _cuts(self) -> list[str]:
@@ -102,13 +104,11 @@ class CheckReport:
 
     def _verdict(self) -> str:
         if self.bitwise:
-            return "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches"
+            return _EQUAL
         judged = self.differences if self.beyond_noise is None else self.beyond_noise
         if not judged:
-            return (
-                "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches,"
-                f" but for what has a gradient of nothing but rounding ({', '.join(list(self.differences)[:5])})"
-            )
+            names = ", ".join(list(self.differences)[:5])
+            return f"{_EQUAL}, but for elements with a gradient of nothing but rounding ({names})"
         worst = max(judged, key=lambda name: judged[name])
         return (
             "weights and buffers equal those of a single process, which ran the same micro-batches, to rounding; "
@@ -118,10 +118,8 @@ class CheckReport:
 
     def _noisy(self) -> str:
         judged = self.differences if self.beyond_noise is None else self.beyond_noise
-        noisy = [name for name, share in self.differences.items() if share > judged.get(name, 0.0)]
-        return (
-            f"; left out: elements with a gradient of nothing but rounding in {', '.join(noisy[:5])}" if noisy else ""
-        )
+        names = ", ".join([name for name, share in self.differences.items() if share > judged.get(name, 0.0)][:5])
+        return f"; left out: elements with a gradient of nothing but rounding in {names}" if names else ""
 
 
 def is_loud(largest: Tensor, expected: Tensor, scale: float) -> Tensor:
@@ -134,7 +132,8 @@ def is_loud(largest: Tensor, expected: Tensor, scale: float) -> Tensor:
     """
     noise = scale * torch.finfo(expected.dtype).eps ** 0.75  # three quarters of the dtype's digits
     either = torch.maximum(largest, expected.to(largest.device))
-    return (either == 0) | ~(either <= noise)
+    loud: Tensor = (either == 0) | ~(either <= noise)
+    return loud
 
 
 def difference_in_change(actual: Tensor, expected: Tensor, initial: Tensor) -> float:

@@ -1,8 +1,9 @@
-"""Is the loss of a batch the mean over its micro-batches? A pipeline, like gradient accumulation, trains on the latter."""
+"""Is the loss of a batch the mean over its micro-batches? Like gradient accumulation, a pipeline trains on that."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,17 +22,17 @@ from lightning_asyncpp.pipeline.randomness import seeded
 from lightning_asyncpp.pipeline.runner import loss_of
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 
-# What still counts as equal: the arithmetic of other shapes rounds otherwise. Three quarters of the digits of a dtype for
-# a loss (6e-6 in fp32, 3e-2 in bf16), half of them for a gradient (3e-4, 9e-2), in which terms cancel.
+# What still counts as equal: the arithmetic of other shapes rounds otherwise. Three quarters of the digits of a dtype
+# for a loss (6e-6 in fp32, 3e-2 in bf16), half of them for a gradient (3e-4, 9e-2), in which terms cancel.
 _DIGITS_OF_LOSS, _DIGITS_OF_GRADIENT = 0.75, 0.5
 
 _WHICH_TRAINS = "A pipeline trains on the micro-batches, as gradient accumulation does"
 _CAUSES = (
-    "Likely causes: a mean over tokens, pixels or nodes of which samples have different numbers (padding, masks, targets"
-    " of -100): define micro_batch_weight(micro_batch) on the module, which returns how many the micro-batch's loss is a"
-    " mean over. A loss that compares the samples of a batch with each other (in-batch negatives, a normalisation or"
-    " ranking over the batch) sees one micro-batch: larger batches with as many micro_batches make up for it, a queue of"
-    " earlier samples too. A sum over the batch: loss_reduction = 'sum'"
+    "Likely causes: (a) a mean over tokens, pixels or nodes of which samples have different numbers (padding, masks,"
+    " targets of -100): define micro_batch_weight(micro_batch) on the module, which returns how many the micro-batch's"
+    " loss is a mean over; (b) a loss that compares the samples of a batch with each other (in-batch negatives, a"
+    " normalisation or ranking over the batch): it sees a micro-batch alone, so enlarge the batch with as many"
+    " micro_batches, or train this loss without a pipeline; (c) a sum over the batch: loss_reduction = 'sum'"
 )
 _BATCH_NORM = (
     "BatchNorm alone makes the difference: its statistics are those of a micro-batch, as they are those of a device"
@@ -113,14 +114,11 @@ def compare_whole_batches(
     wrong = next((index for index, c in enumerate(compared) if c is not None and sides.differs(c)), None)
     if wrong is None:
         return found
+    said = _described(wrong, compared[wrong], micro_batches)
     if not _differs_without_batch_norm(sides, batches[wrong], how):
-        return WholeBatches(
-            comparisons, how, note=f"{_described(wrong, compared[wrong], micro_batches)}. {_BATCH_NORM}"
-        )
+        return WholeBatches(comparisons, how, note=f"{said}. {_BATCH_NORM}")
     mend = sides.explained(batches[wrong], how) or _CAUSES
-    return WholeBatches(
-        comparisons, how, f"{_described(wrong, compared[wrong], micro_batches)}. {_WHICH_TRAINS}. {mend}"
-    )
+    return WholeBatches(comparisons, how, f"{said}. {_WHICH_TRAINS}. {mend}")
 
 
 def _described(index: int, compared: Comparison | None, micro_batches: int) -> str:
@@ -251,7 +249,7 @@ class _Sides:
     def _share(self, digits: float) -> float:
         """What is rounding, as a share; of the coarsest dtype among parameters and losses."""
         dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
-        return max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)]) ** digits
+        return float(max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)]) ** digits)
 
     def _whole(
         self, batch: Any, how: str, seed: int, further: Callable[[nn.Module], None] = lambda module: None
@@ -304,19 +302,28 @@ def _all_seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def _counts(batch: Any) -> list[tuple[str, Callable[[Any], Tensor]]]:
     """What the entries of a batch may count: targets that are not -100, masks; with or without the first of a row."""
-    items = (
-        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
-    )
+    listed = enumerate(batch) if isinstance(batch, (list, tuple)) else ()
+    items = batch.items() if isinstance(batch, Mapping) else listed
     found: list[tuple[str, Callable[[Any], Tensor]]] = []
     for key, value in items:
         if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or not value.ndim:
             continue
         name = f"micro_batch[{key!r}]"
-        for cut, rest in (("", slice(None)), ("[..., 1:]", slice(1, None))):
-            found.append((f"({name}{cut} != -100).sum()", lambda b, k=key, r=rest: (b[k][..., r] != -100).sum()))
+        for cut, first in (("", 0), ("[..., 1:]", 1)):
+            found.append((f"({name}{cut} != -100).sum()", functools.partial(_targets, key, first)))
             if bool(((value == 0) | (value == 1)).all()):
-                found.append((f"{name}{cut}.sum()", lambda b, k=key, r=rest: b[k][..., r].sum()))
+                found.append((f"{name}{cut}.sum()", functools.partial(_total, key, first)))
     return found
+
+
+def _targets(key: Any, first: int, batch: Any) -> Tensor:
+    counts: Tensor = (batch[key][..., first:] != -100).sum()
+    return counts
+
+
+def _total(key: Any, first: int, batch: Any) -> Tensor:
+    total: Tensor = batch[key][..., first:].sum()
+    return total
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------
