@@ -34,6 +34,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
+from lightning_asyncpp.pipeline.nan_losses import NanLosses
 from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
@@ -135,6 +136,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         self._example_input_array = example_input_array
         self._hooks = UserHooks()
         self._names: frozenset[str] = frozenset()
+        self._nan_losses = NanLosses()
         self._clippings = ClippingBook()
         # Gradients are reduced once per update whatever the loop does: there is nothing to switch off.
         drop_backward_sync_control(self)
@@ -252,6 +254,8 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             output = engine.run(batch, self._user_step(step_fn))
         if not self._mesh.is_last:
             return None
+        if (nan := output.nan_losses()) is not None:
+            self._nan_losses.take(engine.mini_batch, nan[1])
         loss = output.mean_loss(self._hooks.loss_reduction)
         return torch.full((), float("nan"), device=self.root_device) if loss is None else loss
 
@@ -300,6 +304,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
     def _applied(self, updates: list[Update]) -> None:
         for update in updates:
             self._clippings.forget(update.mini_batch)
+            self._nan_losses.updated(update.mini_batch, update.message.finite)
             self.gradient_norm = update.message.norm
             if update.message.weight:
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)

@@ -56,6 +56,12 @@ def check_norm_type(norm_type: float) -> None:
         )
 
 
+ONE_GRADIENT_PER_STEP = (
+    "LBFGS evaluates the loss several times per step, but a pipeline brings one gradient per step; use an optimizer"
+    " whose step() needs no closure"
+)
+
+
 class PipelineSession(FailingSession):
     """Everything that a strategy holds about its pipeline.
 
@@ -174,10 +180,7 @@ class PipelineSession(FailingSession):
                 parameter differently.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigurationError(
-                "LBFGS evaluates the loss several times per step, but a pipeline brings one gradient per step; use an"
-                " optimizer whose step() needs no closure"
-            )
+            raise ConfigurationError(ONE_GRADIENT_PER_STEP)
         stage = self.running().stage
         fresh = stage.num_stages - 1 if self.settings.fresh_last_stage else None
         problems = tied_group_problems(self._connected(), self.whole_model.ties, stage.parameters, optimizer, fresh)

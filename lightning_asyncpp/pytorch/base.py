@@ -288,7 +288,7 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
         if not self._mesh.is_last:
             return self._loss.clone()
         loss = output.mean_loss(engine.runner.hooks.loss_reduction)
-        self.step_metrics.add_batch(loss, sum(output.weights))
+        self.step_metrics.add_batch(loss, output)
         self._loss = torch.full((), float("nan"), device=self.root_device) if loss is None else loss
         return {**output.beside_loss(), "loss": self._loss.clone()}
 

@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -23,6 +24,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.nan_losses import nan_loss_text
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.log_recorder import (
@@ -33,6 +35,7 @@ from lightning_asyncpp.pytorch.log_recorder import (
     counted_entry,
     decode_schema,
     mean_loss,
+    nan_micro_batch,
     number,
     payload_length,
 )
@@ -71,7 +74,8 @@ class StepMetrics:
         self._own_schemas: dict[int, str] = {}
         self._logged: dict[str, Entry] = {}
         self._updates: deque[tuple[Update, list[Entry]]] = deque()
-        self._losses: list[tuple[Tensor, float]] = []
+        self._losses: list[tuple[Tensor, float, Tensor, Tensor]] = []  # loss, weight; weight of NaN, first NaN
+        self._told_of_nan = False
         self._module: LightningModule | None = None
         self._trainer: L.Trainer | None = None
         self._log: Callable[..., None] | None = None
@@ -89,6 +93,7 @@ class StepMetrics:
             in_epoch_end: name of a hook of the module -> context in which it is called.
         """
         self.disconnect()
+        self._told_of_nan = False
         self._trainer, self._module, self._log = trainer, module, module.log
         self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch, in_epoch_end)
         module.log = Replacement(module, "log", self._dispatch)  # type: ignore[method-assign]
@@ -150,11 +155,13 @@ class StepMetrics:
         """The step of the micro-batch has ended."""
         self._active = None
 
-    def add_batch(self, loss: Tensor | None, weight: float) -> None:
+    def add_batch(self, loss: Tensor | None, output: BatchOutput) -> None:
         """Take in the mean loss of a training batch on the last stage; None if the batch had no samples."""
+        weight = sum(output.weights)
         self._weigh_batch(weight)
-        if loss is not None:
-            self._losses.append((loss, weight))
+        nan = output.nan_losses()
+        if loss is not None and nan is not None:
+            self._losses.append((loss, weight, *nan))
 
     @property
     def batch_weight(self) -> float:
@@ -182,18 +189,38 @@ class StepMetrics:
         if not self._mesh.is_last:
             self._train.clear()
             return torch.zeros(payload_length(slots), dtype=torch.float64)
-        weight = sum(w for _, w in self._losses)
-        loss = sum(loss.double() * w for loss, w in self._losses) / weight if weight else None
-        payload = self._train.encode(slots, loss, weight)  # type: ignore[arg-type]
+        payload = self._train.encode(slots, *self._read_losses())
         self._own_schemas[int(payload[0])] = self._train.schema()
         self._train.clear()
         self._train.take(self._held)
         self._losses.clear()
         return payload
 
+    def _read_losses(self) -> tuple[float, float, float]:
+        """Mean loss of the mini-batch's batches, its weight, and the first micro-batch whose loss is NaN, or 0.0."""
+        if not self._losses:
+            return 0.0, 0.0, 0.0
+        rows = torch.stack([torch.stack([x.double() for x in (loss, *nan)]) for loss, _, *nan in self._losses]).tolist()
+        first = next((place for *_, place in rows if place), 0.0)
+        known = [
+            (loss, weight - left_out)
+            for (loss, left_out, _), (_, weight, *_) in zip(rows, self._losses)
+            if not math.isnan(loss)
+        ]
+        weight = sum(w for _, w in known)
+        return (sum(loss * w for loss, w in known) / weight if weight else math.nan), weight, first
+
+    def _warn_of_nan(self, update: Update) -> None:
+        """Say once that a loss was NaN where the gradient is finite; a gradient that is not is another matter."""
+        place = nan_micro_batch(update.message.payload)
+        if place and update.message.finite and not self._told_of_nan:
+            self._told_of_nan = True
+            rank_zero_warn(nan_loss_text(update.mini_batch, place))
+
     def receive(self, updates: Sequence[Update]) -> None:
         """Take the metrics out of applied updates; they are logged in the next hook that may log."""
         for update in updates:
+            self._warn_of_nan(update)
             self._updates.append((update, self._entries(update.message.payload[:, 0])))
             self._on_loss(mean_loss(update.message.payload))
 

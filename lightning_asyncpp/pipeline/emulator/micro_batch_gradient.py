@@ -58,6 +58,7 @@ class MicroBatchGradient:
         self.next_micro_batch = 0
         self.weight = 0.0
         self.counted = Collected()
+        self.nan_places: list[Tensor] = []  # of its batches, the first micro-batch whose loss is NaN, from 1; or 0
         self._sums: dict[str, Tensor | None] = {}
         self._further_uses: list[tuple[str, Tensor | None]] = []  # name, sum of a later unit that shares a parameter
         self._norms: dict[str, float] = {}
@@ -100,7 +101,10 @@ class MicroBatchGradient:
         self._sums = {name: parameter.grad for name, parameter in self.parameters.items()}
         for parameter in self.parameters.values():
             parameter.grad = None  # a zero_grad() in place would take the sum away
-        return BatchOutput(results, weights)
+        output = BatchOutput(results, weights)
+        if (nan := output.nan_losses()) is not None:
+            self.nan_places.append(nan[1])
+        return output
 
     def restore(self) -> None:
         """Put the sum back into the parameters' ``grad``, whoever cleared it."""
@@ -154,7 +158,7 @@ class MicroBatchGradient:
     def clear(self) -> None:
         """Begin the next mini-batch."""
         self._sums, self.weight, self._complete = {}, 0.0, False
-        self._further_uses, self.counted = [], Collected()
+        self._further_uses, self.counted, self.nan_places = [], Collected(), []
 
     def _run_micro_batch(self, k: int, slot: Any, weight: float, step: Step) -> Any:
         with _units_seeded(self.model, lambda unit: derive(self.seed, "layer", unit, self.replica, k), self.device):
