@@ -213,7 +213,7 @@ def load_model(session: PipelineSession, names: Collection[str], state: Mapping[
     assert stage is not None
     if strict and (problems := _key_problems(names, state)):
         raise ConfigurationError.from_problems(problems)
-    check_copies(state, session.whole_model.ties)
+    check_copies(state, session.whole_model.same)
     own = stage.state_dict().keys()
     stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
     engine.weights.restore(engine.weights.newest, None)

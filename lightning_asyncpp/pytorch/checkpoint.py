@@ -29,14 +29,13 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
+from lightning_asyncpp.pipeline.elsewhere import held_here
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.stage import OtherStage
 from lightning_asyncpp.pipeline.tied_state import check_copies
 from lightning_asyncpp.pytorch.progress import PROGRESS, Progress
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
-_PREFIX = "model."
 _PARTS = ("state_dict", "optimizer_states")
 
 
@@ -112,7 +111,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
     def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         self.session.running()
         self.drain()
-        return of_stages(self.session, self._module.state_dict(), prefix=_PREFIX)
+        return of_stages(self.session, self._module.state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -171,11 +170,11 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        elsewhere = tuple(f"{_PREFIX}{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
-        state = {name: value for name, value in checkpoint["state_dict"].items() if not name.startswith(elsewhere)}
+        is_here = held_here(self._module)
+        state = {name: value for name, value in checkpoint["state_dict"].items() if is_here(name)}
         error: Exception | None = None
         try:
-            check_copies(checkpoint["state_dict"], self.session.whole_model.ties, prefix=_PREFIX)
+            check_copies(checkpoint["state_dict"], self.session.whole_model.same)
             self._module.load_state_dict(state, strict=strict)
         except (RuntimeError, ConfigurationError) as caught:
             error = caught
