@@ -1,4 +1,4 @@
-"""Shared parameters of two stages in checkpoints, where they count once, and in optimizers, where they must agree."""
+"""Shared parameters in checkpoints, where they count once, and in optimizers, which must treat all copies alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRAINED = "requires_grad"
 
 
 class CopiesDifferError(RuntimeError):
-    """The two copies of a shared parameter are no longer equal."""
+    """The copies of a shared parameter are no longer equal."""
 
 
 def keep_once(state: dict[str, Any], same: Iterable[Sequence[str]]) -> dict[str, Any]:

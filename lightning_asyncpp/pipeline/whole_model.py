@@ -47,8 +47,7 @@ class WholeModel:
             counts: number of them on each stage.
             root: what checkpoints hold: the model, or the module around it.
         """
-        ties, problems = find_ties(units, counts)
-        problems += counting_problems(units, counts)
+        ties, problems = find_ties(units, counts), counting_problems(units, counts)
         heavy = tuple(map(has_parameters, units))
         same = () if root is None else _same(root)
         return cls(tuple(counts), heavy, tuple(ties), StatisticsLayout(units), _shared_names(units), same), problems
