@@ -41,7 +41,7 @@ from lightning_asyncpp.pipeline.checkpoint.uniting import (
 from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.stage import OtherStage
+from lightning_asyncpp.pipeline.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.tied_state import check_copies
 
 
@@ -262,7 +262,7 @@ def load_model(session: PipelineSession, names: Collection[str], state: Mapping[
     assert stage is not None
     if strict and (problems := _key_problems(names, state)):
         raise ConfigurationError.from_problems(problems)
-    check_copies(state, session.whole_model.ties)
+    check_copies(state, session.whole_model.same)
     own = stage.state_dict().keys()
     stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
     engine.weights.restore(engine.weights.newest, None)

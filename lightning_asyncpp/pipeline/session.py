@@ -176,7 +176,7 @@ class PipelineSession(FailingSession):
         """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
 
         Raises:
-            ConfigurationError: one gradient per step is not enough for it, or it treats the two copies of a shared
+            ConfigurationError: one gradient per step is not enough for it, or it treats the copies of a shared
                 parameter differently.
         """
         if isinstance(optimizer, torch.optim.LBFGS):

@@ -158,14 +158,17 @@ class UpdateQueue:
         return updates
 
     def _launch(self, mini_batch: MiniBatch) -> PendingUpdate:
-        gradients = self.weights.take_gradients(self.schedule.weight_version(mini_batch.index))
+        version = self.schedule.weight_version(mini_batch.index)
+        apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
+        uses = {name: self.weights.gradients_apart(version, name) for name in apart}
+        gradients = self.weights.take_gradients(version)
         if self._buckets and mini_batch.reduction is None:
             mini_batch.reduction = self._new_reduction()
         stage = self.runner.stage
         statistics = stage.whole.statistics.pack(mini_batch.counted.take_statistics(), stage.counting_layers)
         pending = PendingUpdate(
             self.mesh, self.runner.device, gradients, mini_batch.weight, replace(self.requested), mini_batch.payload,
-            statistics, mini_batch.tied, mini_batch.exchange, mini_batch.reduction,
+            statistics, mini_batch.tied, mini_batch.exchange, mini_batch.reduction, uses,
         )  # fmt: skip
         if mini_batch.tied is not None:
             self._leaving.append(mini_batch.tied)

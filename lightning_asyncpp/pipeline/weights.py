@@ -11,7 +11,7 @@ masters' dtype, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -54,6 +54,9 @@ class WeightVersions:
         self.newest = 0
         self._uses = {use: name for use, name in (uses or {}).items() if name in self.parameters}
         self.used_twice = frozenset(self._uses.values())
+        self._uses_of: dict[str, list[str]] = {}
+        for use, name in self._uses.items():
+            self._uses_of.setdefault(name, []).append(use)
         self._slots = [self._slot(copied=False)] + [self._slot(copied=True) for _ in range(room - 1)]
         self._writes = [_writes(slot) for slot in self._slots]
         # By slot: name of a leaf -> its gradients, summed in the masters' dtype.
@@ -79,13 +82,21 @@ class WeightVersions:
         """Hand over the gradients summed at a version so far and start its sum anew; see :meth:`check_unwritten`."""
         self.check_unwritten(version)
         leaves = self.leaves(version)
-        gradients = {name: self.gradient(version, name) for name in self.parameters}
-        for use, name in self._uses.items():
-            gradients[name] = _sum(gradients[name], self.gradient(version, use))
+        gradients = {name: sum_of(self.gradients_apart(version, name)) for name in self.parameters}
         for leaf in leaves.values():
             leaf.grad = None
         self._sums[version % self.room].clear()
         return gradients
+
+    def gradients_apart(self, version: int, name: str) -> list[Tensor]:
+        """The gradients of a parameter's uses that there are, summed at a version so far; the last layer's first.
+
+        In this order they are added, and not the other way round: so do stages that share a parameter, the last of
+        which is the first to have its gradient.
+        """
+        uses = [name, *self._uses_of.get(name, ())]
+        gradients = [self.gradient(version, use) for use in reversed(uses)]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def gradient(self, version: int, name: str) -> Tensor | None:
         """The gradient of a leaf that was summed at a version so far."""
@@ -297,10 +308,9 @@ def _rounded_afterwards(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None
         foreach.copy_(list(weights.values()), [parameter.detach() for parameter in weights])
 
 
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
+def sum_of(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Their sum from left to right; None if there are none."""
+    return functools.reduce(torch.add, gradients) if gradients else None
 
 
 def _leaf(data: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
+from lightning_asyncpp.pipeline.elsewhere import OtherStage, held_here
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.stage import OtherStage
 from lightning_asyncpp.pipeline.tied_state import check_copies
 from lightning_asyncpp.pytorch.kept_apart import Given, hand_back, unite_stages
 from lightning_asyncpp.pytorch.progress import PROGRESS, Progress
@@ -120,7 +120,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
     def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         self.session.running()
         self.drain()
-        return of_stages(self.session, self._module.state_dict(), prefix=_PREFIX)
+        return of_stages(self.session, self._module.state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -181,8 +181,8 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     def _of_this_stage(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Without the entries of layers, and of averages of them, that other stages hold."""
-        elsewhere = tuple(f"{n}." for n, m in self._module.named_modules() if isinstance(m, OtherStage))
-        return {name: value for name, value in state.items() if not name.startswith(elsewhere)}
+        is_here = held_here(self._module)
+        return {name: value for name, value in state.items() if is_here(name)}
 
     def _names_in(self, content: Mapping[str, Any]) -> Names:
         """Where names of a checkpoint's weights are: here or on another stage."""
@@ -211,7 +211,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
         state = self._of_this_stage(weights)
         error: Exception | None = None
         try:
-            check_copies(weights, self.session.whole_model.ties, prefix=_PREFIX)
+            check_copies(weights, self.session.whole_model.same)
             self._module.load_state_dict(state, strict=strict)
         except (RuntimeError, ConfigurationError) as caught:
             error = caught

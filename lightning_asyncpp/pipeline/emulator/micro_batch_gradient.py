@@ -23,6 +23,7 @@ from lightning_asyncpp.pipeline.runner import Step, loss_of
 from lightning_asyncpp.pipeline.units import pipeline_units
 from lightning_asyncpp.pipeline.update import gradient_norm
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.weights import sum_of
 
 
 class MicroBatchGradient:
@@ -116,10 +117,12 @@ class MicroBatchGradient:
         if self._complete:
             return
         gradients = {name: gradient for name, gradient in self._sums.items() if self.parameters[name].requires_grad}
-        for name, gradient in self._further_uses:
-            if gradient is not None:
-                own = gradients[name]
-                gradients[name] = gradient if own is None else own + gradient
+        further: dict[str, list[Tensor]] = {}
+        for name, gradient in reversed(self._further_uses):
+            further.setdefault(name, []).extend([] if gradient is None else [gradient])
+        for name, others in further.items():  # the last layer's first, as stages add them
+            own = gradients[name]
+            gradients[name] = sum_of(others if own is None else [*others, own])
         sparse = [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]
         if sparse:
             raise ConfigurationError(
