@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.untouched import Untouched
 
 _UPDATES = ("update_parameters", "update")

@@ -55,7 +55,7 @@ def run_later(seconds: float, action: Callable[[], object]) -> None:
 
 
 def finish() -> None:
-    """Do what is left to do, and wait for the threads; what another rank does not answer has been hung up on by then."""
+    """Do what is left to do, and wait for the threads: nobody waits for other ranks by then."""
     for later in list(_later):
         later.do_now()
     deadline = time.monotonic() + _PATIENCE_SECONDS

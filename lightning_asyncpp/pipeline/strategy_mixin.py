@@ -63,8 +63,8 @@ class PipelineStrategyMixin:
         mesh = self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
         if mesh.num_stages == 1:
             rank_zero_warn(
-                f"{type(self).__name__} has one stage, and cuts nothing: devices={mesh.world_size} was given or found, for"
-                f" data_parallel_size={mesh.num_replicas}; devices={2 * mesh.num_replicas} makes two stages"
+                f"{type(self).__name__} has one stage, and cuts nothing: devices={mesh.world_size} was given or found"
+                f" for data_parallel_size={mesh.num_replicas}; devices={2 * mesh.num_replicas} makes two stages"
             )
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:

@@ -79,6 +79,7 @@ def _callback_problems(trainer: L.Trainer) -> list[str]:
 
 def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -> list[str]:
     """What the LightningModule does that a pipeline cannot follow; without a Trainer, in training."""
+    is_trained = trainer is None or trainer.state.fn == TrainerFn.FITTING
     problems = []
     if not module.automatic_optimization:
         problems.append(
@@ -94,16 +95,14 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
     network = getattr(module, "model", None)
     if isinstance(network, nn.Module):
         problems += model_problems(network)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_trained:
             problems += parameter_hook_problems(network)
     else:
         problems.append(
             f"{type(module).__name__} has no self.model: assign the network to it, as an nn.Sequential or a module with"
             " pipeline_layers(), in __init__ or configure_model"
         )
-    if (trainer is None or trainer.state.fn == TrainerFn.FITTING) and "dataloader_iter" in inspect.signature(
-        module.training_step
-    ).parameters:
+    if is_trained and "dataloader_iter" in inspect.signature(module.training_step).parameters:
         problems.append("training_step(dataloader_iter) is not supported: the pipeline cuts batches; take a batch")
     if (reduction := getattr(module, "loss_reduction", "mean")) not in ("mean", "sum"):
         problems.append(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")

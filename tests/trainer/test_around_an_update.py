@@ -145,9 +145,7 @@ def fit_seen(run: Run) -> list[tuple[str, int, int, float]]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_hooks_of_an_update_see_the_step_of_its_batch(pools: Pools, accumulate: int) -> None:
     run = Run(Counts, "async", {"micro_batches": 3}, scheduler="decay-step", val_samples=(9,))
-    run = replace(
-        run, trainer={"max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": accumulate}
-    )
+    run = replace(run, trainer={"max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": accumulate})
     expected = fit_seen(delayed(run, delay=1, micro_batches=3))
     for seen in pools.run(3, fit_seen, run):
         assert seen == expected
