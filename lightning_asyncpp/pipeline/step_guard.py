@@ -50,7 +50,7 @@ class StepGuard:
     def _check(self, *_: Any) -> None:
         if not self._is_updating():
             raise ConfigurationError(
-                f"step() was called on {type(self._optimizer).__name__} itself (optimizer.optimizer.step(...)), where the"
-                " gradient of its update is not there: call step() on what fabric.setup_optimizers(optimizer)"
+                f"step() was called on {type(self._optimizer).__name__} itself (optimizer.optimizer.step(...)), where"
+                " the gradient of its update is not there: call step() on what fabric.setup_optimizers(optimizer)"
                 " returned, or what Lightning hands to optimizer_step"
             )
