@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, overload
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from lightning_asyncpp.optim.fused_adamw import can_be_fused, fused_where_layouts_agree
@@ -44,7 +46,8 @@ class MatrixAdamW(ABC, Optimizer):
         adamw = {**adamw, **{key: matrix[key] for key in shared if adamw[key] is None}}
         problems: list[str] = []
         pattern = _compiled(adamw_names, problems)
-        split = split_parameters(params, pattern, problems, self.matrix_algorithm)
+        entries = params if isinstance(params, (Tensor, Mapping)) else list(params) or self._stand_ins()
+        split = split_parameters(entries, pattern, problems, self.matrix_algorithm)
         hyper = dict(zip(split.algorithms, (matrix, adamw)))
         groups = [_build_group(algorithm, split, hyper[algorithm], problems) for algorithm in split.algorithms]
         raise_problems(type(self).__name__, problems)
@@ -52,6 +55,13 @@ class MatrixAdamW(ABC, Optimizer):
         # Only what both groups have belongs into the defaults: torch copies them into every group.
         super().__init__(groups, {key: matrix[key] for key in shared})
         self._adopt_adamw()
+
+    def _stand_ins(self) -> list[Tensor]:
+        """What torch makes of no parameters: an error, unless somebody has it take a stand-in."""
+        with suppress(ValueError):
+            super().__init__([], {})
+            return list(self.param_groups[0]["params"])
+        return []
 
     @abstractmethod
     def step_matrices(self, group: dict[str, Any]) -> None:

@@ -223,6 +223,12 @@ class DelayCorrection(Optimizer):
     def state(self, state: Any) -> None:
         self._owner().state = state
 
+    def __getattr__(self, name: str) -> Any:
+        """The modes of schedule-free optimizers, ``train()`` and ``eval()``, where the base has them."""
+        if name in ("train", "eval") and "base" in self.__dict__:
+            return getattr(self.base, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _owner(self) -> Any:
         # torch sets and reads both while this object is being made, before there is a base.
         found = self.__dict__.get("base")

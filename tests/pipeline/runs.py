@@ -120,7 +120,8 @@ class Training:
 
     def results(self) -> dict[str, Any]:
         stage, mesh = self.stage, self.mesh
-        names = {tie.names[1]: tie.names[0] for tie in stage.whole.ties if tie.stages[1] == mesh.stage}
+        ties = [tie for tie in stage.whole.ties if mesh.stage in tie.stages[1:]]
+        names = {tie.name_on(mesh.stage): tie.names[0] for tie in ties}
         trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}
         tensors = {name: p.detach().cpu().clone() for name, p in {**trained, **stage.buffers}.items()}
         return {

@@ -17,11 +17,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.optimizers.nothing_to_train import is_placeholder
+from lightning_asyncpp.pipeline.optimizers.probe import grown_options
 
 BY_PARAMETER = "by_parameter"
 """Entry of such a state by which it is known; its value is the version of this form."""
 _VERSION = 1
 _NOT_OPTIONS = ("params", "param_names")
+_BESIDE = "beside the model: "
+_NOTHING = "nothing is trained: "
 _Find = Callable[[Mapping[str, Any], str], Any]
 
 
@@ -39,15 +43,16 @@ def by_parameter(
     names = _names_of(optimizer, parameters)
     saved = optimizer.state_dict()
     state, groups = saved.pop("state"), saved.pop("param_groups")
+    held = [[number for number in group["params"] if not names[number].startswith(_NOTHING)] for group in groups]
     beside = {key: saved_value for key, saved_value in state.items() if type(key) is not int}  # no parameter's
     tables: dict[str, dict[str, Any]] = {}
     rest = {**_without_tables(saved, names, "", tables), "state": beside}
     return {
         BY_PARAMETER: _VERSION,
-        "state": {names[number]: values for number, values in state.items() if type(number) is int},
-        "group_of": {names[number]: f"{stage}.{g}" for g, group in enumerate(groups) for number in group["params"]},
-        "groups": {f"{stage}.{g}": _options(group) for g, group in enumerate(groups) if group["params"]},
-        "tables": tables,
+        "state": _of_parameters({names[number]: values for number, values in state.items() if type(number) is int}),
+        "group_of": {names[number]: f"{stage}.{g}" for g, numbers in enumerate(held) for number in numbers},
+        "groups": {f"{stage}.{g}": _options(group) for g, group in enumerate(groups) if held[g]},
+        "tables": {path: _of_parameters(table) for path, table in tables.items()},
         "rest": {str(stage): rest},
         "cut": dict(cut),
     }
@@ -77,7 +82,7 @@ def load_by_parameter(
         ConfigurationError: the optimizer has other parameters or groups than the one that was saved.
     """
     names = _names_of(optimizer, parameters)
-    group_of = {name: find(saved["group_of"], name) for name in names}
+    group_of = _found_groups(optimizer, names, lambda name: find(saved["group_of"], name), saved["groups"])
     if problems := _problems(optimizer, names, group_of, saved):
         raise ConfigurationError.from_problems(problems)
     begins_anew = saved["cut"] != cut and not _all_equal(list(saved["rest"].values()))
@@ -86,8 +91,8 @@ def load_by_parameter(
             f"the state of {type(optimizer).__name__} differs from stage to stage in what belongs to no parameter, and"
             f" the checkpoint was written with {_in_words(saved['cut'])}, this run has {_in_words(cut)}: use the same"
         )
-    sources = [str(group).partition(".")[0] for group in group_of.values()]
-    rests = [saved["rest"][source] for source in sources[:1]]
+    sources = [str(group).partition(".")[0] for group in group_of.values() if group is not None]
+    rests = [saved["rest"][source] for source in sources[:1]] or list(saved["rest"].values())[:1]
     state: dict[str, Any] = copy.deepcopy(rests[0]) if rests else {}
     for path, table in saved["tables"].items():
         _put(state, path.split("/"), _numbered(table, names, find))
@@ -119,8 +124,30 @@ def _names_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[st
     """
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     beside = itertools.count()
-    held = (id(p) for group in optimizer.param_groups for p in group["params"])
-    return [name_of[key] if key in name_of else f"beside the model: {next(beside)}" for key in held]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    kinds = (_NOTHING if is_placeholder(p) else _BESIDE for p in held)
+    return [name_of[id(p)] if id(p) in name_of else f"{kind}{next(beside)}" for p, kind in zip(held, kinds)]
+
+
+def _of_parameters(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what stands for nothing."""
+    return {name: value for name, value in table.items() if not name.startswith(_NOTHING)}
+
+
+def _found_groups(
+    optimizer: Optimizer, names: Sequence[str], find: Callable[[str], Any], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Saved group of each name; of what is beside the model, of which another cut may have more, that of its group.
+
+    Where a stage trains nothing, the group at the same place elsewhere.
+    """
+    found, numbered = {name: find(name) for name in names}, iter(names)
+    for number, group in enumerate(optimizer.param_groups):
+        own = list(itertools.islice(numbered, len(group["params"])))
+        known = next((found[name] for name in own if found[name] is not None), None)
+        found |= {name: known for name in own if found[name] is None and name.startswith(_BESIDE)}
+        found |= {name: _same_place(number, saved) for name in own if name.startswith(_NOTHING)}
+    return found
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +170,7 @@ def _problems(
     optimizer: Optimizer, names: Iterable[str], group_of: Mapping[str, str | None], saved: Mapping[str, Any]
 ) -> list[str]:
     problems = []
-    if missing := [name for name in names if group_of[name] is None]:
+    if missing := [name for name in names if group_of[name] is None and not name.startswith(_NOTHING)]:
         problems.append(
             f"the checkpoint's optimizer did not hold {', '.join(missing[:5])}: give the optimizer the parameters that"
             " it had when the checkpoint was written, or load only the weights: pass the model loaded with"
@@ -174,7 +201,7 @@ def _problems_of_options(
     """A newer version of torch may have more options of the same optimizer, or fewer; another optimizer has others."""
     own, before = set(_options(group)), set(saved[0]) if saved else set()
     lacking, unknown = sorted(own - before), sorted(before - own)
-    if not saved or not lacking or not unknown:
+    if not saved or not lacking or not unknown or not (unknown := sorted(set(unknown) - grown_options(optimizer))):
         return []
     return [
         f"the checkpoint was written with another optimizer: it has {', '.join(unknown)}, and not the"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_asyncpp.pipeline.optimizers.naming import name_of
 from lightning_asyncpp.pipeline.optimizers.one_gradient import no_closure, several_gradients
 from lightning_asyncpp.pipeline.optimizers.probe import GLOBAL, LOSS, RANDOM, SEVERAL, TALKS, Verdict, examine, is_known
+from lightning_asyncpp.pipeline.optimizers.state_form import state_problems
 
 _OTHERWISE = "or strategy='delayed_gradient' in one process, which computes with the whole model's"
 _REASONS = {
@@ -47,11 +49,23 @@ def stage_problems(optimizer: Optimizer, with_closure: bool) -> list[str]:
         return [several_gradients(optimizer)]
     if verdict.kind:
         return [f"{name_of(optimizer)} {_REASONS[verdict.kind]}"]
+    if problems := state_problems(optimizer):
+        return problems
     if verdict.unknown:
         _warn(optimizer, verdict)
     elif with_closure and not verdict.calls_closure:
         return [no_closure(optimizer)]
     return []
+
+
+def sparse_problems(model: nn.Module) -> list[str]:
+    """Layers of this stage whose gradients would be sparse, which are not summed over micro-batches and ranks."""
+    return [
+        f"{name or 'the model'} ({type(layer).__name__}) has sparse=True: gradients are summed, counted and clipped"
+        " over micro-batches and stages, which is done with dense ones only; make it with sparse=False"
+        for name, layer in model.named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
+    ]
 
 
 def delayed_problems(optimizer: Optimizer) -> list[str]:

@@ -62,14 +62,14 @@ def is_known(optimizer: Optimizer) -> bool:
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     step = vars(optimizer).get("step")
     changed = bool(step_hooks(optimizer)) or (step is not None and not hasattr(step, "_wrapped_by_lr_sched"))
-    return kind.__module__.startswith(_TRUSTED) and not changed and all(map(is_known, inner))
+    return f"{kind.__module__}.".startswith(_TRUSTED) and not changed and all(map(is_known, inner))
 
 
 def examine(optimizer: Optimizer) -> Verdict:
     """Find out what a step does; the optimizer, the generators of random numbers and the weights stay as they are."""
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         return Verdict()
-    with _aside():
+    with aside():
         try:
             return _examine(optimizer)
         except NotExaminedError as error:
@@ -92,7 +92,7 @@ def _examine(optimizer: Optimizer) -> Verdict:
         return Verdict(GLOBAL)
     if not _same(plain, _run(optimizer, _Trial(loss=7.0))):
         return Verdict(LOSS)
-    hooked = any(has_memory(hook) for hook in step_hooks(optimizer))
+    hooked = any(has_memory(hook) for hook in step_hooks(optimizer, before=True))
     return Verdict(unknown="it has step hooks of somebody else's" if hooked else "", calls_closure=plain.calls > 0)
 
 
@@ -173,11 +173,11 @@ def _run(optimizer: Optimizer, trial: _Trial) -> _Outcome:
     before = _generators()
     try:
         small.let_train()
-        for step in range(_STEPS):
-            _set_gradients(parameters, trial, step)
+        for number in range(_STEPS):
+            _set_gradients(parameters, trial, number)
             closure = _Closure(parameters, trial.loss)
-            with _Alone() if trial.watched and step == 0 and dist.is_initialized() else nullcontext():
-                small.optimizer.step(closure)
+            with _Alone() if trial.watched and number == 0 and dist.is_initialized() else nullcontext():
+                _stepped(small.optimizer, closure)
             outcome.calls += closure.calls
             outcome.several |= closure.several
             for p, weights in zip(parameters, outcome.weights):
@@ -188,6 +188,38 @@ def _run(optimizer: Optimizer, trial: _Trial) -> _Outcome:
         raise NotExaminedError(f"its step fails with small parameters ({type(error).__name__}: {error})") from error
     outcome.drew = before != _generators()
     return outcome
+
+
+def step(small: SmallCopy, number: int) -> None:
+    """Take a plain step; ``number`` says which gradients.
+
+    Raises:
+        NotExaminedError: it fails.
+    """
+    parameters = [p for p, _ in small.trained]
+    _set_gradients(parameters, _Trial(), number)
+    try:
+        _stepped(small.optimizer, _Closure(parameters, None))
+    except Exception as error:
+        raise NotExaminedError(f"its step fails with small parameters ({type(error).__name__}: {error})") from error
+
+
+def grown_options(optimizer: Optimizer) -> set[str]:
+    """Options that its groups do not have before the first step, but after some."""
+    with aside():
+        try:
+            small = SmallCopy(optimizer)
+            small.let_train()
+            for number in range(_STEPS):
+                step(small, number)
+        except NotExaminedError:
+            return set()
+        pairs = zip(optimizer.param_groups, small.optimizer.param_groups)
+        return {key for before, after in pairs for key in after.keys() - before.keys()}
+
+
+def _stepped(optimizer: Any, closure: Callable[[], Tensor | None]) -> None:
+    optimizer.step(closure)
 
 
 def _set_gradients(parameters: list[Tensor], trial: _Trial, step: int) -> None:
@@ -260,7 +292,7 @@ def _generators() -> Any:
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
+def aside() -> Iterator[None]:
     """Without a trace: generators as they were, no warning, nothing compiled."""
     states, enabled = random_states(), torch.is_grad_enabled()
     try:

@@ -108,13 +108,13 @@ class SmallCopy:
     def _keep_few_alike(self) -> None:
         for held in self._lists_of_parameters():
             counts: dict[Any, int] = {}
-            kept = []
-            for p in held:
+            for p in list(held):
                 kind = (tuple(p.shape), p.dtype, p.requires_grad)
                 counts[kind] = counts.get(kind, 0) + 1
-                if counts[kind] <= _ALIKE:
-                    kept.append(p)
-            held[:] = kept
+                if counts[kind] > _ALIKE:
+                    held[:] = [other for other in held if other is not p]
+                    for _, new in self._family:
+                        new.state.pop(p, None)
 
     def _add_twins(self) -> None:
         twins: dict[int, Tensor] = {}
@@ -155,9 +155,9 @@ def has_memory(hook: Any) -> bool:
     return not isinstance(hook, FunctionType) or bool(hook.__closure__)
 
 
-def step_hooks(optimizer: Optimizer) -> list[Any]:
-    """What is called around each step."""
-    return [hook for name in _HOOKS[:2] for hook in vars(optimizer).get(name, {}).values()]
+def step_hooks(optimizer: Optimizer, before: bool = False) -> list[Any]:
+    """What is called around each step, or only before it."""
+    return [hook for name in _HOOKS[: 1 if before else 2] for hook in vars(optimizer).get(name, {}).values()]
 
 
 def _shell(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:

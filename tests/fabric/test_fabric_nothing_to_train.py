@@ -1,0 +1,44 @@
+"""A Fabric loop whose optimizer is made from the trained parameters, of which some stages have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy
+from tests.fabric.runs import make_fabric
+from tests.pipeline.cases import DIM, make_model
+from tests.trainer.pool import Pools
+
+
+def train(emulated: bool) -> dict[str, np.ndarray]:
+    kind: Any = DelayedGradientStrategy if emulated else AsyncPipelineStrategy
+    strategy = kind(micro_batches=3)
+    fabric = make_fabric(strategy)
+    model = make_model()
+    model[:-1].requires_grad_(False)
+    wrapped = fabric.setup_module(model)
+    trained = filter(lambda p: p.requires_grad, wrapped.parameters())
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(trained, lr=0.01))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        batch = (torch.randn(6, DIM, generator=generator), torch.randn(6, 1, generator=generator))
+        strategy.training_step(lambda part: F.mse_loss(wrapped(part[0]), part[1]), batch)
+        optimizer.step()
+    strategy.flush()
+    with pytest.raises(ValueError, match="empty parameter list"):
+        torch.optim.SGD([], lr=0.1)
+    return {name: p.detach().numpy() for name, p in wrapped.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_that_train_nothing(pools: Pools, stages: int) -> None:
+    [expected] = pools.run(1, train, True)
+    parts = pools.run(stages, train, False)
+    joined = {name: array for part in parts for name, array in part.items()}
+    assert joined.keys() == expected.keys()
+    assert all(np.array_equal(joined[name], expected[name]) for name in joined)
