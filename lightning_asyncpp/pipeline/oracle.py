@@ -74,7 +74,7 @@ def train_reference(
         first_micro_batch: k of the first micro-batch.
 
     Returns:
-        The weighted mean loss of every mini-batch.
+        The weighted mean loss of every mini-batch, without micro-batches where it is NaN if others have a number.
     """
     run = _Trajectory(model, optimizer, fresh, weight_dtype)
     losses = []
@@ -84,7 +84,7 @@ def train_reference(
         run.go_to(max(t - delay, synchronous_start) if is_async else t)
         slots = [piece for batch in batches for piece in split(batch, micro_batches)]
         gradient = _gradient(model, run.masters, step, slots, weight, seed, k)
-        losses.append(gradient.loss / gradient.weight if gradient.weight else math.nan)
+        losses.append(gradient.mean_loss())
         k += len(slots)
         run.stay()
         if gradient.is_usable(skip_nonfinite):
@@ -100,15 +100,19 @@ class _Gradient:
 
     Attributes:
         sums: parameter -> sum of w_k * gradient_k; parameters that were not used lack.
-        loss: sum of w_k * loss_k.
+        losses: (loss_k, w_k).
         weight: sum of w_k.
         counts: what layers counted.
     """
 
     sums: Weights = field(default_factory=dict)
-    loss: float = 0.0
+    losses: list[tuple[float, float]] = field(default_factory=list)
     weight: float = 0.0
     counts: Collected = field(default_factory=Collected)
+
+    def mean_loss(self) -> float:
+        numbers = [(loss, w) for loss, w in self.losses if not math.isnan(loss)]
+        return sum(w * loss for loss, w in numbers) / sum(w for _, w in numbers) if numbers else math.nan
 
     def is_usable(self, skip_nonfinite: bool) -> bool:
         finite = all(bool(torch.isfinite(g).all()) for g in self.sums.values())
@@ -202,7 +206,7 @@ def _gradient(
                     loss = step(micro_batch)
                 ((loss + said.total_loss()) * w).backward()
                 found.weight += w
-                found.loss += w * loss.item()
+                found.losses.append((loss.item(), w))
                 for layer, counts in said.statistics.items():
                     found.counts.add(layer, counts)
                 for parameter, leaf in uses:
