@@ -341,7 +341,7 @@ IDIOMS = [
     Idiom(
         "weights changed in the module's `on_train_batch_end`",
         WORKS,
-        "The hook of a batch comes once its own update has been applied.",
+        "The hook comes once its batch's update has been applied; not exact yet with `accumulate_grad_batches`.",
         Projects,
     ),
     Idiom(
