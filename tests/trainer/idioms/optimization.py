@@ -320,8 +320,8 @@ IDIOMS = [
     ),
     Idiom(
         "`filter(lambda p: p.requires_grad, self.parameters())`",
-        OPEN,
-        "Refused where a stage trains nothing: give it all parameters.",
+        WORKS,
+        "Also on a stage that trains nothing.",
         TrainedParts,
     ),
     Idiom("groups of parameters with options of their own", WORKS, "", DecaysMatricesOnly),
