@@ -111,6 +111,7 @@ class Engine:
         count = self.settings.micro_batches
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
         self._in_evaluation = {module for module in self.stage.modules() if not module.training}
+        self.runner.begin()
         first = self.next_forward
         flights: list[Flight] = []
         with preserved_generators(self.runner.device):
@@ -187,6 +188,7 @@ class Engine:
         if not self.idle:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
         slots = self._slots(batch)
+        self.runner.begin(purpose)
         flights = []
         weights = self.weights.for_evaluation()
         with preserved_generators(self.runner.device):
