@@ -27,6 +27,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("state_dict_type", "shard", "must be 'full' or 'sharded'"),
     ("async_checkpoints", "yes", "True or False"),
     ("fresh_last_stage", 1, "True or False"),
+    ("partition", [], "'auto', 'uniform', or a list"),
+    ("start_method", "forks", "'popen' or 'spawn' or 'fork' or 'forkserver'"),
+    ("process_group_backend", 3, "a backend of torch.distributed"),
 ]
 
 
@@ -52,6 +55,31 @@ def test_all_are_named_at_once(strategy: type) -> None:
         strategy(placement="beside", heartbeat=0, timeout=5, state_dict_type="", async_checkpoints=None)
     for name in ("placement='beside'", "heartbeat=0", "timeout=5", "state_dict_type=''", "async_checkpoints=None"):
         assert name in str(caught.value)
+
+
+def test_a_partition_says_how_many_stages_there_are() -> None:
+    with pytest.raises(ConfigurationError, match=r"micro_batches=2 is smaller than the number of stages \(3\)"):
+        pytorch.AsyncPipelineStrategy(partition=[1, 1, 1], micro_batches=2)
+
+
+def test_types_hide_nothing_else() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        pytorch.AsyncPipelineStrategy(micro_batches=2.5, lookahead=-1, nonfinite_gradients="no")
+    for name in ("micro_batches=2.5", "lookahead=-1", "nonfinite_gradients='no'"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", [p.DelayedGradientStrategy for p in (pytorch, fabric)], ids=name_of)
+def test_arguments_of_the_emulator(strategy: type) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        strategy(delay=-1, micro_batches=0, timeout=3, start_method="x", find_unused_parameters=1)
+    for name in ("delay=-1", "micro_batches=0", "timeout=3", "start_method='x'", "find_unused_parameters=1"):
+        assert name in str(caught.value)
+
+
+def test_functions_of_fabrics_strategies() -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)split_batch=3 must be a function.*loss_reduction='max' must be"):
+        fabric.AsyncPipelineStrategy(split_batch=3, loss_reduction="max")
 
 
 def test_whether_an_inexact_resume_is_accepted_is_yes_or_no() -> None:

@@ -47,13 +47,8 @@ class PipelineLlama(LlamaForCausalLM):
         """What LlamaModel.forward does before its layers; ``input_ids`` is (batch, time)."""
         hidden_states = embed(input_ids)  # (batch, time, dim)
         position_ids = torch.arange(input_ids.size(1), device=input_ids.device).unsqueeze(0)
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=None,
-            position_ids=position_ids,
-        )
+        no_cache = None  # by position: its name is another one in newer versions of transformers
+        mask = create_causal_mask(self.config, hidden_states, attention_mask, no_cache, position_ids=position_ids)
         return {
             "hidden_states": hidden_states,
             "attention_mask": mask,  # (batch, 1, time, time), or None where no token is padding

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_asyncpp.data.replica import leave_where_it_was, set_epoch_before
 from lightning_asyncpp.data.samplers import draws_at_once, draws_unseen, generators_of, is_torchdatas, wrapper_of
+from lightning_asyncpp.data.stage_loader import LoaderInFront
 
 COMBINED_GOES_ON = RequirementCache("litdata>=0.2.76")
 """Older ones count twice what a resumed ``CombinedStreamingDataset`` has read."""
@@ -80,7 +81,7 @@ def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
     return []
 
 
-class ResumableLoader:
+class ResumableLoader(LoaderInFront):
     """Stands in front of a training loader; everything else about it is the loader's own.
 
     What loaders with a state do about the ends of epochs differs. This one asks them in the middle of an epoch alone,
@@ -95,7 +96,7 @@ class ResumableLoader:
     """
 
     def __init__(self, loader: Any, prefetched: Callable[[], int]) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self._prefetched = prefetched
         self._say: Any = loader.state_dict if is_stateful(loader) else None
         self._take_up: Any = getattr(loader, "load_state_dict", None)
@@ -107,27 +108,10 @@ class ResumableLoader:
         self._before: dict[str, Any] | None = None
         self._resumed: tuple[Mapping[str, Any], bool] | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # before there is one
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
     @property
     def length(self) -> int | None:
         """How many batches an epoch has, where that is known."""
         return sized_len(self.loader)
-
-    @property
-    def worker_init_fn(self) -> Any:
-        """The loader's; Lightning sets it, if there is none, for ``seed_everything(workers=True)``."""
-        return self.loader.worker_init_fn
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Any) -> None:
-        self.loader.worker_init_fn = function
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: after the last batch that it has got, also if that was before a resume."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from enum import IntEnum
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -28,25 +29,80 @@ def has_placeholder(batch: object) -> bool:
     return isinstance(batch, PlaceholderBatch)
 
 
-class PlaceholderLoader:
-    """As many placeholders as a loader has batches; the loader itself is never iterated.
+class Next(IntEnum):
+    """What the next step of a loader's iteration brought on the stage that reads."""
 
-    Its state lives on the ranks that read, where every training loader has one.
+    END = 0
+    BATCH = 1
+    NOTHING = 2  # None, as a collate_fn returns where no sample is valid: the batch is skipped
+
+
+class LoaderInFront:
+    """Stands in front of a loader: what is not its own to say or to be told is the loader's.
 
     Args:
-        loader: the loader of this replica, with a length.
+        loader: the loader of this replica.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.sampler = getattr(loader, "sampler", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # before there is one
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if not is_own and name != "loader" and hasattr(self.loader, name):
+            setattr(self.loader, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __iter__(self) -> Iterator[PlaceholderBatch]:
-        waits = getattr(self.loader, "waits", False)  # a resumed loader, for the end of the epoch before
-        return (PlaceholderBatch() for _ in range(0 if waits else len(self)))
+
+class AnnouncingLoader(LoaderInFront):
+    """The loader of a first stage, which says on every step what it brought: stages in the middle do the same.
+
+    Args:
+        loader: the loader of this replica.
+        announce: is told at once.
+    """
+
+    def __init__(self, loader: Any, announce: Callable[[Next], None]) -> None:
+        super().__init__(loader)
+        self._announce = announce
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            self._announce(Next.NOTHING if batch is None else Next.BATCH)
+            yield batch
+        self._announce(Next.END)
+
+
+class PlaceholderLoader(LoaderInFront):
+    """A placeholder for every batch of a loader; the loader itself is never iterated.
+
+    Its state lives on the ranks that read, where every training loader has one.
+
+    Args:
+        loader: the loader of this replica.
+        follow: waits for what the next step brought on the first stage; None: there is a batch as often as the loader's
+            length says.
+    """
+
+    def __init__(self, loader: Any, follow: Callable[[], Next] | None = None) -> None:
+        super().__init__(loader)
+        self._follow = follow
+
+    def __iter__(self) -> Iterator[PlaceholderBatch | None]:
+        if self._follow is None:
+            yield from (PlaceholderBatch() for _ in range(len(self)))
+            return
+        while (step := self._follow()) != Next.END:
+            yield None if step == Next.NOTHING else PlaceholderBatch()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to keep."""
@@ -56,16 +112,19 @@ class PlaceholderLoader:
         """Nothing to take up."""
 
 
-def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bool) -> object:
+def stage_loader(
+    loader: object, num_replicas: int, replica: int, needs_data: bool, follow: Callable[[], Next] | None = None
+) -> object:
     """Return the loader that a stage iterates instead of ``loader``.
 
     Args:
         loader: what the user gave; a litdata loader is told the replica, it would otherwise split by rank.
         num_replicas: number of replicas.
         replica: index of this rank's.
-        needs_data: whether this is the first or the last stage. The others iterate placeholders if the loader's length
-            can be trusted (a ``DataLoader`` over a map-style dataset, a litdata loader), and otherwise the loader
-            itself, since only it knows when an epoch ends.
+        needs_data: whether this is the first or the last stage.
+        follow: what the others ask for the first stage's next step. Without it they iterate placeholders if the
+            loader's length can be trusted (a ``DataLoader`` over a map-style dataset, a litdata loader), and otherwise
+            the loader itself, since only it knows when an epoch ends.
 
     Raises:
         DataError: fewer samples than replicas; a sampler would quietly give the same one to several.
@@ -74,9 +133,9 @@ def stage_loader(loader: object, num_replicas: int, replica: int, needs_data: bo
     if reads_streams(loader):
         use_replica(loader, num_replicas, replica)
     _seed_workers(loader, replica)
-    if needs_data or not (is_litdata(loader) or _is_map_style(loader)):
+    if needs_data or (follow is None and not (is_litdata(loader) or _is_map_style(loader))):
         return loader
-    return PlaceholderLoader(loader)
+    return PlaceholderLoader(loader, follow)
 
 
 def _check_size(loader: object, num_replicas: int) -> None:

@@ -27,15 +27,17 @@ from lightning_asyncpp.fabric.reading import resumable
 from lightning_asyncpp.fabric.recording import RecordingMixin
 from lightning_asyncpp.fabric.stopping import StopMixin
 from lightning_asyncpp.pipeline.agreement import agree_on_problems
+from lightning_asyncpp.pipeline.arguments import check_arguments
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
+from lightning_asyncpp.pipeline.nan_losses import NanLosses
 from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import PipelineSettings, check_arguments
+from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
@@ -117,8 +119,10 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             heartbeat=heartbeat,
         )
         check_arguments(
-            settings, timeout, interface, state_dict_type,
-            fresh_last_stage=fresh_last_stage, async_checkpoints=async_checkpoints,
+            settings, timeout=timeout, interface=interface, state_dict_type=state_dict_type, start_method=start_method,
+            process_group_backend=process_group_backend, fresh_last_stage=fresh_last_stage,
+            async_checkpoints=async_checkpoints, split_batch=split_batch, micro_batch_weight=micro_batch_weight,
+            loss_reduction=loss_reduction,
         )  # fmt: skip
         self.session = PipelineSession(settings, timeout)
         self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
@@ -132,8 +136,8 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         self._example_input_array = example_input_array
         self._hooks = UserHooks()
         self._names: frozenset[str] = frozenset()
+        self._nan_losses = NanLosses()
         self._clippings = ClippingBook()
-        self._updating = False
         # Gradients are reduced once per update whatever the loop does: there is nothing to switch off.
         drop_backward_sync_control(self)
 
@@ -188,7 +192,6 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")
             self.session.attach(optimizer)
-        optimizer.register_step_pre_hook(self._refuse_raw_step)
         mark_as_stepped(optimizer)
         return optimizer
 
@@ -204,10 +207,6 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
 
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision.forward_context()
-
-    def _refuse_raw_step(self, *_: Any) -> None:
-        if not self._updating:
-            raise ConfigurationError(refusals.RAW_STEP)
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -255,6 +254,8 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             output = engine.run(batch, self._user_step(step_fn))
         if not self._mesh.is_last:
             return None
+        if (nan := output.nan_losses()) is not None:
+            self._nan_losses.take(engine.mini_batch, nan[1])
         loss = output.mean_loss(self._hooks.loss_reduction)
         return torch.full((), float("nan"), device=self.root_device) if loss is None else loss
 
@@ -298,15 +299,12 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         clipping = self._clippings.get(self.session.updating().mini_batch)
         if clipping is not None:
             clipping.apply(self.session)
-        self._updating = True
-        try:
-            self.precision.optimizer_step(optimizer)
-        finally:
-            self._updating = False
+        self.precision.optimizer_step(optimizer)
 
     def _applied(self, updates: list[Update]) -> None:
         for update in updates:
             self._clippings.forget(update.mini_batch)
+            self._nan_losses.updated(update.mini_batch, update.message.finite)
             self.gradient_norm = update.message.norm
             if update.message.weight:
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)

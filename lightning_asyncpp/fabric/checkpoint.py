@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.fabric.strategies.strategy import Strategy
+from lightning.fabric.utilities.types import _Stateful
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -16,9 +18,11 @@ from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.clipping import ClippingBook
 from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.fabric.private import converted_state
+from lightning_asyncpp.pipeline.checkpoint.apart import APART, Names
 from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.checkpoint.state import (
+    facts,
     gather_model_state,
     gather_optimizer_state,
     gather_pipeline_state,
@@ -28,7 +32,14 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_optimizer_state,
     stage_pipeline_state,
 )
+from lightning_asyncpp.pipeline.checkpoint.uniting import (
+    cannot_be_assigned,
+    cannot_travel,
+    own_entries,
+    unite_entries,
+)
 from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
+from lightning_asyncpp.pipeline.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tied_state import check_copies
@@ -86,11 +97,22 @@ class CheckpointMixin(Strategy):
                 parts = parts_of(self.session, state, gathered=not self.checkpoints.sharded)
         converted = converted_state(self, {**state, **parts}, filter)
         with self._driving():
+            if parts:
+                self._unite({name: value for name, value in converted.items() if name not in parts}, converted)
             if self.checkpoints.sharded and parts:
                 beside = {name: value for name, value in converted.items() if name not in parts}
                 self.checkpoints.save_folder(path, {name: converted[name] for name in parts}, beside)
             else:
                 self.checkpoints.save_file(converted, path, self.checkpoint_io, storage_options)
+
+    def _unite(self, beside: Mapping[str, Any], content: dict[str, Any]) -> None:
+        """Put what other stages have beside the model and the optimizer, such as an average, into the content."""
+        united = unite_entries(self.session.running().mesh, beside, lambda name: f"state[{name!r}]")
+        content.update(united.entries)
+        if united.lost:
+            rank_zero_warn(cannot_travel(united.lost))
+        if united.differences and PIPELINE in content:
+            content[PIPELINE] = {**content[PIPELINE], APART: united.differences}
 
     @override
     def load_checkpoint(
@@ -117,19 +139,38 @@ class CheckpointMixin(Strategy):
         return self._load_state(path, state, strict, weights_only)
 
     def _load_state(self, path: Any, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        others = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
+        others = {n: v for n, v in state.items() if not isinstance(v, Optimizer) and not _is_stateful(v)}
+        stateful = {name: value for name, value in state.items() if _is_stateful(value)}
         remainder = super().load_checkpoint(path, others, strict, weights_only)
-        state.update(others)
         progress = remainder.pop(PIPELINE, None)
+        saved = {name: remainder.pop(name) for name in entries_to_load(stateful, remainder, strict)}
+        saved |= {name: value for name, value in others.items() if not isinstance(value, nn.Module)}
+        own = self._own_entries(saved, progress)
+        for name, value in stateful.items():
+            if name in own:
+                value.load_state_dict(own.pop(name))
+        state.update(others | own)
         if self._has_resumed and any(value is self._trained_model for value in others.values()):
             load_pipeline_state(self.session, progress)  # its optimizer came first, and it makes all versions equal
-        for name in entries_to_load(state.keys() - others.keys(), remainder, strict):
+        for name in entries_to_load(state.keys() - others.keys() - stateful.keys(), remainder, strict):
             check_set_up(self.session, state[name])
             load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
             load_optimizer(self.session, state[name], remainder.pop(name))
             self._clippings.clear()
             self._resumed_at = self.session.running().next_forward
         return remainder
+
+    def _own_entries(self, saved: dict[str, Any], progress: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What is this stage's of the entries that are no modules, which take their own by names."""
+        if progress is None or self.session.stage is None:
+            return saved
+        here = self.session.stage.state_dict().keys()
+        names, mesh = Names(here, self._names - here), self.session.running().mesh
+        partition = facts(self.session)["partition"]
+        own, unclear = own_entries(mesh, partition, names, saved, progress, lambda name: f"state[{name!r}]")
+        if unclear:
+            rank_zero_warn(cannot_be_assigned(unclear, progress))
+        return own
 
     @property
     def _has_resumed(self) -> bool:
@@ -147,7 +188,15 @@ class CheckpointMixin(Strategy):
             load_model(self.session, self._names, state_dict, strict)
         else:
             check_loadable(module)
+            if any(isinstance(part, OtherStage) for part in module.modules()):  # an average of this stage
+                own = module.state_dict().keys()
+                state_dict = {name: value for name, value in state_dict.items() if name in own}
             super().load_module_state_dict(module, state_dict, strict)
+
+
+def _is_stateful(value: Any) -> bool:
+    """Whether Fabric would ask for its state, and it is neither a module nor an optimizer."""
+    return isinstance(value, _Stateful) and not isinstance(value, (nn.Module, Optimizer))
 
 
 def entries_to_load(names: Iterable[str], checkpoint: Mapping[str, Any], strict: bool) -> list[str]:
@@ -213,7 +262,7 @@ def load_model(session: PipelineSession, names: Collection[str], state: Mapping[
     assert stage is not None
     if strict and (problems := _key_problems(names, state)):
         raise ConfigurationError.from_problems(problems)
-    check_copies(state, session.whole_model.ties)
+    check_copies(state, session.whole_model.same)
     own = stage.state_dict().keys()
     stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
     engine.weights.restore(engine.weights.newest, None)

@@ -23,6 +23,7 @@ from lightning_asyncpp.fabric.delayed_checkpoint import DelayedCheckpoints
 from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.fabric.reading import resumable
+from lightning_asyncpp.pipeline.arguments import check_arguments
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
@@ -116,7 +117,11 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
         self.settings = DelaySettings(
             delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start, partition
         )
-        self.settings.check()
+        check_arguments(
+            self.settings, timeout=timeout, start_method=start_method, process_group_backend=process_group_backend,
+            find_unused_parameters=find_unused_parameters, split_batch=split_batch,
+            micro_batch_weight=micro_batch_weight, loss_reduction=loss_reduction,
+        )  # fmt: skip
         self.emulator: DelayEmulator | None = None
         self._given_hooks = {
             "split_batch": split_batch,
@@ -274,6 +279,7 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
         try:
             with emulator.weights.stale(), backward_allowed(True):
                 output = micro_batches.run(batch, lambda micro_batch, weight: step_fn(micro_batch))
+                micro_batches.restore()
         finally:
             self._in_step = False
         loss = output.mean_loss(micro_batches.hooks.loss_reduction)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.gradient_hooks import parameter_hook_problems
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import problems_of_precision
 from lightning_asyncpp.pipeline.units import model_problems
@@ -23,10 +24,6 @@ BACKWARD = (
 CLOSURE = (
     "optimizer.step(closure): strategy.training_step(step_fn, batch) has computed the gradients already; call"
     " optimizer.step() without a closure"
-)
-RAW_STEP = (
-    "step() was called on the optimizer itself: its gradients belong to the update one mini-batch ago; call step() on"
-    " what fabric.setup_optimizers(optimizer) returned"
 )
 NOTHING_TO_STEP = (
     "optimizer.step() was called without a batch: call strategy.training_step(step_fn, batch), once or more often"
@@ -77,6 +74,7 @@ def module_problems(session: PipelineSession, module: nn.Module, precision: str,
             f" backward; use one of {', '.join(_PRECISIONS)}"
         )
     problems += problems_of_precision(session.settings.weight_dtype, precision) + model_problems(module, "the model")
+    problems += parameter_hook_problems(module, "the model")
     if loss_reduction not in ("mean", "sum"):
         problems.append(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
     return problems

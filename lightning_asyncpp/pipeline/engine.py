@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error
+from lightning_asyncpp.pipeline.elsewhere import Home
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import Slot, cut_batch
@@ -75,6 +77,11 @@ class Engine:
         self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
         self._flights: dict[int, Flight] = {}
         self._guards = [p.register_hook(_refuse_gradient) for p in self.weights.parameters.values()]
+        self._guards += [
+            parameter.register_hook(functools.partial(_refuse_elsewhere, home))
+            for reference, home in stage.elsewhere
+            if (parameter := reference()) is not None and parameter.requires_grad
+        ]
 
     @property
     def mini_batch(self) -> int:
@@ -111,6 +118,8 @@ class Engine:
         count = self.settings.micro_batches
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
         self._in_evaluation = {module for module in self.stage.modules() if not module.training}
+        if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
+            self.weights.adopt()
         self.runner.begin()
         first = self.next_forward
         flights: list[Flight] = []
@@ -125,6 +134,14 @@ class Engine:
                     self._backward(action)
                 self.updates.poll()
         return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
+
+    def drop(self) -> None:
+        """Throw away the gradient of the batches since the last :meth:`close`: they belong to no update.
+
+        What follows runs on the weights that it would have run on anyway.
+        """
+        if self.accumulating:
+            self.updates.drop_open(self.next_forward, self.next_backward)
 
     def close(self, ticket: Ticket, payload: Tensor | None = None) -> None:
         """Declare the mini-batch complete: the batches since the last close share one update.
@@ -188,8 +205,9 @@ class Engine:
         if not self.idle:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
         slots = self._slots(batch)
-        self.runner.begin(purpose)
         flights = []
+        self.weights.adopt()
+        self.runner.begin(purpose)
         weights = self.weights.for_evaluation()
         with preserved_generators(self.runner.device):
             for slot in slots:
@@ -339,5 +357,10 @@ class Engine:
 def _refuse_gradient(gradient: Tensor) -> Tensor:
     raise ConfigurationError(
         "a parameter of self.model was used directly in training_step: only the stage that holds it would see that"
-        " part of the loss; compute it inside a layer of self.model (an auxiliary loss), or use weight_decay"
+        " part of the loss; compute it inside a layer of self.model (an auxiliary loss), or use weight_decay. A layer"
+        " that uses it must find it in an nn.Module, not in a list, a closure or another object"
     )
+
+
+def _refuse_elsewhere(home: Home, _: Tensor) -> Tensor:
+    raise ConfigurationError(home.refusal("a parameter that was used here"))

@@ -14,12 +14,20 @@ _NOISE = re.compile(f"{_PLACE.pattern}|caused pair closure|Connection (closed|re
 class ConfigurationError(ValueError):
     """Can this run at all? Raised before training, on every rank, with every problem that was found."""
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What was found, one by one."""
+        found: tuple[str, ...] = self.__dict__.get("_problems", (str(self),))
+        return found
+
     @classmethod
     def from_problems(cls, problems: Sequence[str]) -> ConfigurationError:
         """Join all problems into one error, so that nobody mends them one run at a time."""
         if len(problems) == 1:
             return cls(problems[0])
-        return cls(f"{len(problems)} problems:\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1)))
+        error = cls(f"{len(problems)} problems:\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1)))
+        error.__dict__["_problems"] = tuple(problems)
+        return error
 
 
 class BatchMismatchError(RuntimeError):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning_asyncpp.pipeline import background
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import PeerLostError, is_noise, peer_lost
 from lightning_asyncpp.pipeline.hang_up import hang_up, hang_up_soon, leave_default_group
@@ -72,10 +72,8 @@ class FailingSession:
             is_gone: whether that rank is gone; else it raised something, which all ranks may be about to raise alike.
         """
         grace = 0.0 if is_gone else GRACE_SECONDS
-        for seconds, action in ((grace, lambda: self._give_up(error)), (2 * grace, self._give_up_default_group)):
-            timer = threading.Timer(seconds, action)
-            timer.daemon = True
-            timer.start()
+        background.run_later(grace, lambda: self._give_up(error))
+        background.run_later(2 * grace, self._give_up_default_group)
 
     def hang_up(self) -> None:
         """Close this rank's connections at once: nobody needs them any more."""

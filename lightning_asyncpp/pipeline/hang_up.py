@@ -6,13 +6,13 @@ a run and turns to something else would let them wait until the timeout; so it c
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from lightning_asyncpp.pipeline import background
 from lightning_asyncpp.pipeline.errors import PeerLostError
 from lightning_asyncpp.pipeline.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.pipeline.transport import Transport
@@ -34,9 +34,7 @@ def hang_up_soon(mesh: Mesh, error: BaseException, transport: Transport | None =
     if mesh.groups is None:
         return
     grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS
-    timer = threading.Timer(grace, hang_up, [mesh, transport])
-    timer.daemon = True  # a process that ends needs no grace
-    timer.start()
+    background.run_later(grace, lambda: hang_up(mesh, transport))  # a process that ends needs no grace
 
 
 def hang_up(mesh: Mesh, transport: Transport | None = None) -> None:

@@ -10,6 +10,8 @@ import threading
 
 import torch.distributed as dist
 
+from lightning_asyncpp.pipeline import background
+
 
 class HostWork:
     """Stands for the ``Work`` of a send or a receive of host data.
@@ -22,7 +24,7 @@ class HostWork:
         self._error: BaseException | None = None
         self._done = threading.Event()
         # The thread alone keeps gloo's object, which keeps the tensor: both go when it is done.
-        threading.Thread(target=self._wait, args=(work,), name="host-work", daemon=True).start()
+        background.run(lambda: self._wait(work), "host-work")
 
     def is_completed(self) -> bool:
         """Whether it is done, or failed."""

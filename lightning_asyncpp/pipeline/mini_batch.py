@@ -85,15 +85,38 @@ class BatchOutput:
     weights: list[float]
 
     def mean_loss(self, reduction: str = "mean") -> Tensor | None:
-        """Weighted mean of the losses; None without samples."""
+        """Weighted mean of the losses, without those that are NaN where others are not; None without samples."""
         total = sum(self.weights)
         if not total:
             return None
-        counting = [(loss_of(result).detach(), weight) for result, weight in zip(self.results, self.weights) if weight]
-        losses = torch.stack([loss for loss, _ in counting])
+        losses = self._losses()
+        missing = losses.isnan()
         if reduction == "mean":
-            losses = losses * torch.tensor([weight for _, weight in counting], dtype=losses.dtype, device=losses.device)
-        return losses.sum() / total
+            losses = losses * self._counting(losses.dtype, losses.device)
+        mean = losses.sum() / total
+        others = losses.masked_fill(missing, 0.0).sum() / (total - self._weight_of(missing)).to(losses.dtype)
+        return torch.where(missing.any(), others, mean)  # asking whether any is NaN would wait for the device
+
+    def nan_losses(self) -> tuple[Tensor, Tensor] | None:
+        """Weight of the micro-batches whose loss is NaN, and which is the first of them, from 1; None without samples.
+
+        Both stay on the device; they are 0 where no loss is NaN.
+        """
+        if not sum(self.weights):
+            return None
+        missing = self._losses().isnan()
+        return self._weight_of(missing), missing.any() * (missing.int().argmax() + 1)
+
+    def _losses(self) -> Tensor:
+        """Losses of the micro-batches that have a weight."""
+        return torch.stack([loss_of(result).detach() for result, w in zip(self.results, self.weights) if w])
+
+    def _counting(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.tensor([weight for weight in self.weights if weight], dtype=dtype, device=device)
+
+    def _weight_of(self, chosen: Tensor) -> Tensor:
+        dtype = torch.float32 if chosen.device.type == "mps" else torch.float64
+        return (self._counting(dtype, chosen.device) * chosen).sum()
 
     def beside_loss(self) -> dict[str, Any]:
         """What a training step returned beside its loss, for the whole batch."""

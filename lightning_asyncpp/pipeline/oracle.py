@@ -51,7 +51,7 @@ def train_reference(
 
     Args:
         model: an ``nn.Sequential`` or a module with ``pipeline_layers()``. Of a parameter that several of its units
-            share the gradients of each are summed apart before they are added.
+            share the gradients of each are summed apart before they are added, the last unit's first.
         step: micro-batch -> loss, a mean over the micro-batch; it calls ``model`` once.
         mini_batches: each a list of batches that share one update: one batch, or several with gradient accumulation.
         optimizer: over the parameters of ``model``; the base optimizer if ``error_feedback`` is given.
@@ -74,7 +74,7 @@ def train_reference(
         first_micro_batch: k of the first micro-batch.
 
     Returns:
-        The weighted mean loss of every mini-batch.
+        The weighted mean loss of every mini-batch, without micro-batches where it is NaN if others have a number.
     """
     run = _Trajectory(model, optimizer, fresh, weight_dtype)
     losses = []
@@ -84,7 +84,7 @@ def train_reference(
         run.go_to(max(t - delay, synchronous_start) if is_async else t)
         slots = [piece for batch in batches for piece in split(batch, micro_batches)]
         gradient = _gradient(model, run.masters, step, slots, weight, seed, k)
-        losses.append(gradient.loss / gradient.weight if gradient.weight else math.nan)
+        losses.append(gradient.mean_loss())
         k += len(slots)
         run.stay()
         if gradient.is_usable(skip_nonfinite):
@@ -100,15 +100,19 @@ class _Gradient:
 
     Attributes:
         sums: parameter -> sum of w_k * gradient_k; parameters that were not used lack.
-        loss: sum of w_k * loss_k.
+        losses: (loss_k, w_k).
         weight: sum of w_k.
         counts: what layers counted.
     """
 
     sums: Weights = field(default_factory=dict)
-    loss: float = 0.0
+    losses: list[tuple[float, float]] = field(default_factory=list)
     weight: float = 0.0
     counts: Collected = field(default_factory=Collected)
+
+    def mean_loss(self) -> float:
+        numbers = [(loss, w) for loss, w in self.losses if not math.isnan(loss)]
+        return sum(w * loss for loss, w in numbers) / sum(w for _, w in numbers) if numbers else math.nan
 
     def is_usable(self, skip_nonfinite: bool) -> bool:
         finite = all(bool(torch.isfinite(g).all()) for g in self.sums.values())
@@ -202,14 +206,14 @@ def _gradient(
                     loss = step(micro_batch)
                 ((loss + said.total_loss()) * w).backward()
                 found.weight += w
-                found.loss += w * loss.item()
+                found.losses.append((loss.item(), w))
                 for layer, counts in said.statistics.items():
                     found.counts.add(layer, counts)
                 for parameter, leaf in uses:
                     if leaf.grad is not None:
                         _add(sums, leaf, leaf.grad.to(masters[parameter].dtype))
                     leaf.grad = None
-    for parameter, leaf in uses:
+    for parameter, leaf in reversed(uses):
         if leaf in sums:
             _add(found.sums, parameter, sums[leaf])
     return found
@@ -221,25 +225,50 @@ def _add(sums: Weights, key: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Give a unit that shares a trainable parameter with one before it a copy of its own; yields (parameter, copy)."""
+    """Give a unit that shares a trainable parameter with one before it a copy of its own; yields (parameter, copy).
+
+    A module that is part of several units has in each what is that unit's own, and one outside of them what is the
+    last unit's that has run or runs.
+    """
+    units = pipeline_units(model)
+    inside = {module for unit in units for module in unit.module.modules()}
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
     copies: list[tuple[Tensor, Tensor]] = []
-    places: list[tuple[nn.Module, str, Tensor, Tensor]] = []
-    seen: set[Tensor] = set()
-    for unit in pipeline_units(model):
-        own = [p for p in unit.module.parameters() if p.requires_grad]
-        copy_of = {p: nn.Parameter(p.detach().clone()) for p in own if p in seen}
-        seen.update(own)
-        copies += copy_of.items()
-        for module in unit.module.modules():
-            named = module.named_parameters(recurse=False, remove_duplicate=False)
-            places += [(module, name, p, copy_of[p]) for name, p in named if p in copy_of]
-    for module, name, _, copy in places:
-        setattr(module, name, copy)
+    now: dict[Tensor, nn.Parameter] = {}
+    turns: dict[nn.Module, list[list[tuple[nn.Module, str, nn.Parameter]]]] = {}  # one module may be several units
+    for unit in units:
+        for parameter in unit.module.parameters():
+            if parameter in now and parameter.requires_grad:
+                now[parameter] = nn.Parameter(parameter.detach().clone())
+                copies.append((parameter, now[parameter]))
+            else:
+                now[parameter] = parameter
+        own = set(unit.module.modules())
+        turn = [(m, name, now.get(p, p)) for m, name, p in places if m in own or m not in inside]
+        turns.setdefault(unit.module, []).append(turn)
+
+    def taking(in_turn: Iterator[list[tuple[nn.Module, str, nn.Parameter]]]) -> Callable[..., None]:
+        def take_turn(*_: Any) -> None:
+            for module, name, parameter in next(in_turn):
+                setattr(module, name, parameter)
+
+        return take_turn
+
+    hooks = [
+        module.register_forward_pre_hook(taking(itertools.cycle(in_turn)))
+        for module, in_turn in (turns.items() if copies else ())
+    ]
     try:
         yield copies
     finally:
-        for module, name, parameter, _ in places:
-            setattr(module, name, parameter)
+        for hook in hooks:
+            hook.remove()
+        for module, name, original in places if copies else ():
+            setattr(module, name, original)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.agreement import exchange
+from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
+from lightning_asyncpp.pipeline.averages import Averages
+from lightning_asyncpp.pipeline.clipping_guard import ClippingGuard
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import (
     ConfigurationError,
@@ -27,8 +30,10 @@ from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage, cut
+from lightning_asyncpp.pipeline.step_guard import StepGuard
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
+from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.pipeline.update import clip_coefficient
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
@@ -36,6 +41,7 @@ from lightning_asyncpp.pipeline.whole_model import WholeModel
 
 ApplyStep = Callable[[], None]
 _FINISHED = "finished"
+_LOOKS_TOGETHER = 4
 
 
 def check_norm_type(norm_type: float) -> None:
@@ -50,13 +56,30 @@ def check_norm_type(norm_type: float) -> None:
         )
 
 
+ONE_GRADIENT_PER_STEP = (
+    "LBFGS evaluates the loss several times per step, but a pipeline brings one gradient per step; use an optimizer"
+    " whose step() needs no closure"
+)
+
+
 class PipelineSession(FailingSession):
     """Everything that a strategy holds about its pipeline.
 
     Args:
         settings: the user's choices.
         timeout: of blocking communication; default: torch's.
+
+    Attributes:
+        where_to_change: weights, in words that end the message about a change elsewhere.
+        how_to_clip: gradients, in words that follow the message about torch's own function.
     """
+
+    how_to_clip = (
+        "in Fabric call fabric.clip_gradients(model, optimizer, max_norm=...), in a LightningModule"
+        " self.clip_gradients(...) in configure_gradient_clipping, or set Trainer(gradient_clip_val=...)"
+    )
+
+    where_to_change = "in optimizer.register_step_post_hook(...), which runs with every update, or after a flush()"
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
         super().__init__(settings.heartbeat)
@@ -64,11 +87,16 @@ class PipelineSession(FailingSession):
         self.resolved: ResolvedSettings | None = None
         self.partition: Partition | None = None
         self.stage: Stage | None = None
+        self.averages: Averages | None = None
+        self._clipping_guard = ClippingGuard(self.how_to_clip)
         self.optimizer: Optimizer | None = None
         self.seed = 0
         self._office: TicketOffice | None = None
         self._update: Update | None = None
         self._in_step = False
+        self._untouched: Untouched | None = None
+        self._looks = 0
+        self._step_guard: StepGuard | None = None
 
     def connect(self, rank: int, world_size: int) -> Mesh:
         """Fit the settings to the world and make the process groups; a collective call.
@@ -91,17 +119,21 @@ class PipelineSession(FailingSession):
         device: torch.device,
         root: nn.Module | None = None,
         partition: Partition | None = None,
+        averages: Iterable[AveragedModel] = (),
     ) -> Stage:
         """Reduce ``model`` to this rank's stage, once; its meta tensors are materialised on ``device``.
 
-        Without a partition all stages get the same number of layers.
+        Without a partition all stages get the same number of layers. Averages of it, in ``root`` or given apart, are
+        cut alike.
         """
         mesh = self._connected()
+        self.averages = Averages(model, root, averages)
         if self.stage is None or self.stage.model is not model:
             partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
             self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
             self.partition = partition
             self._check_fresh(self.stage)
+        self.averages.cut()
         self.seed = seed
         return self.stage
 
@@ -118,6 +150,8 @@ class PipelineSession(FailingSession):
         self.guard.begin(mesh)
         stage.refresh()
         self._copy_from_first_replica(stage)
+        if self.averages is not None:
+            self.averages.fill()
         settings = self.settings if training else self.settings.with_delay(0)
         self.failure, self.optimizer, self._office = None, None, None
         timeout = None if self.timeout is None else self.timeout.total_seconds()
@@ -142,14 +176,11 @@ class PipelineSession(FailingSession):
         """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
 
         Raises:
-            ConfigurationError: one gradient per step is not enough for it, or it treats the two copies of a shared
+            ConfigurationError: one gradient per step is not enough for it, or it treats the copies of a shared
                 parameter differently.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigurationError(
-                "LBFGS evaluates the loss several times per step, but a pipeline brings one gradient per step; use an"
-                " optimizer whose step() needs no closure"
-            )
+            raise ConfigurationError(ONE_GRADIENT_PER_STEP)
         stage = self.running().stage
         fresh = stage.num_stages - 1 if self.settings.fresh_last_stage else None
         problems = tied_group_problems(self._connected(), self.whole_model.ties, stage.parameters, optimizer, fresh)
@@ -158,7 +189,19 @@ class PipelineSession(FailingSession):
         self.optimizer = optimizer
         self._office = TicketOffice(optimizer)
         self.tell_delay()
+        if stage.num_stages > 1:
+            self._clipping_guard.begin(stage.parameters.values())
+        weights = self.running().weights
+        weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
+        self._untouched, self._looks = Untouched(weights.parameters), 0
+        self._let_anybody_step()
+        self._step_guard = StepGuard(optimizer, lambda: self._update is not None)
         self.running().updates.on_left_out = lambda: leave_out(optimizer)
+
+    def check_optimizer(self, optimizer: object) -> None:
+        """Refuse a step of another optimizer than the attached one."""
+        if self._step_guard is not None:
+            self._step_guard.check_same(optimizer)
 
     @property
     def whole_model(self) -> WholeModel:
@@ -207,13 +250,57 @@ class PipelineSession(FailingSession):
             self.tell_delay()  # all earlier updates have been applied: they ended with a flush
         engine.close(self._office.file(), payload)
 
-    def apply_due(self, step: ApplyStep) -> list[Update]:
-        """Apply the updates whose time has come; ``step`` clips and steps the optimizer."""
-        return self.running().apply_due(lambda update: self._apply(update, step))
+    def apply_due(self, step: ApplyStep, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
+        """Apply the updates whose time has come.
 
-    def drain(self, step: ApplyStep) -> list[Update]:
-        """Finish what is in flight and apply every outstanding update."""
-        return self.running().drain(lambda update: self._apply(update, step))
+        Args:
+            step: clips and steps the optimizer.
+            afterwards: called when they have been applied; it may still change weights.
+
+        Raises:
+            ConfigurationError: somebody else has changed weights since the last call, while an update was outstanding.
+        """
+        engine = self.running()
+        if engine.settings.updates_behind(engine.mini_batch - 1):
+            self._check_untouched()
+        updates = engine.apply_due(lambda update: self._apply(update, step))
+        afterwards()
+        if self._untouched is not None and engine.updates.applied < engine.mini_batch:
+            self._untouched.note()
+        return updates
+
+    def drain(self, step: ApplyStep, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
+        """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
+        if error := self._touched():
+            raise error
+        updates = self.running().drain(lambda update: self._apply(update, step))
+        if self._untouched is not None:
+            self._untouched.forget()
+        afterwards()
+        return updates
+
+    @contextmanager
+    def weights_may_change(self) -> Iterator[None]:
+        """Something runs between two updates that may change the newest weights."""
+        yield
+        self.running().weights.adopt(unseen=True)
+
+    def _check_untouched(self) -> None:
+        """Refuse what was changed; the first few times on all ranks together."""
+        error, self._looks = self._touched(), self._looks + 1
+        if self._looks <= _LOOKS_TOGETHER:
+            agree_on_error(self._connected(), error)
+        elif error:
+            raise error
+
+    def _touched(self) -> ConfigurationError | None:
+        changed = self._untouched.changed() if self._untouched is not None else []
+        if not changed:
+            return None
+        return ConfigurationError(
+            f"{', '.join(changed[:5])}: changed outside the optimizer's step while an update was outstanding, so how"
+            f" the change and the update mix would depend on the schedule; change weights {self.where_to_change}"
+        )
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the update being applied to a norm over all stages of ``max_norm``.
@@ -258,7 +345,12 @@ class PipelineSession(FailingSession):
             self.fail(error)
             raise
         finally:
+            self._let_anybody_step()
             self.engine.release()
+
+    def _let_anybody_step(self) -> None:
+        if self._step_guard is not None:
+            self._step_guard.release()
 
     def _finish_together(self) -> None:
         """Wait until all ranks finish.
@@ -275,6 +367,7 @@ class PipelineSession(FailingSession):
         try:
             self.finish()
         finally:
+            self._clipping_guard.end()
             self.guard.end()
 
     def _apply(self, update: Update, step: ApplyStep) -> None:

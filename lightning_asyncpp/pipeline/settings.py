@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Literal, cast
 
 import torch
@@ -58,7 +57,7 @@ def problems_of_partition(partition: object, num_stages: int | None = None) -> l
     """
     if isinstance(partition, str) and partition in ("auto", "uniform"):
         return []
-    if not isinstance(partition, (list, tuple)) or not all(is_whole(count) for count in partition):
+    if not isinstance(partition, (list, tuple)) or not partition or not all(map(is_whole, partition)):
         return [
             f"partition={partition!r} must be 'auto', 'uniform', or a list with the number of layers of each stage,"
             " such as [3, 4]"
@@ -119,12 +118,15 @@ class PipelineSettings:
 
     def problems(self) -> list[str]:
         """What is wrong whatever the number of processes is, each with its mend."""
-        return self._type_problems() or self._problems_alone()
+        types = self._type_problems()
+        plain = PipelineSettings()
+        right = replace(self, **{name: getattr(plain, name) for name in types})
+        return [*types.values(), *(right._problems_alone() or ([] if types else self._problems_of_stages()))]
 
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
         """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
-        if problems := self._type_problems():
-            return None, problems
+        if types := self._type_problems():
+            return None, list(types.values())
         problems = self._problems_alone()
         if self.data_parallel_size >= 1 and world_size % self.data_parallel_size:
             problems.append(
@@ -155,15 +157,25 @@ class PipelineSettings:
             return replace(self, delay=delay)
         return replace(self, delay=0, fresh_last_stage=False, synchronous_start=0)
 
-    def _type_problems(self) -> list[str]:
+    def _problems_of_stages(self) -> list[str]:
+        """What is wrong with the schedule, where the partition says how many stages there are."""
+        if isinstance(self.partition, str):
+            return []
+        num_stages = len(self.partition)
+        micro_batches = num_stages if self.micro_batches is None else self.micro_batches
+        return self._problems_of_schedule(
+            num_stages, micro_batches, self._resolved_lookahead(num_stages, micro_batches)
+        )
+
+    def _type_problems(self) -> dict[str, str]:
         optional = ("micro_batches", "lookahead")
         whole = (*optional, "data_parallel_size", "delay", "metric_slots", "max_message_bytes", "synchronous_start")
         values = {name: getattr(self, name) for name in whole}
-        return [
-            f"{name}={value!r} must be a whole number"
+        return {
+            name: f"{name}={value!r} must be a whole number"
             for name, value in values.items()
             if not is_whole(value) and not (value is None and name in optional)
-        ]
+        }
 
     def _problems_alone(self) -> list[str]:
         problems = []
@@ -226,35 +238,6 @@ class PipelineSettings:
                 f" lower it, or use micro_batches >= {micro_batches + min(lookahead, num_stages - 1) - most}"
             ]
         return []
-
-
-def check_arguments(
-    settings: PipelineSettings, timeout: object, interface: object, state_dict_type: object, **switches: object
-) -> None:
-    """Refuse what no number of processes could make right, before there are any.
-
-    Args:
-        settings: of the pipeline.
-        timeout, interface, state_dict_type: as they were given to a strategy.
-        switches: further arguments that are on or off, by name.
-
-    Raises:
-        ConfigurationError: with every problem.
-    """
-    problems = settings.problems()
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-        problems.append(
-            f"timeout={timeout!r} must be a datetime.timedelta above 0, such as timedelta(minutes=5), or None"
-        )
-    if interface is not None and not (isinstance(interface, str) and interface):
-        problems.append(f"interface={interface!r} must be the name of a network interface, such as 'eth1', or None")
-    if state_dict_type not in ("full", "sharded"):
-        problems.append(f"state_dict_type={state_dict_type!r} must be 'full' or 'sharded'")
-    problems += [
-        f"{name}={value!r} must be True or False" for name, value in switches.items() if not isinstance(value, bool)
-    ]
-    if problems:
-        raise ConfigurationError.from_problems(problems)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline.elsewhere import Home, OtherStage, leave_placeholders
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
 from lightning_asyncpp.pipeline.randomness import derive, seed_generators
+from lightning_asyncpp.pipeline.second_names import SecondName, homes_of, second_names, use_in, uses_of
 from lightning_asyncpp.pipeline.statistics import counting_layers
 from lightning_asyncpp.pipeline.units import (
     Unit,
@@ -26,37 +31,6 @@ from lightning_asyncpp.private_names import PrivateNameError
 T = TypeVar("T")
 
 
-class OtherStage(nn.Module):
-    """Stands where a unit of another stage was: it holds nothing and cannot run."""
-
-    def __init__(self, name: str, stage: int, num_stages: int, whole: WholeModel | None = None) -> None:
-        super().__init__()
-        self.name, self.stage, self.num_stages = name, stage, num_stages
-        self.whole = whole or WholeModel()
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """Refuse to run."""
-        raise RuntimeError(self._elsewhere())
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            # Not before it has its attributes: a copy is made without them.
-            where = f": {self._elsewhere()}" if "num_stages" in vars(self) else ""
-            raise AttributeError(f"{error}{where}") from None
-
-    def _elsewhere(self) -> str:
-        return (
-            f"layer {self.name!r} lives on pipeline stage {self.stage}: call the whole model through"
-            " self.model(...) in a *_step method, or gather it with strategy.full_state_dict()"
-        )
-
-    def extra_repr(self) -> str:
-        """Name the layer and where it is."""
-        return f"{self.name!r} on stage {self.stage}"
-
-
 class _Place(NamedTuple):
     """Where a module keeps a parameter or a buffer.
 
@@ -70,6 +44,11 @@ class _Place(NamedTuple):
     key: str
     name: str
 
+    @property
+    def at(self) -> tuple[int, str]:
+        """The same for the same place, whatever its name in the model."""
+        return id(self.holder), self.key
+
 
 class Stage:
     """The units of one stage, and how they are run on a given set of weights.
@@ -81,7 +60,9 @@ class Stage:
         whole: what is known of the whole model.
         parameters: name in the model -> the parameter, each parameter once.
         uses: name of a later unit's use of a parameter -> the parameter's name.
-        names: every name that a parameter has in the model -> that of it, or of a later unit's use.
+        root: the model, or the module around it, whose names users and checkpoints know.
+        names: every name that a parameter has in the root -> that of the parameter.
+        elsewhere: parameters of other stages' units, as long as somebody keeps them -> where they live.
         counting_layers: name in the model -> layer, of those that count.
         buffers: name in the model -> buffer that they change once per update.
         device: where they are.
@@ -95,14 +76,20 @@ class Stage:
         units: list[Unit],
         first_unit: int,
         whole: WholeModel | None = None,
+        root: nn.Module | None = None,
+        outside: Sequence[SecondName] = (),
     ) -> None:
         self.model = model
+        self.root = model if root is None else root
         self.index = index
         self.num_stages = num_stages
         self.units = units
         self.first_unit = first_unit
         self.whole = whole or WholeModel()
         self.counting_layers = counting_layers(units)
+        self.elsewhere: list[tuple[weakref.ref[Tensor], Home]] = []
+        self._outside = outside
+        self._weights: dict[str, Tensor] | None = None  # those that the units run on
         self.refresh()
 
     @property
@@ -128,6 +115,7 @@ class Stage:
             k: the micro-batch, counted over the whole run.
         """
         for offset, unit in enumerate(self.units):
+            self._enter(offset)
             seed_generators(derive(seed, "layer", self.first_unit + offset, replica, k), self.device)
             args, kwargs = (unit.apply(args, kwargs),), {}
         return args[0]
@@ -153,22 +141,28 @@ class Stage:
         places = [place for place in self._places if place.name in weights]
         originals = [place.holder[place.key] for place in places]
         try:
+            self._weights = weights
             for place in places:
                 place.holder[place.key] = weights[place.name]
             return function()
         finally:
+            self._weights = None
             for place, original in zip(places, originals):
                 place.holder[place.key] = original
 
     def refresh(self) -> None:
         """Look up the parameters again: moving a module to another dtype or device may have replaced them."""
         self._places: list[_Place] = []
+        self._turns: list[list[_Place]] = []  # by unit: the places that mean another one's use before or after it
         self.parameters: dict[str, nn.Parameter] = {}
         self.uses: dict[str, str] = {}
-        self.names: dict[str, str] = {}
         self.buffers: dict[str, Tensor] = {}
         self._find_parameters()
         self._find_buffers()
+        self._find_second_names()
+        name_of = {parameter: name for name, parameter in self.parameters.items()}
+        named = self.root.named_parameters(remove_duplicate=False)
+        self.names: dict[str, str] = {name: name_of[p] for name, p in named if p in name_of}
         self.device = self._find_device()
 
     def update_from_statistics(self, totals: Tensor) -> None:
@@ -200,10 +194,12 @@ class Stage:
 
     def _find_parameters(self) -> None:
         name_of: dict[int, str] = {}
+        found: list[list[_Place]] = []
         for unit in self.units:
             in_unit: dict[int, str] = {}
+            found.append([])
             for name, parameter in unit.module.named_parameters(remove_duplicate=False):
-                full = self.names[f"{unit.name}.{name}"] = in_unit.setdefault(id(parameter), f"{unit.name}.{name}")
+                full = in_unit.setdefault(id(parameter), f"{unit.name}.{name}")
                 canonical = name_of.setdefault(id(parameter), full)
                 if canonical == full:
                     self.parameters[full] = parameter
@@ -211,7 +207,10 @@ class Stage:
                     self.uses[full] = canonical
                 owner, _, key = name.rpartition(".")
                 holder = _holder(unit.module.get_submodule(owner), "_parameters", key, parameter)
-                self._places.append(_Place(holder, key, full))
+                found[-1].append(_Place(holder, key, full))
+        self._places += itertools.chain(*found)
+        units_at = Counter(place.at for places in found for place in {p.at: p for p in places}.values())
+        self._turns = [[place for place in places if units_at[place.at] > 1] for places in found]
 
     def _find_buffers(self) -> None:
         for layer_name, layer in self.counting_layers.items():
@@ -219,6 +218,30 @@ class Stage:
                 buffer = getattr(layer, key)
                 self.buffers[f"{layer_name}.{key}"] = buffer
                 self._places.append(_Place(_holder(layer, "_buffers", key, buffer), key, f"{layer_name}.{key}"))
+
+    def _find_second_names(self) -> None:
+        """Have second names outside of the units stand for what these hold now."""
+        for module, key, uses in self._outside:
+            name = use_in(uses, 0)
+            if name in self.parameters:
+                parameter = self.parameters[name]
+                if getattr(module, key) is not parameter:
+                    setattr(module, key, parameter)
+                holder = _holder(module, "_parameters", key, parameter)
+                self._places.append(_Place(holder, key, name))
+                for position, turn in enumerate(self._turns if len(uses) > 1 else ()):
+                    turn.append(_Place(holder, key, use_in(uses, position)))
+            elif getattr(module, key).is_meta:  # and that of the unit is not any more
+                setattr(module, key, self.model.get_buffer(name))
+            if name in self.buffers:
+                self._places.append(_Place(_holder(module, "_buffers", key, self.buffers[name]), key, name))
+
+    def _enter(self, offset: int) -> None:
+        """Have the places that several units use mean this one's use."""
+        if self._weights is not None:
+            for place in self._turns[offset]:
+                if place.name in self._weights:
+                    place.holder[place.key] = self._weights[place.name]
 
 
 def _holder(module: nn.Module, kept_in: str, key: str, tensor: Tensor) -> dict[str, Any]:
@@ -260,19 +283,32 @@ def cut(
     if before is not None:
         return _cut_before(model, index, units, before, counts, root)
     counts = spread(units, num_stages) if counts is None else counts
-    whole, problems = WholeModel.of(units, counts)
-    problems = ownership_problems(root if root is not None else model, units) + problems
-    problems += meta_problems(root if root is not None else model, units) + collective_problems(units)
+    around = root if root is not None else model
+    whole, problems = WholeModel.of(units, counts, around)
+    problems = ownership_problems(around, units) + problems
+    problems += meta_problems(around, units) + collective_problems(units)
     if problems:
         raise ConfigurationError.from_problems(problems)
     first = sum(counts[:index])
     own = range(first, first + counts[index])
-    materialize(units, [*own, *_sharing_with(units, own)], seed, device)
+    own_units = [units[position] for position in own]
     stage_of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    # By the meta tensors, which second names outside of the units go on to stand for, and by what takes their places.
+    uses, homes = uses_of(own_units), homes_of(units, stage_of_unit, own)
+    materialize(units, [*own, *_sharing_with(units, own)], seed, device)
+    uses |= uses_of(own_units)
+    homes = {t: home for t, home in (homes | homes_of(units, stage_of_unit, own)).items() if t not in uses}
     for position, unit in enumerate(units):
         if position not in own:
             _replace(model, unit.name, OtherStage(unit.name, stage_of_unit[position], num_stages, whole))
-    return Stage(model, index, num_stages, [units[position] for position in own], first, whole)
+    inside = {module for unit in own_units for module in unit.module.modules()}
+    leave_placeholders(
+        around, inside.__contains__, homes, lambda name, home: OtherStage(name, home.stage, num_stages, whole, home)
+    )
+    outside = second_names(around, own_units, uses)
+    stage = Stage(model, index, num_stages, own_units, first, whole, around, outside)
+    stage.elsewhere = [(weakref.ref(t), home) for t, home in homes.items() if t.requires_grad]
+    return stage
 
 
 def _sharing_with(units: list[Unit], own: range) -> list[int]:
@@ -316,10 +352,13 @@ def _cut_before(
             f" partition={list(counts)}: use the same, or build the module anew; a checkpoint, which holds all stages,"
             " brings its weights back"
         )
-    if problems := ownership_problems(root if root is not None else model, units):
+    around = root if root is not None else model
+    if problems := ownership_problems(around, units):
         raise ConfigurationError.from_problems(problems)
     first = sum(whole.counts[:index])
-    return Stage(model, index, len(whole.counts), units[first : first + whole.counts[index]], first, whole)
+    own_units = units[first : first + whole.counts[index]]
+    outside = second_names(around, own_units, uses_of(own_units))
+    return Stage(model, index, len(whole.counts), own_units, first, whole, around, outside)
 
 
 def _replace(model: nn.Module, name: str, substitute: nn.Module) -> None:

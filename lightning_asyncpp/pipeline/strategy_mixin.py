@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error, broadcast
 from lightning_asyncpp.pipeline.errors import lost_peers
@@ -59,7 +60,12 @@ class PipelineStrategyMixin:
             join_again(chosen, self.root_device, self.session.timeout)  # type: ignore[attr-defined]
             super().setup_environment()  # type: ignore[misc]
         self.session.guard.children = launched_processes(self)
-        self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
+        mesh = self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
+        if mesh.num_stages == 1:
+            rank_zero_warn(
+                f"{type(self).__name__} has one stage, and cuts nothing: devices={mesh.world_size} was given or found"
+                f" for data_parallel_size={mesh.num_replicas}; devices={2 * mesh.num_replicas} makes two stages"
+            )
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, in a group that a failed rank leaves: see :mod:`lightning_asyncpp.pipeline.hang_up`."""
@@ -114,7 +120,13 @@ class PipelineStrategyMixin:
     def _check_collective(self, name: str) -> None:
         self.session.check_collective(name, self.step_name, self.outside_step)
 
-    def _cut(self, model: nn.Module, root: nn.Module | None = None, example: Example | None = None) -> None:
+    def _cut(
+        self,
+        model: nn.Module,
+        root: nn.Module | None = None,
+        example: Example | None = None,
+        averages: Sequence[AveragedModel] = (),
+    ) -> None:
         """Reduce the model to this rank's stage; what fails on one rank is raised on all.
 
         Rank 0 chooses how many layers each stage gets, and the run's seed: that of ``seed_everything``, or a new one.
@@ -123,6 +135,7 @@ class PipelineStrategyMixin:
             model: what is cut.
             root: the module around it.
             example: to measure its layers with, if the partition needs that.
+            averages: of it, which are no part of ``root``.
         """
         seed, partition, error = seed_of_run(), None, None
         if self._mesh.rank == 0:
@@ -133,7 +146,7 @@ class PipelineStrategyMixin:
         seed, partition = self.broadcast((seed, partition))
         if partition is not None:
             try:
-                self.session.cut(model, seed, torch.device("cpu"), root, partition)
+                self.session.cut(model, seed, torch.device("cpu"), root, partition, averages)
             except Exception as caught:
                 error = caught
         agree_on_error(self._mesh, error)

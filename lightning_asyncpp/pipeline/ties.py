@@ -1,14 +1,16 @@
-"""Parameters that layers of two stages share, such as the matrix of a tied embedding and head.
+"""Parameters that layers of several stages share, such as the matrix of a tied embedding and head.
 
-Each of the two stages holds a copy and steps it by itself. Both step with the same gradient, the sum of the two
-copies', so that they stay equal, bitwise; the copies' gradients travel in the background, after the last backward of a
-mini-batch and before its update. The earlier stage, whose gradient is complete last, finds the other one there already
-and counts the sum in the norm.
+Each of these stages holds a copy and steps it by itself. All step with the same gradient, the sum over all uses, so
+that the copies stay equal, bitwise. It is summed in the background, after the last backward of a mini-batch and before
+its update: the last stage that holds the parameter, whose gradient is complete first, sends it to the one before among
+them, which adds its own, and so on; the first one, whose gradient is complete last, has the sum, counts it in the norm
+and sends it to all others. So uses are added from the last layer to the first, on any number of stages, and nobody who
+adds waits for a stage before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ _TAG = 5
 
 
 class Tie(NamedTuple):
-    """A parameter that several stages hold: two, or if it is frozen any number.
+    """A parameter that several stages hold.
 
     Attributes:
         stages: those, in order.
@@ -40,9 +42,14 @@ class Tie(NamedTuple):
         """Its name on one of the stages."""
         return self.names[self.stages.index(stage)]
 
-    def other(self, stage: int) -> int:
-        """The other one of two stages."""
-        return self.stages[1 - self.stages.index(stage)]
+    def before(self, stage: int) -> int | None:
+        """The next one of them towards the first stage, if there is one."""
+        position = self.stages.index(stage)
+        return self.stages[position - 1] if position else None
+
+    def behind(self, stage: int) -> int | None:
+        """The next one of them towards the last stage, if there is one."""
+        return next(iter(self.stages[self.stages.index(stage) + 1 :]), None)
 
     def problems(self, fresh_stage: int | None = None) -> list[str]:
         """Why it cannot be trained, with the mend.
@@ -50,35 +57,28 @@ class Tie(NamedTuple):
         Args:
             fresh_stage: a last stage without delay, if there is one.
         """
-        if len(self.stages) > 2:
-            where = ", ".join(f"{name} (stage {stage})" for stage, name in zip(self.stages, self.names))
-            return [
-                f"{where} are the same parameter: two stages may share weights, not {len(self.names)}; use fewer"
-                " stages, or a partition that keeps these layers on two of them, or untie them"
-            ]
         if self.stages[-1] == fresh_stage:
             return [
-                f"fresh_last_stage=True steps the last stage before the gradient of {self.names[1]} is complete, which"
+                f"fresh_last_stage=True steps the last stage before the gradient of {self.names[-1]} is complete, which"
                 f" stage {self.stages[0]} shares as {self.names[0]}: leave fresh_last_stage out, or untie them (for a"
                 " GPT: tie_embeddings=False)"
             ]
         return []
 
 
-def find_ties(units: Sequence[Unit], counts: Sequence[int]) -> tuple[list[Tie], list[str]]:
-    """Parameters that layers of several stages share, and problems with those that cannot be trained so.
+def find_ties(units: Sequence[Unit], counts: Sequence[int]) -> list[Tie]:
+    """Parameters that layers of several stages share.
 
     Args:
         units: of the whole model, before it is cut.
         counts: number of units on each stage.
     """
     holders = first_names(units, counts, nn.Module.named_parameters)
-    ties = [
+    return [
         Tie(tuple(names), tuple(names.values()), parameter.requires_grad)
         for parameter, names in holders.items()
         if len(names) > 1
     ]
-    return ties, [problem for tie in ties if tie.is_trained for problem in tie.problems()]
 
 
 class TiedGradients:
@@ -91,57 +91,56 @@ class TiedGradients:
 
     Attributes:
         names: of the parameters on this stage.
-        counted_elsewhere: those of them that the other stage counts in the norm of the gradient.
+        counted_elsewhere: those of them that another stage counts in the norm of the gradient.
     """
 
     def __init__(self, mesh: Mesh, ties: Sequence[Tie], parameters: dict[str, Tensor]) -> None:
         self.names = names_on(mesh.stage, ties)
-        self.counted_elsewhere = frozenset(tie.names[1] for tie in ties if tie.stages[1] == mesh.stage)
-        self._mesh, self._ties = mesh, ties
+        self.counted_elsewhere = names_on(mesh.stage, [tie for tie in ties if tie.stages[0] != mesh.stage])
+        self._mesh, self._ties, self._parameters = mesh, ties, parameters
         self._buckets = [Bucket([tie.name_on(mesh.stage)], parameters) for tie in ties]
-        # Posted before anybody sends: what comes need not be stored on its way. On the host, whatever the device is.
-        like = [parameters[tie.name_on(mesh.stage)] for tie in ties]
-        self._received = [torch.empty(p.numel() + 1, dtype=p.dtype, device="cpu") for p in like]
+        # Posted before anybody sends: what comes need not be stored on its way. Between two ranks all in the same
+        # order: sums of the stages behind travel one way, whole sums the other.
         with lost_peers():
-            self._receives = [mesh.receive(flat, self._peer(tie), _TAG) for tie, flat in zip(ties, self._received)]
+            self._from_behind = [self._receive(tie.behind(mesh.stage), bucket) for tie, bucket in self._pairs()]
+            firsts = [None if tie.before(mesh.stage) is None else tie.stages[0] for tie in ties]
+            self._whole = [self._receive(first, bucket) for first, (_, bucket) in zip(firsts, self._pairs())]
         self._sends: list[tuple[HostWork, Tensor]] = []
-        self._sent = False
-        self._missing = set(range(len(ties)))
-
-    def send(self, gradients: Gradients) -> None:
-        """Send this stage's gradients, the first time."""
-        if self._sent:
-            return
-        self._sent = True
-        with lost_peers():
-            for tie, bucket in zip(self._ties, self._buckets):
-                flat = bucket.pack(gradients).cpu()
-                self._sends.append((self._mesh.send(flat, self._peer(tie), _TAG), flat))
+        self._passed_on = False
 
     def have_arrived(self) -> bool:
-        """Whether what this stage needs for the norm is there."""
-        pairs = zip(self._ties, self._receives)
-        return all(work.is_completed() for tie, work in pairs if tie.stages[0] == self._mesh.stage)
+        """Whether the sums of the stages behind are there, so that :meth:`pass_on` need not wait."""
+        return all(received is None or received.work.is_completed() for received in self._from_behind)
 
-    def add_to(self, gradients: Gradients, counted: bool = False) -> None:
-        """Add the other stages' gradients to this stage's, waiting for them; those that were added stay.
+    def pass_on(self, gradients: Gradients, uses: Mapping[str, Sequence[Tensor]]) -> None:
+        """Add this stage's gradients to the sums of the stages behind, waiting for these, and send them on; once.
+
+        Args:
+            gradients: name -> gradient; of parameters that this stage counts the whole sums replace them.
+            uses: name -> the gradients of several uses on this stage, in the order in which they are to be added.
+        """
+        if self._passed_on:
+            return
+        self._passed_on = True
+        for number, (tie, bucket) in enumerate(self._pairs()):
+            name = tie.name_on(self._mesh.stage)
+            own = uses[name] if name in uses else [g for g in (gradients[name],) if g is not None]
+            total = _sum_onto(self._taken(self._from_behind, number), own)
+            before = tie.before(self._mesh.stage)
+            if before is None:
+                gradients[name] = total
+            with lost_peers():
+                self._send(bucket.pack({name: total}).cpu(), tie.stages[1:] if before is None else (before,))
+
+    def take_whole_sums(self, gradients: Gradients) -> None:
+        """Replace this stage's gradients by the sums over all stages, waiting for those that others count.
 
         Args:
             gradients: name -> gradient; entries are replaced.
-            counted: only those that this stage counts in the norm.
         """
         for number, tie in enumerate(self._ties):
-            if number not in self._missing or (counted and tie.stages[0] != self._mesh.stage):
-                continue
-            self._missing.discard(number)
-            with lost_peers():
-                self._receives[number].wait()
-            bucket = self._buckets[number]
-            ((name, other),) = bucket.unpack(self._received[number]).items()
-            self._received[number] = torch.empty(0)  # not needed again, and as large as the parameter
-            own = gradients[name]
-            if other is not None:
-                gradients[name] = other.to(own.device) + own if own is not None else other.to(bucket.device)
+            if tie.before(self._mesh.stage) is not None:
+                gradients[tie.name_on(self._mesh.stage)] = self._taken(self._whole, number)
 
     def have_left(self) -> bool:
         """Whether nothing of what was sent is on its way; it is let go of then."""
@@ -155,8 +154,43 @@ class TiedGradients:
                 work.wait()
         self._sends = []
 
-    def _peer(self, tie: Tie) -> int:
-        return self._mesh.rank_of(tie.other(self._mesh.stage))
+    def _pairs(self) -> Iterator[tuple[Tie, Bucket]]:
+        return zip(self._ties, self._buckets)
+
+    def _receive(self, stage: int | None, bucket: Bucket) -> _Received | None:
+        if stage is None:
+            return None
+        like = self._parameters[bucket.names[0]]
+        flat = torch.empty(like.numel() + 1, dtype=like.dtype, device="cpu")  # on the host, whatever the device is
+        return _Received(self._mesh.receive(flat, self._mesh.rank_of(stage), _TAG), flat)
+
+    def _taken(self, received: list[_Received | None], number: int) -> Tensor | None:
+        """A gradient that was received, waiting for it; it is let go of, being as large as the parameter."""
+        arriving, received[number] = received[number], None
+        if arriving is None:
+            return None
+        with lost_peers():
+            arriving.work.wait()
+        bucket = self._buckets[number]
+        (gradient,) = bucket.unpack(arriving.flat).values()
+        return None if gradient is None else gradient.to(bucket.device)
+
+    def _send(self, flat: Tensor, stages: Sequence[int]) -> None:
+        for stage in stages:
+            self._sends.append((self._mesh.send(flat, self._mesh.rank_of(stage), _TAG), flat))
+
+
+class _Received(NamedTuple):
+    """A gradient on its way here, and where it is put."""
+
+    work: HostWork
+    flat: Tensor
+
+
+def _sum_onto(sum_so_far: Tensor | None, gradients: Sequence[Tensor]) -> Tensor | None:
+    for gradient in gradients:
+        sum_so_far = gradient if sum_so_far is None else sum_so_far + gradient
+    return sum_so_far
 
 
 def trained_on(stage: int, ties: Sequence[Tie], trained: Container[str]) -> list[Tie]:

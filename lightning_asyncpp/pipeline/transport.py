@@ -20,12 +20,12 @@ from lightning_asyncpp.pipeline.memory_order import Order, as_stored, empty, ord
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours, connect_neighbours
 
-_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END = 1, 2, 3, 4, 5, 6
+_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED = 1, 2, 3, 4, 5, 6, 7
 _MAX_SUM_BYTES = 2**24
 _MOST_SUMS = 16  # put aside at a time: neighbours are at most a few mini-batches apart
 _NAMES = {
     _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end",
-    _RUN_END: "the end of the run",
+    _RUN_END: "the end of the run", _LOADED: "a batch of the data loader",
 }  # fmt: skip
 
 
@@ -184,6 +184,27 @@ class Transport:
         """Return the sum of all stages, waiting for it: ``length`` fp64 values."""
         return self._receive_sum(self._before, _TOTAL, mini_batch, length)
 
+    # -- what the first stage loads -----------------------------------------------------------------------------------
+
+    def announce_loaded(self, step: int) -> None:
+        """Tell the stages in the middle what the first stage's loader brought, a small number; never waits."""
+        if self._after is not None and not self._closed and self.mesh.stage < self.mesh.num_stages - 2:
+            self._after.write(_LOADED, step, [])
+
+    def follow_loaded(self) -> int:
+        """Wait for what the first stage's loader brought, and pass it on; on a stage in the middle.
+
+        Raises:
+            PeerLostError: the stage before is gone.
+            ProtocolError: it has not loaded anything.
+        """
+        assert self._before is not None, "the first stage loads by itself"
+        frame = self._next(self._before, _LOADED)
+        if frame.num_bytes:
+            raise ProtocolError(f"{self._before.peer} sent {_NAMES[_LOADED]} that cannot be one: {frame}")
+        self.announce_loaded(frame.number)
+        return frame.number
+
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def announce_end(self) -> None:
@@ -257,7 +278,7 @@ class Transport:
         """Keep a control message, the one thing that may come in front of what is waited for."""
         kind, number, size = frame
         if kind != (_TOTAL if link is self._before else _PART):
-            raise _unexpected(link.peer, frame, expected)
+            raise _unexpected(link.peer, frame, expected, self._received)
         is_one = number >= 0 < size <= _MAX_SUM_BYTES and size % 8 == 0
         if not is_one or (kind, number) in self._sums or len(self._sums) >= _MOST_SUMS:
             raise ProtocolError(
@@ -294,11 +315,11 @@ class Transport:
         tensor.copy_(host, non_blocking=True)  # in the stream's order; torch keeps the pinned memory until then
 
 
-def _unexpected(peer: str, frame: Frame, expected: int) -> ProtocolError:
-    if (expected, frame.kind) == (_ACTIVATION, _END):
+def _unexpected(peer: str, frame: Frame, expected: int, received: int) -> ProtocolError:
+    if expected in (_ACTIVATION, _LOADED) and frame.kind == _END:
         return different_ends(peer, "this rank", frame.number)
-    if (expected, frame.kind) == (_END, _ACTIVATION):
-        return different_ends("this rank", peer, frame.number)
+    if expected == _END and frame.kind in (_ACTIVATION, _LOADED):
+        return different_ends("this rank", peer, received)
     what = f"expected {_NAMES[expected]} from {peer}, got {_NAMES.get(frame.kind, 'something else')}: {frame}"
     return different_calls(what) if frame.kind in _NAMES else ProtocolError(what)
 

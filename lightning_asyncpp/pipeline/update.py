@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,9 +89,11 @@ class PendingUpdate:
         stop: what this rank asks for.
         payload: this replica's attachment, of the same length on all ranks; counted on the last stages only.
         statistics: what this stage's layers counted, in their places among all layers'.
-        tied: the exchange of gradients that other stages share; None if there are none.
+        tied: the sums of gradients that other stages share; None if there are none.
         exchange: of the control messages; None in a world of one rank.
         reduction: over the replicas; None if there is one.
+        uses: name -> the gradients of several layers of this stage that share a parameter with another stage's, in the
+            order in which they are added; none with several replicas, which add them before they reduce.
     """
 
     mesh: Mesh
@@ -104,13 +106,14 @@ class PendingUpdate:
     tied: TiedGradients | None = None
     exchange: ControlSum | None = None
     reduction: Reduction | None = None
+    uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _message: Tensor | None = None
     _squares: float = 0.0
 
     def launch(self) -> None:
         """Start the reduction over the replicas, or with one replica the control message.
 
-        In the middle of a pipeline it waits for shared gradients that it counts, which were complete before its own:
+        In the middle of a pipeline it waits for shared gradients of stages behind, which were complete before its own:
         the stage before waits for the control message, and this one for activations of that stage.
         """
         if self.reduction is not None:
@@ -120,18 +123,14 @@ class PendingUpdate:
         if self.tied is None or not self.mesh.is_first:
             self._launch_message()
             return
-        self.tied.send(self.gradients)
         self.poll()
 
     def poll(self) -> None:
         """Take up what has arrived, and send the control message if that is everything."""
         if self._message is not None or not (self.reduction is None or self.reduction.poll()):
             return
-        if self.tied is not None:
-            self.tied.send(self.gradients)
-            if not self.tied.have_arrived():
-                return
-        self._launch_message()
+        if self.tied is None or self.tied.have_arrived():
+            self._launch_message()
 
     def reduce_now(self) -> tuple[float, float, Tensor]:
         """Wait for the replicas, not for the other stages; the control message is sent.
@@ -160,7 +159,7 @@ class PendingUpdate:
                 self._message = self.exchange.finish()
         assert self._message is not None
         if self.tied is not None:
-            self.tied.add_to(self.gradients)
+            self.tied.take_whole_sums(self.gradients)
         weight, squares, non_finite, interrupted, finished = self._message[:_FIXED].tolist()
         statistics, payload = self._attached(self._message)
         norm = gradient_norm(squares, weight)
@@ -170,8 +169,7 @@ class PendingUpdate:
         if self.reduction is not None:
             self.reduction.wait()
         if self.tied is not None:
-            self.tied.send(self.gradients)
-            self.tied.add_to(self.gradients, counted=True)
+            self.tied.pass_on(self.gradients, self.uses)
         self._message = self._compose()
         if self.exchange is not None:
             with lost_peers():

@@ -61,7 +61,13 @@ class UpdateQueue:
         self._steps_ahead = settings.steps_ahead(mesh.stage)
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
         self._buckets = plan_buckets(weights.parameters, late=weights.used_twice) if mesh.num_replicas > 1 else []
+        self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
+
+    @property
+    def applied(self) -> int:
+        """How many updates this stage has applied, or left out."""
+        return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
 
     def close(self, end: int, ticket: Ticket, payload: Tensor | None = None) -> None:
         """Declare the open mini-batch whole.
@@ -85,6 +91,19 @@ class UpdateQueue:
         self.closed.append(mini_batch)
         self.open = MiniBatch(mini_batch.index + 1, end)
 
+    def drop_open(self, end: int, next_backward: int) -> None:
+        """Let the gradient of the batches since the last :meth:`close` belong to no update.
+
+        Args:
+            end: one past their last micro-batch.
+            next_backward: the next micro-batch that runs backward; their gradient is taken away after their last one.
+        """
+        dropped = self.open
+        dropped.end = end
+        self._dropped.append(dropped)
+        self.open = MiniBatch(dropped.index, end)
+        self.launch_complete(next_backward)
+
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
         """Around the backward of micro-batch ``k``: if it is the last of a whole mini-batch, start to reduce.
 
@@ -101,6 +120,8 @@ class UpdateQueue:
 
     def launch_complete(self, next_backward: int) -> None:
         """Send the gradients of mini-batches whose backwards, those before ``next_backward``, are all done."""
+        while self._dropped and next_backward >= (self._dropped[0].end or 0):
+            self.weights.take_gradients(self.schedule.weight_version(self._dropped.popleft().index))
         for mini_batch in self.closed:
             if mini_batch.pending is None and mini_batch.end is not None and next_backward >= mini_batch.end:
                 mini_batch.pending = self._launch(mini_batch)
@@ -137,14 +158,17 @@ class UpdateQueue:
         return updates
 
     def _launch(self, mini_batch: MiniBatch) -> PendingUpdate:
-        gradients = self.weights.take_gradients(self.schedule.weight_version(mini_batch.index))
+        version = self.schedule.weight_version(mini_batch.index)
+        apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
+        uses = {name: self.weights.gradients_apart(version, name) for name in apart}
+        gradients = self.weights.take_gradients(version)
         if self._buckets and mini_batch.reduction is None:
             mini_batch.reduction = self._new_reduction()
         stage = self.runner.stage
         statistics = stage.whole.statistics.pack(mini_batch.counted.take_statistics(), stage.counting_layers)
         pending = PendingUpdate(
             self.mesh, self.runner.device, gradients, mini_batch.weight, replace(self.requested), mini_batch.payload,
-            statistics, mini_batch.tied, mini_batch.exchange, mini_batch.reduction,
+            statistics, mini_batch.tied, mini_batch.exchange, mini_batch.reduction, uses,
         )  # fmt: skip
         if mini_batch.tied is not None:
             self._leaving.append(mini_batch.tied)
@@ -220,6 +244,7 @@ class UpdateQueue:
         with self._gradients_set(gradients, update.message.weight):
             with self.runner.span(Kind.UPDATE, mini_batch.index, version):
                 apply(update)
+                self.weights.note_step()
                 self.runner.stage.update_from_statistics(update.message.statistics)
 
     @contextmanager

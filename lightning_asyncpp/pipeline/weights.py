@@ -11,7 +11,7 @@ masters' dtype, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -36,6 +36,7 @@ class WeightVersions:
 
     Attributes:
         used_twice: names of the parameters that have several leaves.
+        masters_hold_weights: whether masters are the weights, in their own dtype; a correction may keep them elsewhere.
     """
 
     def __init__(
@@ -53,11 +54,16 @@ class WeightVersions:
         self.newest = 0
         self._uses = {use: name for use, name in (uses or {}).items() if name in self.parameters}
         self.used_twice = frozenset(self._uses.values())
+        self._uses_of: dict[str, list[str]] = {}
+        for use, name in self._uses.items():
+            self._uses_of.setdefault(name, []).append(use)
         self._slots = [self._slot(copied=False)] + [self._slot(copied=True) for _ in range(room - 1)]
         self._writes = [_writes(slot) for slot in self._slots]
         # By slot: name of a leaf -> its gradients, summed in the masters' dtype.
         self._sums: list[dict[str, Tensor]] = [{} for _ in range(room)]
         self._released: dict[str, Tensor] = {}
+        self.masters_hold_weights = True
+        self._master_writes = self._writes_to_masters()
         if self.has_masters:
             self._sum_gradients_of_leaves()
 
@@ -76,13 +82,21 @@ class WeightVersions:
         """Hand over the gradients summed at a version so far and start its sum anew; see :meth:`check_unwritten`."""
         self.check_unwritten(version)
         leaves = self.leaves(version)
-        gradients = {name: self.gradient(version, name) for name in self.parameters}
-        for use, name in self._uses.items():
-            gradients[name] = _sum(gradients[name], self.gradient(version, use))
+        gradients = {name: sum_of(self.gradients_apart(version, name)) for name in self.parameters}
         for leaf in leaves.values():
             leaf.grad = None
         self._sums[version % self.room].clear()
         return gradients
+
+    def gradients_apart(self, version: int, name: str) -> list[Tensor]:
+        """The gradients of a parameter's uses that there are, summed at a version so far; the last layer's first.
+
+        In this order they are added, and not the other way round: so do stages that share a parameter, the last of
+        which is the first to have its gradient.
+        """
+        uses = [name, *self._uses_of.get(name, ())]
+        gradients = [self.gradient(version, use) for use in reversed(uses)]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def gradient(self, version: int, name: str) -> Tensor | None:
         """The gradient of a leaf that was summed at a version so far."""
@@ -170,6 +184,37 @@ class WeightVersions:
                 self.parameters[name].copy_(value)
         self._show_newest()
         self._writes = [_writes(slot) for slot in self._slots]
+        self.note_step()
+
+    def note_step(self) -> None:
+        """The optimizer has stepped: from now on others write."""
+        self._master_writes = self._writes_to_masters()
+
+    @torch.no_grad()
+    def adopt(self, unseen: bool = False) -> None:
+        """Make what others put into the parameters since the last update part of the newest version.
+
+        Args:
+            unseen: somebody may have written into them in a way that their version counters do not show.
+
+        Raises:
+            ConfigurationError: they are masters that do not hold the weights.
+        """
+        newest = self._slots[self.newest % self.room]
+        if not self.has_masters:
+            for name, parameter in self.parameters.items():
+                if parameter.data_ptr() != newest[name].data_ptr():  # other memory was put in
+                    newest[name].copy_(parameter.detach())
+                    parameter.data = newest[name].data
+        elif self._writes_to_masters() != self._master_writes or (unseen and self.masters_hold_weights):
+            if not self.masters_hold_weights:
+                raise ConfigurationError(
+                    "weights were changed outside the optimizer's step: with weight_dtype='bf16' and this optimizer the"
+                    " parameters are masters on another trajectory, and not the weights; leave weight_dtype out"
+                )
+            foreach.copy_([newest[name] for name in self.parameters], [p.detach() for p in self.parameters.values()])
+            self.note_step()
+        self._writes[self.newest % self.room] = _writes(newest)
 
     def check_unwritten(self, version: int) -> None:
         """Raise ConfigurationError if a forward wrote into the weights of a version, of which there is a newer one."""
@@ -181,6 +226,9 @@ class WeightVersions:
                 f"{', '.join(written[:5])}: changed in place by a forward, which runs on older weights, so the change"
                 " would be lost; change weights in on_train_batch_end instead (torch.nn.Embedding: leave max_norm out)"
             )
+
+    def _writes_to_masters(self) -> dict[str, int]:
+        return _writes(self.parameters) if self.has_masters else {}
 
     def _owned(self) -> list[tuple[str, Tensor]]:
         return [*self.parameters.items(), *self.buffers.items()]
@@ -260,10 +308,9 @@ def _rounded_afterwards(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None
         foreach.copy_(list(weights.values()), [parameter.detach() for parameter in weights])
 
 
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
+def sum_of(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Their sum from left to right; None if there are none."""
+    return functools.reduce(torch.add, gradients) if gradients else None
 
 
 def _leaf(data: Tensor) -> Tensor:

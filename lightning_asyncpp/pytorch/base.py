@@ -21,34 +21,49 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.data.stage_loader import has_placeholder, stage_loader
+from lightning_asyncpp.data.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.pipeline.arguments import check_arguments
+from lightning_asyncpp.pipeline.averages import averages_in
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import PipelineSettings, check_arguments
+from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.update import clip_values
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.batch_ends import BatchEnds
 from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
+from lightning_asyncpp.pytorch.collectives import Collectives
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.evaluation import EvaluationSteps
 from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
-from lightning_asyncpp.pytorch.module_first import ModuleFirst
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
-from lightning_asyncpp.pytorch.refusals import OPTIMIZER_ERRORS, module_problems, optimizer_problems, trainer_problems
+from lightning_asyncpp.pytorch.refusals import (
+    NOTHING_TO_STEP,
+    OPTIMIZER_ERRORS,
+    module_problems,
+    optimizer_problems,
+    trainer_problems,
+    without_gradients,
+)
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
+_WHERE_TO_CHANGE = (
+    "in on_train_batch_end of the LightningModule, which comes once its batch's own update has been applied, or in"
+    " optimizer.register_step_post_hook(...), which runs with every update"
+)
 
-class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMixin, DDPStrategy):
+
+class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -117,16 +132,19 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
             heartbeat=heartbeat,
         )
         check_arguments(
-            settings, timeout, interface, state_dict_type,
-            fresh_last_stage=fresh_last_stage, async_checkpoints=async_checkpoints, inexact_resume=inexact_resume,
+            settings, timeout=timeout, interface=interface, state_dict_type=state_dict_type, start_method=start_method,
+            process_group_backend=process_group_backend, fresh_last_stage=fresh_last_stage,
+            async_checkpoints=async_checkpoints, inexact_resume=inexact_resume,
         )  # fmt: skip
         self.session = PipelineSession(settings, timeout)
+        self.session.where_to_change = _WHERE_TO_CHANGE
         self.progress = Progress(inexact_resume)
         self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
         self.session.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._placeholder_hooks = PlaceholderHooks([])
-        self._module_first: ModuleFirst | None = None
+        self._batch_ends: BatchEnds | None = None
+        self._steps_of: dict[int, int] = {}  # mini-batch -> global_step in its batch
         self._hidden_example: HiddenExample | None = None
         self._conductor: Conductor | None = None
         self._loss: Tensor = torch.zeros(())
@@ -140,7 +158,10 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
         module = self._module
         weight_dtype = self.session.settings.weight_dtype
         agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
-        self._cut(self._network(), root=module, example=self._example())
+        self._cut(
+            self._network(), root=module, example=self._example(),
+            averages=tuple(averages_in(trainer.callbacks)),  # type: ignore[attr-defined]
+        )  # fmt: skip
         self._hidden_example = HiddenExample(module) if self._mesh.num_stages > 1 else None
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -150,13 +171,19 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
         rank_zero_info(f"Pipeline: {self.session.describe()}")
         self._conductor = Conductor(trainer, self.session, self.step_metrics, self.drain, self.progress)
         self._conductor.install(trainer)
-        self._module_first = ModuleFirst(module)
-        self._module_first.install(trainer)
-        self.step_metrics.connect(trainer, module)
+        self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
+        self._batch_ends.install(trainer)
+        self._steps_of.clear()
+        self.step_metrics.connect(trainer, module, self.in_epoch_end)
         self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
             self._warn_without_delay(trainer.max_steps)
+            if owners := without_gradients(module, trainer.callbacks):  # type: ignore[attr-defined]
+                rank_zero_warn(
+                    f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
+                    " while an update is applied; look at them in on_before_optimizer_step"
+                )
             link_when_written(trainer, self.checkpoints.then)
             self.setup_optimizers(trainer)
             agree_on_problems(self._mesh, optimizer_problems(self.optimizers, module))
@@ -230,8 +257,13 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
     @override
     def process_dataloader(self, dataloader: object) -> object:
         mesh, trainer = self._mesh, self._module.trainer
-        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
-        return self.progress.training_loader(loader, trainer) if trainer.training else loader
+        needs_data, transport = mesh.is_first or mesh.is_last, self.session.running().runner.transport
+        follow = None if transport is None else lambda: Next(transport.follow_loaded())
+        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, needs_data, follow)
+        loader = self.progress.training_loader(loader, trainer) if trainer.training else loader
+        if transport is not None and mesh.is_first and mesh.num_stages > 2:
+            return AnnouncingLoader(loader, transport.announce_loaded)
+        return loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -249,12 +281,14 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.session.running()
+        if private.begins_accumulation(self._module.trainer):
+            engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
         with self.session.user_step():
             output = engine.run(args[0], self._user_step("training_step", args, kwargs))
         if not self._mesh.is_last:
             return self._loss.clone()
         loss = output.mean_loss(engine.runner.hooks.loss_reduction)
-        self.step_metrics.add_batch(loss, sum(output.weights))
+        self.step_metrics.add_batch(loss, output)
         self._loss = torch.full((), float("nan"), device=self.root_device) if loss is None else loss
         return {**output.beside_loss(), "loss": self._loss.clone()}
 
@@ -273,18 +307,25 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
         **kwargs: Any,
     ) -> Any:
         """Run the batch, file its ticket, and apply the update of the batch before."""
+        assert self._batch_ends is not None
+        self.session.check_optimizer(optimizer)
         result = closure()
+        if not self.session.running().accumulating:
+            raise ConfigurationError(NOTHING_TO_STEP)
+        self._steps_of[self.session.running().mini_batch] = self._module.trainer.global_step
         self.session.close(self.step_metrics.payload())
-        self._receive(self.session.apply_due(self._step_optimizer))
+        self._receive(self.session.apply_due(self._step_optimizer, self._batch_ends.call_late))
         return result
 
     def drain(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory."""
-        if self.session.engine is not None and self.session.optimizer is not None:
-            self._receive(self.session.drain(self._step_optimizer))
+        if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
+            self._batch_ends.check_drain()
+            self._receive(self.session.drain(self._step_optimizer, self._batch_ends.call_late))
 
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:
+            self._steps_of.pop(update.mini_batch, None)
             if not update.message.finite:
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
         self.step_metrics.receive(updates)
@@ -295,7 +336,10 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
             self._loss = torch.tensor(loss, device=self.root_device)
 
     def _step_optimizer(self) -> None:
-        self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
+        """Clip and step, with the user's hooks around it; they see the step that their gradient's batch saw."""
+        step = self._steps_of[self.session.updating().mini_batch]
+        with private.at_global_step(self._module.trainer, step):
+            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.session.clip(float(clip_val))
@@ -315,14 +359,6 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
 
         return step
 
-    # -- collectives ----------------------------------------------------------------------------------------------
-
-    @override
-    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
-        self._check_collective("reduce")
-        with self.session.collective():
-            return super().reduce(tensor, group, reduce_op)
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     @override
@@ -336,8 +372,8 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, PipelineStrategyMix
             vars(self.precision_plugin).pop(name, None)
         self.step_metrics.disconnect()
         self._placeholder_hooks.release()
-        if self._module_first is not None:
-            self._module_first.release()
+        if self._batch_ends is not None:
+            self._batch_ends.release()
         if self._hidden_example is not None:
             self._hidden_example.release()
         try:

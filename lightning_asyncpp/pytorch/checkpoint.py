@@ -8,16 +8,19 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error
+from lightning_asyncpp.pipeline.checkpoint.apart import APART, Names
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_by_rank
 from lightning_asyncpp.pipeline.checkpoint.origin import FABRIC, PIPELINE, TRAINER, origin_of
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.checkpoint.state import (
+    facts,
     gather_model_state,
     gather_optimizer_state,
     gather_pipeline_state,
@@ -29,15 +32,18 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
+from lightning_asyncpp.pipeline.elsewhere import OtherStage, held_here
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.stage import OtherStage
 from lightning_asyncpp.pipeline.tied_state import check_copies
+from lightning_asyncpp.pytorch.kept_apart import Given, hand_back, unite_stages
 from lightning_asyncpp.pytorch.progress import PROGRESS, Progress
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
 _PREFIX = "model."
 _PARTS = ("state_dict", "optimizer_states")
+_CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
+_WEIGHTS = frozenset(("state_dict", _CURRENT))
 
 
 class TrainerCheckpoints(Strategy):
@@ -76,6 +82,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
     checkpoints: CheckpointWriter
     progress: Progress
     step_metrics: StepMetrics
+    _given: Given | None = None  # the weights of the checkpoint that is being made
 
     @property
     @abstractmethod
@@ -106,13 +113,14 @@ class PipelineCheckpoints(TrainerCheckpoints):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = self._state_dict(stage_model_state if self.checkpoints.sharded else gather_model_state)
+        self._given = Given(dict(state), frozenset(self._module.state_dict()))
         self.step_metrics.log_before_save()
         return state
 
     def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         self.session.running()
         self.drain()
-        return of_stages(self.session, self._module.state_dict(), prefix=_PREFIX)
+        return of_stages(self.session, self._module.state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -128,17 +136,19 @@ class PipelineCheckpoints(TrainerCheckpoints):
             StorageError: it cannot be written; what had its name is intact.
         """
         is_training = self.session.optimizer is not None and "optimizer_states" in checkpoint  # else weights only
-        progress = gather_by_rank(self.session.running().mesh, self._progress_state()) if is_training else []
-        if self.checkpoints.sharded:
-            parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint}
+        mesh, sharded = self.session.running().mesh, self.checkpoints.sharded
+        parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint} if sharded else {}
+        given, self._given = self._given, None
+        apart = unite_stages(mesh, self._module.trainer, checkpoint, None if sharded else given)
+        progress = gather_by_rank(mesh, self._progress_state()) if is_training else []
+        of_ranks = {PROGRESS: progress, **({APART: apart} if apart else {})}
+        if sharded:
             if is_training:
-                parts[PIPELINE] = stage_pipeline_state(self.session)
-                if self.is_global_zero:
-                    parts[PIPELINE][PROGRESS] = progress
+                parts[PIPELINE] = {**stage_pipeline_state(self.session), **(of_ranks if self.is_global_zero else {})}
             self.checkpoints.save_folder(filepath, parts, checkpoint)
             return
         if is_training:
-            checkpoint[PIPELINE] = {**gather_pipeline_state(self.session), PROGRESS: progress}
+            checkpoint[PIPELINE] = {**gather_pipeline_state(self.session), **of_ranks}
         self.checkpoints.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
@@ -151,9 +161,35 @@ class PipelineCheckpoints(TrainerCheckpoints):
         self.checkpoints.settle()
         check_whole(checkpoint_path, self.checkpoint_io, self.session.mesh)
         content = super().load_checkpoint(checkpoint_path, weights_only)
+        partition = facts(self.session)["partition"]
+        hand_back(self.session.running().mesh, self._names_in(content), content, partition)
         if self.session.optimizer is not None:
             self._resume_progress(content)
+        if self._averages_weights():
+            for name in _WEIGHTS & content.keys():
+                content[name] = self._of_this_stage(content[name])  # the callback loads all that it finds
         return content
+
+    def _averages_weights(self) -> bool:
+        """Whether a callback of Lightning averages weights, and will take them up from a checkpoint."""
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        return self.session.optimizer is not None and any(isinstance(c, WeightAveraging) for c in callbacks)
+
+    def _entry_of_weights(self, content: Mapping[str, Any]) -> str:
+        """Where the weights are that are trained; an averaging callback puts others into their place."""
+        return _CURRENT if self._averages_weights() and _CURRENT in content else "state_dict"
+
+    def _of_this_stage(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Without the entries of layers, and of averages of them, that other stages hold."""
+        is_here = held_here(self._module)
+        return {name: value for name, value in state.items() if is_here(name)}
+
+    def _names_in(self, content: Mapping[str, Any]) -> Names:
+        """Where names of a checkpoint's weights are: here or on another stage."""
+        whole = {name.removeprefix(_PREFIX) for name in content["state_dict"] if name.startswith(_PREFIX)}
+        elsewhere = tuple(f"{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
+        there = {name for name in whole if name.startswith(elsewhere)}
+        return Names(whole - there, there)
 
     def _resume_progress(self, content: Mapping[str, Any]) -> None:
         state = content.get(PIPELINE)
@@ -171,11 +207,11 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        elsewhere = tuple(f"{_PREFIX}{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
-        state = {name: value for name, value in checkpoint["state_dict"].items() if not name.startswith(elsewhere)}
+        weights = checkpoint[self._entry_of_weights(checkpoint)]
+        state = self._of_this_stage(weights)
         error: Exception | None = None
         try:
-            check_copies(checkpoint["state_dict"], self.session.whole_model.ties, prefix=_PREFIX)
+            check_copies(weights, self.session.whole_model.same)
             self._module.load_state_dict(state, strict=strict)
         except (RuntimeError, ConfigurationError) as caught:
             error = caught

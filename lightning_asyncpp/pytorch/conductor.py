@@ -10,10 +10,13 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_asyncpp.pipeline.agreement import exchange
+from lightning_asyncpp.pipeline.averages import copy_that_changes
 from lightning_asyncpp.pipeline.engine import Engine
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.stop_rounds import StopRounds, batches_behind
 from lightning_asyncpp.pipeline.tree import map_tensors
+from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.loop_state import ResumedLoops
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
@@ -54,6 +57,7 @@ class Conductor(Callback):
         self._resumed = ResumedLoops(trainer, progress)
         self._evaluated_before = 0
         self._metrics_before: Mapping[str, Any] = {}
+        self._copies: Untouched | None = None
         self._is_preempted = False  # all ranks know
         self._stopping = False
 
@@ -76,6 +80,10 @@ class Conductor(Callback):
         if (recorded := self._progress.begin(trainer, pl_module)) is not None:
             self.step_metrics.load_state_dict(recorded)
         self._resumed.at_start()
+        averages = self.session.averages
+        self._copies = None if averages is None else averages.watched()
+        if self._copies is not None:
+            self._copies.note()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Begin an epoch."""
@@ -84,7 +92,12 @@ class Conductor(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what the last update brought; drain if anything that follows needs it."""
+        """Log what the last update brought; drain if anything that follows needs it.
+
+        Raises:
+            ConfigurationError: a whole copy of the model, which the module keeps, has changed.
+        """
+        self._check_copies()
         self.step_metrics.log_received()
         engine = self.session.running()
         if self._must_drain(trainer, batch_idx):
@@ -188,6 +201,14 @@ class Conductor(Callback):
         if agreed or (ends_loader and self._rounds.finish(requested)):
             self._is_preempted = True
             raise SIGTERMException
+
+    def _check_copies(self) -> None:
+        if self._copies is None or self.session.averages is None:
+            return
+        if changed := self._copies.changed():
+            copies = [n for n in self.session.averages.copies if any(name.startswith(f"{n}.") for name in changed)]
+            raise ConfigurationError(copy_that_changes(copies))
+        self._copies.note()
 
     def _must_drain(self, trainer: L.Trainer, batch_idx: int) -> bool:
         engine = self.session.running()

@@ -21,10 +21,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import collecting
+from lightning_asyncpp.pipeline.arguments import check_arguments
 from lightning_asyncpp.pipeline.emulator.emulator import CallOnce, DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.step_guard import StepGuard
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
@@ -36,6 +38,7 @@ from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
 from lightning_asyncpp.pytorch.module_first import ModuleFirst
 from lightning_asyncpp.pytorch.progress import Progress
+from lightning_asyncpp.pytorch.refusals import NOTHING_TO_STEP
 from lightning_asyncpp.pytorch.statistics_log import StatisticsLog
 from lightning_asyncpp.pytorch.stop_on_signal import StopOnSignal
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
@@ -116,7 +119,10 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self.settings = DelaySettings(
             delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start, partition
         )
-        self.settings.check()
+        check_arguments(
+            self.settings, timeout=timeout, start_method=start_method, process_group_backend=process_group_backend,
+            find_unused_parameters=find_unused_parameters, inexact_resume=inexact_resume,
+        )  # fmt: skip
         self.emulator: DelayEmulator | None = None
         self._emulated: LightningModule | None = None
         self._is_training = False
@@ -125,6 +131,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._statistics_log = StatisticsLog()
         self._stop_on_signal: StopOnSignal | None = None
         self._module_first: ModuleFirst | None = None
+        self._step_guard: StepGuard | None = None
         self.progress = Progress(inexact_resume)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -194,6 +201,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._statistics_log.install(module.trainer)
         self.emulator.load_state_dict(self._loaded_state)
         self._loaded_state = None
+        if not self.settings.is_plain:
+            self._step_guard = StepGuard(self.optimizers[0], lambda: self._running.updating)
 
     def _example(self, module: LightningModule, network: nn.Module | None) -> Example | None:
         parts = self.settings.micro_batches
@@ -230,6 +239,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         weights = self._running.weights
+        if private.begins_accumulation(self._module.trainer):
+            self._running.drop()  # the closure ran without a step: zero_grad() clears its gradient now
         if private.skips_backward(self._module.trainer):  # a pass for the statistics of batch norm alone
             return super().training_step(*args, **kwargs)
         if self.settings.micro_batches is not None:
@@ -273,6 +284,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         **kwargs: Any,
     ) -> Any:
         """Take the gradient, where it belongs, and apply it to the newest weights."""
+        if self._step_guard is not None:
+            self._step_guard.check_same(optimizer)
         if self.settings.is_plain:
             result = super().optimizer_step(optimizer, self._checked(closure, self.precision_plugin), model, **kwargs)
             self._running.mini_batch += 1
@@ -282,6 +295,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         result = closure()
         if private.skips_backward(self._module.trainer):
             return result
+        if self._running.micro_batches is not None and not self._running.micro_batches.pending:
+            raise ConfigurationError(NOTHING_TO_STEP)
         once = CallOnce(result, type(optimizer).__name__)
 
         def step() -> None:
@@ -321,6 +336,9 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._is_training, self._loaded_state = False, None
+        if self._step_guard is not None:
+            self._step_guard.release()
+            self._step_guard = None
         self.progress.forget()
         if self._module_first is not None:
             self._module_first.release()

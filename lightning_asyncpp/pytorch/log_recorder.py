@@ -22,7 +22,7 @@ from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
-_HEAD = 3  # schema, loss, weight of the loss
+_HEAD = 4  # schema, loss, weight of the loss, the first micro-batch whose loss is NaN (from 1, 0 for none)
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
@@ -137,10 +137,16 @@ class LogRecorder:
             self.log(name, value, entry.prog_bar, entry.logger, on_step=True, on_epoch=False)
 
     def settle(self) -> None:
-        """Turn what was recorded into numbers: one host synchronisation per batch instead of one per value."""
-        for entry, value, weight in self._pending:
-            if weight or entry.reduction != "mean":
-                self.values.setdefault(entry.name, Accumulator(entry.reduction)).add(float(value), weight)
+        """Turn what was recorded into numbers: one host synchronisation per batch instead of one per value.
+
+        A micro-batch whose value is NaN is left out where others of the batch have a number: that of the whole batch
+        would be one.
+        """
+        rows = [(e, float(value), weight) for e, value, weight in self._pending if weight or e.reduction != "mean"]
+        with_number = {entry.name for entry, value, _ in rows if not math.isnan(value)}
+        for entry, value, weight in rows:
+            if not math.isnan(value) or entry.name not in with_number:
+                self.values.setdefault(entry.name, Accumulator(entry.reduction)).add(value, weight)
         self._pending.clear()
 
     def clear(self) -> None:
@@ -148,6 +154,17 @@ class LogRecorder:
         self._pending.clear()
         self.values.clear()
         self.entries.clear()
+
+    def take(self, other: LogRecorder) -> None:
+        """Go on with what another one recorded, after :meth:`clear`; the other is cleared."""
+        self.entries.update(other.entries)
+        self.values.update(other.values)
+        self._pending += other._pending
+        self.metrics.update(other.metrics)
+        self.metric_entries.update(other.metric_entries)
+        other.clear()
+        other.metrics.clear()
+        other.metric_entries.clear()
 
     def state_dict(self, modules: Mapping[str, Any]) -> dict[str, Any]:
         """What was recorded and not sent on yet; torchmetrics objects by their names.
@@ -179,10 +196,10 @@ class LogRecorder:
         """Names and options in the order of the values, as JSON."""
         return _encode_schema(tuple(self.entries[name] for name in self.values))
 
-    def encode(self, slots: int, loss: Tensor | None, weight: float) -> Tensor:
+    def encode(self, slots: int, loss: float, weight: float, nan: float) -> Tensor:
         """Pack the values into a vector of :func:`payload_length` fp64 numbers."""
         self.settle()
-        payload = [schema_number(self.schema()), 0.0 if loss is None else float(loss), weight]
+        payload = [schema_number(self.schema()), loss, weight, nan]
         for accumulator in self.values.values():
             payload += [accumulator.result(), accumulator.weight]
         payload += [0.0] * (payload_length(slots) - len(payload))
@@ -255,7 +272,8 @@ def combine(payload: Tensor, entries: list[Entry]) -> list[tuple[Entry, float, f
     combined = []
     for index, entry in enumerate(entries):
         accumulator = Accumulator(entry.reduction)
-        for value, weight in payload[:, _HEAD + 2 * index : _HEAD + 2 * index + 2].tolist():
+        rows = payload[:, _HEAD + 2 * index : _HEAD + 2 * index + 2].tolist()
+        for value, weight in [row for row in rows if not math.isnan(row[0])] or rows:  # as over micro-batches
             accumulator.add(value, weight)
         combined.append((entry, accumulator.result(), accumulator.weight))
     return combined
@@ -267,9 +285,15 @@ def counted_entry(name: str) -> Entry:
 
 
 def mean_loss(payload: Tensor) -> float:
-    """Weighted mean of the replicas' losses."""
+    """Weighted mean of the replicas' losses, without those that are NaN, which have no weight."""
     weight = float(payload[:, 2].sum())
-    return float((payload[:, 1] * payload[:, 2]).sum()) / weight if weight else float("nan")
+    losses = payload[:, 1].masked_fill(payload[:, 2] == 0, 0.0)
+    return float((losses * payload[:, 2]).sum()) / weight if weight else float("nan")
+
+
+def nan_micro_batch(payload: Tensor) -> int:
+    """Which micro-batch of a replica was the first whose loss is NaN, from 1; 0 if none was."""
+    return next((int(place) for place in payload[:, 3].tolist() if place), 0)
 
 
 def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:

@@ -43,10 +43,12 @@ class MicroBatchLog:
         for name, metric in recorder.metrics.items():
             entry = recorder.metric_entries[name]
             if entry.on_epoch:
-                name = f"{name}_epoch" if entry.on_step else name
+                epoch = f"{name}_epoch" if entry.on_step else name
                 self._module.log(
-                    name, metric, prog_bar=entry.prog_bar, logger=entry.logger, on_step=False, on_epoch=True
+                    epoch, metric, prog_bar=entry.prog_bar, logger=entry.logger, on_step=False, on_epoch=True
                 )
+            if entry.on_epoch and entry.on_step:  # callbacks find it under its plain name, too
+                self._module.log(name, metric, logger=False, on_step=False, on_epoch=True)
         recorder.clear()
         recorder.metrics.clear()
         recorder.metric_entries.clear()

@@ -10,13 +10,15 @@ import functools
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from statistics import fmean
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.errors import ConfigurationError, ConsequenceError
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pytorch.log_recorder import check_loggable, number
 
@@ -24,6 +26,9 @@ EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_en
 _WRAPPED_EPOCH_ENDS = (*EPOCH_ENDS, "on_predict_epoch_end")  # nothing can be logged in the last
 _BATCH_ENDS = ("on_validation_batch_end", "on_test_batch_end")
 _LOG = inspect.signature(LightningModule.log)
+InEpochEnd = Callable[[str], AbstractContextManager[None]]
+_SYNC = "sync"
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "sum": sum, "min": min, "max": max}
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
 
 
@@ -31,12 +36,12 @@ class Replacement:
     """Takes the place of a method of a module; a copy of the module (that averages weights, say) has the method itself.
 
     Args:
-        module: whose method it is.
+        module: whose method it is; or a callback.
         name: of the method.
         function: what is called instead.
     """
 
-    def __init__(self, module: LightningModule, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, module: LightningModule | Callback, name: str, function: Callable[..., Any]) -> None:
         self._module, self._name, self._function = module, name, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +64,7 @@ class ModuleHooks:
         mesh: this rank's place, connected.
         log: ``LightningModule.log`` of the module.
         after_batch: called after the hook at the end of an evaluation's batch, with its index and its loader's.
+        in_epoch_end: name of a hook -> context in which it is called.
     """
 
     def __init__(
@@ -67,7 +73,9 @@ class ModuleHooks:
         mesh: Mesh,
         log: Callable[..., None],
         after_batch: Callable[[int, int], None],
+        in_epoch_end: InEpochEnd,
     ) -> None:
+        self._in_epoch_end = in_epoch_end
         self._module, self._mesh, self._log, self._after_batch = module, mesh, log, after_batch
         self._recorded: list[dict[str, Any]] = []
         for name in _WRAPPED_EPOCH_ENDS:
@@ -92,6 +100,8 @@ class ModuleHooks:
             value = _computed(name, value) if self._mesh.is_last else 0.0
         check_loggable(name, value)
         flags = {flag: given[flag] for flag in _FLAGS if flag in given}
+        if given.get("sync_dist"):
+            flags[_SYNC] = _reduction(name, given.get("reduce_fx", "mean"))
         self._recorded.append({"name": name, "value": float(value), **flags})
 
     def _replace(self, name: str, function: Callable[..., None]) -> None:
@@ -105,13 +115,39 @@ class ModuleHooks:
     def _end_epoch(self, name: str, hook: Callable[[], None]) -> None:
         error: Exception | None = None
         try:
-            hook()
+            with self._in_epoch_end(name):
+                hook()
+        except ConsequenceError:
+            raise  # nobody is left to agree with
         except Exception as caught:
             error = caught if self._mesh.is_last else _off_the_last_stage(name, caught)
         agree_on_error(self._mesh, error)
         recorded, self._recorded = self._recorded, []
-        for fields in json.loads(exchange(self._mesh, json.dumps(recorded))[0]):
+        by_rank = [json.loads(text) for text in exchange(self._mesh, json.dumps(recorded))]
+        for fields in by_rank[0]:
+            if reduction := fields.pop(_SYNC, None):
+                fields["value"] = _REDUCTIONS[reduction](self._of_replicas(by_rank, fields["name"]))
             self._log(**fields, batch_size=1)
+
+    def _of_replicas(self, by_rank: list[list[dict[str, Any]]], name: str) -> list[float]:
+        """What the last stages of all replicas logged under a name."""
+        last = (by_rank[self._mesh.rank_of(self._mesh.num_stages - 1, r)] for r in range(self._mesh.num_replicas))
+        return [fields["value"] for logged in last for fields in logged if fields["name"] == name]
+
+
+def _reduction(name: str, given: Any) -> str:
+    """How values of replicas are put together.
+
+    Raises:
+        ConfigurationError: in no way that is known here.
+    """
+    reduction = given if isinstance(given, str) else getattr(given, "__name__", "")
+    if reduction.lower() not in _REDUCTIONS:
+        raise ConfigurationError(
+            f"self.log({name!r}, sync_dist=True, reduce_fx={given!r}): values of replicas are put together by"
+            f" {', '.join(_REDUCTIONS)}; gather them with self.all_gather, and log what you make of them"
+        )
+    return reduction.lower()
 
 
 def _computed(name: str, metric: Metric) -> float:

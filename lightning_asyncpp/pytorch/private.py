@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -234,6 +234,29 @@ def current_hook(module: LightningModule) -> str | None:
     return hook
 
 
+@contextmanager
+def running_hook(module: LightningModule, name: str) -> Iterator[None]:
+    """Let ``module.log`` take what runs meanwhile for the hook ``name``."""
+    before = current_hook(module)
+    module._current_fx_name = name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+@contextmanager
+def at_global_step(trainer: Trainer, step: int) -> Iterator[None]:
+    """Let ``trainer.global_step`` read ``step`` meanwhile: hooks of an update that comes late decide by it."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    counts = required(loop, "optim_progress", "tell hooks of an update its own step").optimizer.step.total
+    present, counts.completed = counts.completed, step
+    try:
+        yield
+    finally:
+        counts.completed = present
+
+
 def update_logged(trainer: Trainer, hook: str, name: str, value: float, weight: float) -> bool:
     """Add a value to a metric that ``hook`` has logged before in this epoch; returns whether there was one.
 
@@ -265,6 +288,11 @@ def skips_backward(trainer: Trainer) -> bool:
     """Whether the training loop runs forwards only, as StochasticWeightAveraging has it in its extra epoch."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     return bool(required(loop, "_skip_backward", "know that no backward follows a training step"))
+
+
+def begins_accumulation(trainer: Trainer) -> bool:
+    """Whether the gradients before the current batch are zeroed in it; as Lightning's closure decides."""
+    return not skips_backward(trainer) and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
 def batches_ahead(trainer: Trainer) -> int:

@@ -21,13 +21,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.gradient_hooks import parameter_hook_problems
 from lightning_asyncpp.pipeline.settings import problems_of_precision
 from lightning_asyncpp.pipeline.units import model_problems
 from lightning_asyncpp.pytorch import private
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _CALLBACKS: tuple[tuple[type, str], ...] = (
-    (WeightAveraging, "it averages a whole model, but each rank holds one stage and two versions of it"),
     (StochasticWeightAveraging, "it averages a whole model and swaps weights, but each rank holds one stage"),
     (ModelPruning, "it rewrites parameters while two versions of them are alive"),
     (BaseFinetuning, "it freezes and unfreezes parameters while the engine holds two versions of the trainable ones"),
@@ -48,6 +48,11 @@ def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> lis
         problems.append(
             "sync_batchnorm=True: BatchNorm would synchronise over all ranks, most of which hold other layers; leave it"
             " out, statistics are then those of each micro-batch, or normalise without them (GroupNorm)"
+        )
+    if weight_dtype is not None and any(isinstance(c, WeightAveraging) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        problems.append(
+            f"weight_dtype={weight_dtype!r} with a callback that averages weights: it would read and swap the masters,"
+            " and not the weights that are validated; leave weight_dtype out"
         )
     return problems + _callback_problems(trainer)
 
@@ -72,8 +77,9 @@ def _callback_problems(trainer: L.Trainer) -> list[str]:
     return problems
 
 
-def module_problems(module: LightningModule, trainer: L.Trainer) -> list[str]:
-    """What the LightningModule does that a pipeline cannot follow."""
+def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -> list[str]:
+    """What the LightningModule does that a pipeline cannot follow; without a Trainer, in training."""
+    is_trained = trainer is None or trainer.state.fn == TrainerFn.FITTING
     problems = []
     if not module.automatic_optimization:
         problems.append(
@@ -89,15 +95,14 @@ def module_problems(module: LightningModule, trainer: L.Trainer) -> list[str]:
     network = getattr(module, "model", None)
     if isinstance(network, nn.Module):
         problems += model_problems(network)
+        if is_trained:
+            problems += parameter_hook_problems(network)
     else:
         problems.append(
             f"{type(module).__name__} has no self.model: assign the network to it, as an nn.Sequential or a module with"
             " pipeline_layers(), in __init__ or configure_model"
         )
-    if (
-        trainer.state.fn == TrainerFn.FITTING
-        and "dataloader_iter" in inspect.signature(module.training_step).parameters
-    ):
+    if is_trained and "dataloader_iter" in inspect.signature(module.training_step).parameters:
         problems.append("training_step(dataloader_iter) is not supported: the pipeline cuts batches; take a batch")
     if (reduction := getattr(module, "loss_reduction", "mean")) not in ("mean", "sum"):
         problems.append(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
@@ -115,12 +120,26 @@ def backward_problems(module: LightningModule) -> list[str]:
     ]
 
 
+def without_gradients(module: LightningModule, callbacks: Sequence[L.Callback]) -> list[str]:
+    """Who has an ``on_after_backward``, which finds no gradients."""
+    owners: list[LightningModule | L.Callback] = [module, *callbacks]
+    return [
+        type(owner).__name__
+        for owner, base in ((o, LightningModule if o is module else L.Callback) for o in owners)
+        if is_overridden("on_after_backward", owner, base)
+    ]
+
+
 ONE_OPTIMIZER = (
     "configure_optimizers returned more than one optimizer (multiple optimizers): a pipeline has exactly one update per"
     " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
 )
 
 # What errors of torch and Lightning say, and what is meant.
+NOTHING_TO_STEP = (
+    "optimizer.step() came without a gradient: no closure has run since the step before; a pipeline applies every"
+    " gradient once, so call optimizer.step(closure=optimizer_closure), or the closure first"
+)
 OPTIMIZER_ERRORS = (
     ("multiple optimizers", ONE_OPTIMIZER),
     (

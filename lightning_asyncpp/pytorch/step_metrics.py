@@ -7,13 +7,15 @@ import json
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -22,6 +24,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.nan_losses import nan_loss_text
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.log_recorder import (
@@ -32,10 +35,11 @@ from lightning_asyncpp.pytorch.log_recorder import (
     counted_entry,
     decode_schema,
     mean_loss,
+    nan_micro_batch,
     number,
     payload_length,
 )
-from lightning_asyncpp.pytorch.module_hooks import EPOCH_ENDS, ModuleHooks, Replacement
+from lightning_asyncpp.pytorch.module_hooks import EPOCH_ENDS, InEpochEnd, ModuleHooks, Replacement
 
 _EVALUATIONS = ("on_validation", "on_test")
 _ONCE = frozenset(f"{loop}_{start}" for loop in ("on_train", *_EVALUATIONS) for start in ("start", "epoch_start"))
@@ -52,19 +56,26 @@ class StepMetrics:
     Args:
         session: the pipeline whose steps they are.
         on_loss: called on every rank with the mean loss of every mini-batch whose update was applied.
+
+    Attributes:
+        holds: whether there are hooks whose values are held back for one mini-batch: see :meth:`of_batch`.
     """
 
     def __init__(self, session: PipelineSession, on_loss: Callable[[float], None]) -> None:
         self.session = session
         self._on_loss = on_loss
         self._train = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
+        self._held = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
+        self._holding = False
+        self.holds = False
         self._evaluation = LogRecorder(on_step=False, on_epoch=True)
         self._active: LogRecorder | None = None
         self._schemas: dict[int, list[Entry]] = {0: []}  # the same on all ranks
         self._own_schemas: dict[int, str] = {}
         self._logged: dict[str, Entry] = {}
         self._updates: deque[tuple[Update, list[Entry]]] = deque()
-        self._losses: list[tuple[Tensor, float]] = []
+        self._losses: list[tuple[Tensor, float, Tensor, Tensor]] = []  # loss, weight; weight of NaN, first NaN
+        self._told_of_nan = False
         self._module: LightningModule | None = None
         self._trainer: L.Trainer | None = None
         self._log: Callable[..., None] | None = None
@@ -73,11 +84,18 @@ class StepMetrics:
         self._early: list[tuple[LogRecorder, Callable[[], None]]] = []
         self._spent: list[Metric] = []
 
-    def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
-        """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone."""
+    def connect(self, trainer: L.Trainer, module: LightningModule, in_epoch_end: InEpochEnd) -> None:
+        """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone.
+
+        Args:
+            trainer: that runs the module.
+            module: whose metrics they are.
+            in_epoch_end: name of a hook of the module -> context in which it is called.
+        """
         self.disconnect()
+        self._told_of_nan = False
         self._trainer, self._module, self._log = trainer, module, module.log
-        self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch)
+        self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch, in_epoch_end)
         module.log = Replacement(module, "log", self._dispatch)  # type: ignore[method-assign]
         # What is logged here is the same on all ranks already.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
@@ -99,6 +117,7 @@ class StepMetrics:
         self._module = self._trainer = self._log = self._hooks = None
         for kept in (self._updates, self._losses, self._logged, self._early):
             kept.clear()
+        self._held.clear()
         self._evaluation.clear()  # what an evaluation recorded that did not come to its end
 
     def state_dict(self, module: LightningModule) -> dict[str, Any]:
@@ -109,7 +128,7 @@ class StepMetrics:
         """
         modules = dict(module.named_modules())
         spent = [name for name, metric in modules.items() if any(metric is other for other in self._spent)]
-        return {**self._train.state_dict(modules), "spent": spent}
+        return {**self._train.state_dict(modules), "spent": spent, "held": self._held.state_dict(modules)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` returned."""
@@ -117,6 +136,8 @@ class StepMetrics:
         if self._mesh.is_last:
             modules = dict(self._module.named_modules())
             self._train.load_state_dict(state, modules)
+            if "held" in state:
+                self._held.load_state_dict(state["held"], modules)
             found = (modules.get(name) for name in state["spent"])
             self._spent = [metric for metric in found if isinstance(metric, Metric)]
 
@@ -134,11 +155,33 @@ class StepMetrics:
         """The step of the micro-batch has ended."""
         self._active = None
 
-    def add_batch(self, loss: Tensor | None, weight: float) -> None:
+    def add_batch(self, loss: Tensor | None, output: BatchOutput) -> None:
         """Take in the mean loss of a training batch on the last stage; None if the batch had no samples."""
+        weight = sum(output.weights)
         self._weigh_batch(weight)
-        if loss is not None:
-            self._losses.append((loss, weight))
+        nan = output.nan_losses()
+        if loss is not None and nan is not None:
+            self._losses.append((loss, weight, *nan))
+
+    @property
+    def batch_weight(self) -> float:
+        """What the newest batch weighs, for what hooks around it log."""
+        return self._batch_weight
+
+    @contextmanager
+    def of_batch(self, weight: float, held: bool) -> Iterator[None]:
+        """The hook of a batch runs meanwhile, maybe in the middle of the next one.
+
+        Args:
+            weight: of the batch.
+            held: it runs before the next batch, and its values go with the batch after that all the same: steps are
+                logged alike whether or not the pipeline drained.
+        """
+        present, self._batch_weight, self._holding = self._batch_weight, weight, held
+        try:
+            yield
+        finally:
+            self._batch_weight, self._holding = present, False
 
     def payload(self) -> Tensor:
         """What the last stage attaches to the control message of the mini-batch, as fp64 numbers."""
@@ -146,17 +189,38 @@ class StepMetrics:
         if not self._mesh.is_last:
             self._train.clear()
             return torch.zeros(payload_length(slots), dtype=torch.float64)
-        weight = sum(w for _, w in self._losses)
-        loss = sum(loss.double() * w for loss, w in self._losses) / weight if weight else None
-        payload = self._train.encode(slots, loss, weight)  # type: ignore[arg-type]
+        payload = self._train.encode(slots, *self._read_losses())
         self._own_schemas[int(payload[0])] = self._train.schema()
         self._train.clear()
+        self._train.take(self._held)
         self._losses.clear()
         return payload
+
+    def _read_losses(self) -> tuple[float, float, float]:
+        """Mean loss of the mini-batch's batches, its weight, and the first micro-batch whose loss is NaN, or 0.0."""
+        if not self._losses:
+            return 0.0, 0.0, 0.0
+        rows = torch.stack([torch.stack([x.double() for x in (loss, *nan)]) for loss, _, *nan in self._losses]).tolist()
+        first = next((place for *_, place in rows if place), 0.0)
+        known = [
+            (loss, weight - left_out)
+            for (loss, left_out, _), (_, weight, *_) in zip(rows, self._losses)
+            if not math.isnan(loss)
+        ]
+        weight = sum(w for _, w in known)
+        return (sum(loss * w for loss, w in known) / weight if weight else math.nan), weight, first
+
+    def _warn_of_nan(self, update: Update) -> None:
+        """Say once that a loss was NaN where the gradient is finite; a gradient that is not is another matter."""
+        place = nan_micro_batch(update.message.payload)
+        if place and update.message.finite and not self._told_of_nan:
+            self._told_of_nan = True
+            rank_zero_warn(nan_loss_text(update.mini_batch, place))
 
     def receive(self, updates: Sequence[Update]) -> None:
         """Take the metrics out of applied updates; they are logged in the next hook that may log."""
         for update in updates:
+            self._warn_of_nan(update)
             self._updates.append((update, self._entries(update.message.payload[:, 0])))
             self._on_loss(mean_loss(update.message.payload))
 
@@ -179,9 +243,11 @@ class StepMetrics:
         A blocking collective, once per epoch.
         """
         self._log_received_late()
-        rest = self._exchange(self._train, metric_objects=False)
-        self._train.clear()
-        self._log_late(rest, self.session.running().mini_batch - 1)
+        for _ in range(2 if self.holds else 1):
+            rest = self._exchange(self._train, metric_objects=False)
+            self._train.clear()
+            self._train.take(self._held)
+            self._log_late(rest, self.session.running().mini_batch - 1)
 
     def log_before_save(self) -> None:
         """Log what a save's own drain brought: neither this run, if it is killed, nor one that goes on would."""
@@ -360,7 +426,8 @@ class StepMetrics:
         """Record a value that a hook logged; that of the last stage counts, whatever the others log."""
         if not self._mesh.is_last:
             return
-        recorder = self._evaluation if hook.startswith(_EVALUATIONS) else self._train
+        training = self._held if self._holding else self._train
+        recorder = self._evaluation if hook.startswith(_EVALUATIONS) else training
         recorder.weight = self._batch_weight
         if hook in _ONCE:
             recorder.weight = 1.0

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.stage_loader import PlaceholderLoader, stage_loader
+from lightning_asyncpp.data.stage_loader import AnnouncingLoader, Next, PlaceholderLoader, stage_loader
 
 
 class Endless(IterableDataset):
@@ -80,3 +80,27 @@ def test_workers_that_nobody_asked_to_seed_are_left_alone(monkeypatch: pytest.Mo
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     stage_loader(own, 2, 1, needs_data=True)
     assert own.worker_init_fn is print
+
+
+def test_what_a_first_stage_loads_is_followed() -> None:
+    told: list[Next] = []
+    given = DataLoader([1, 2, 3], batch_size=1, collate_fn=lambda samples: None if samples == [2] else samples)
+    first = AnnouncingLoader(given, told.append)
+    assert list(first) == [[1], None, [3]]
+    assert told == [Next.BATCH, Next.NOTHING, Next.BATCH, Next.END]
+    middle = stage_loader(given, 1, 0, needs_data=False, follow=lambda: told.pop(0))
+    assert [None if batch is None else type(batch).__name__ for batch in middle] == [  # type: ignore[attr-defined]
+        "PlaceholderBatch", None, "PlaceholderBatch",
+    ]  # fmt: skip
+
+
+def test_a_loader_in_front_shows_and_changes_the_loader() -> None:
+    given = loader(4)
+    for wrapped in (AnnouncingLoader(given, lambda _: None), PlaceholderLoader(given)):
+        assert wrapped.dataset is given.dataset
+        wrapped.timeout = 7
+        assert given.timeout == 7
+        wrapped.own = 1
+        assert not hasattr(given, "own")
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            _ = wrapped.nothing

@@ -68,7 +68,7 @@ def _case(rng: random.Random) -> Case:
         if len(case.mini_batches) > 1 and min(case.batch_sizes) > 0:
             if exact is not None:
                 return replace(case, cut=exact)
-            if case.fresh and is_exact(pipeline_units(case.make_model()), case.counts(stages)):
+            if case.fresh and is_exact(pipeline_units(case.make_model()), case.counts(stages), case.data_parallel_size):
                 return case
 
 

@@ -105,7 +105,8 @@ class Run:
         stage = self.strategy.session.stage
         assert stage is not None
         tensors = {**stage.parameters, **stage.buffers}
-        names = {tie.names[1]: tie.names[0] for tie in stage.whole.ties if tie.stages[1] == self.mesh.stage}
+        ties = [tie for tie in stage.whole.ties if self.mesh.stage in tie.stages[1:]]
+        names = {tie.name_on(self.mesh.stage): tie.names[0] for tie in ties}
         arrays = {name: p.detach().float().numpy().copy() for name, p in tensors.items()}
         return {
             "weights": {name: array for name, array in arrays.items() if name not in names},

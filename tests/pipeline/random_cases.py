@@ -28,9 +28,9 @@ def draw_from(rng: random.Random) -> tuple[int, Case]:
         model = functools.partial(make, _layers(rng))
         units = pipeline_units(model(0.0))
         counts = _counts(rng, units, stages)
-        if counts is not None and not (found := find_ties(units, counts))[1]:
-            tied = any(tie.stages[1] == stages - 1 for tie in found[0])
-            case = _case(rng, stages, replicas, tied, is_exact(units, counts))
+        if counts is not None:
+            tied = any(tie.stages[-1] == stages - 1 for tie in find_ties(units, counts))
+            case = _case(rng, stages, replicas, tied, is_exact(units, counts, replicas))
             return stages, Case(**case, model=model, cut=tuple(counts), data_parallel_size=replicas)
 
 
@@ -39,26 +39,26 @@ def other_cut(rng: random.Random, case: Case, stages: int) -> tuple[int, ...] | 
     units = pipeline_units(case.make_model())
     for _ in range(20):
         counts = _counts(rng, units, stages)
-        if counts is not None and not find_ties(units, counts)[1] and is_exact(units, counts):
+        if counts is not None and is_exact(units, counts, case.data_parallel_size):
             return tuple(counts)
     return None
 
 
-def is_exact(units: Sequence[Unit], counts: Sequence[int]) -> bool:
+def is_exact(units: Sequence[Unit], counts: Sequence[int], replicas: int) -> bool:
     """Whether stages add the gradients of shared weights in the order of one process.
 
-    They do not if the later one uses a weight twice, or if the same module stands on both.
+    They do not if replicas reduce the sum of several uses on a stage, to which that of a stage behind is added.
     """
+    if replicas == 1:
+        return True
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    places: dict[int, list[int]] = {}  # id of a parameter, or of a module that holds some -> stages
+    places: dict[nn.Parameter, list[int]] = {}  # parameter -> stages of its uses
     for unit, stage in zip(units, stages):
-        parts = [part for part in unit.module.modules() if list(part.parameters(recurse=False))]
-        for thing in [*unit.module.parameters(), *parts]:
-            if isinstance(thing, nn.Module) or thing.requires_grad:
-                places.setdefault(id(thing), []).append(stage)
-    modules = {id(module) for unit in units for module in unit.module.modules()}
-    apart = {thing: held for thing, held in places.items() if len(set(held)) > 1}
-    return all(held.count(held[-1]) == 1 and thing not in modules for thing, held in apart.items())
+        for parameter in unit.module.parameters():
+            places.setdefault(parameter, []).append(stage)
+    return all(
+        held.count(stage) == 1 for p, held in places.items() if p.requires_grad for stage in held if stage < held[-1]
+    )
 
 
 def _layers(rng: random.Random) -> tuple[tuple[str, str], ...]:

@@ -83,8 +83,10 @@ class Training:
     def close(self, outputs: list[BatchOutput]) -> None:
         """End the mini-batch."""
         if self.mesh.is_last:
-            sums = [(output.mean_loss() or 0.0) * sum(output.weights) for output in outputs]
-            self.losses.append(float(sum(sums)) / max(sum(sum(o.weights) for o in outputs), 1e-9))
+            known = [(o.mean_loss(), sum(o.weights) - float(nan[0])) for o in outputs if (nan := o.nan_losses())]
+            counted = [(float(loss), weight) for loss, weight in known if weight]  # the others are NaN
+            total = sum(weight for _, weight in counted)
+            self.losses.append(sum(loss * weight for loss, weight in counted) / max(total, 1e-9))
         self.session.close()
         self._take(self.session.apply_due(self._step))
         check_what_is_kept(self.engine, outputs)
@@ -120,7 +122,8 @@ class Training:
 
     def results(self) -> dict[str, Any]:
         stage, mesh = self.stage, self.mesh
-        names = {tie.names[1]: tie.names[0] for tie in stage.whole.ties if tie.stages[1] == mesh.stage}
+        ties = [tie for tie in stage.whole.ties if mesh.stage in tie.stages[1:]]
+        names = {tie.name_on(mesh.stage): tie.names[0] for tie in ties}
         trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}
         tensors = {name: p.detach().cpu().clone() for name, p in {**trained, **stage.buffers}.items()}
         return {

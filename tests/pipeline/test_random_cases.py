@@ -22,7 +22,7 @@ def check(pools: Pools, seed: int) -> None:
     results = pools.run(case, num_stages)
     # Replicas read the same data: g + g over w + w is g over w exactly.
     expected, _ = run_oracle(replace(case, data_parallel_size=1), num_stages)
-    exact = is_exact(pipeline_units(case.make_model()), case.counts(num_stages))
+    exact = is_exact(pipeline_units(case.make_model()), case.counts(num_stages), case.data_parallel_size)
     for replica in range(case.data_parallel_size):
         weights = weights_of(results, replica)
         assert sorted(weights) == sorted(expected)

@@ -36,7 +36,7 @@ class Emulated:
             micro_batches=case.micro_batches, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
             synchronous_start=case.start, partition=counts if case.fresh else "auto",
         )  # fmt: skip
-        settings.check()
+        assert not settings.problems()
         if saved is not None:
             self.model.load_state_dict(saved["weights"])
         hooks = UserHooks(micro_batch_weight=case.weight)

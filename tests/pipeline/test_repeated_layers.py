@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.pipeline.cases import DIM, Case, Routed
-from tests.pipeline.compare import assert_same_norms, assert_same_weights
+from tests.pipeline.compare import assert_same_norms, assert_same_weights, weights_of
 from tests.pipeline.conftest import Pools
 from tests.pipeline.random_layers import make
 from tests.pipeline.runs import run_oracle
@@ -49,6 +50,51 @@ def test_two_stages_share_that_are_not_the_first(pools: Pools, options: dict) ->
     case = Case(4, model=layers("projection", "linear", "projection", "as last"), cut=(1, 2, 2), drains=(2,), **options)
     results = pools.run(case, 3)
     assert_same_weights(results, run_oracle(case)[0])
+    assert_same_norms(results)
+
+
+SHARED_BY_ALL = ("linear", "projection", "as first", "as first", "experts", "as first", "as first")
+
+
+@pytest.mark.parametrize(
+    ("cut", "options"),
+    [
+        ((2, 2, 4), {"error_feedback": 0.7, "max_norm": 0.3, "drains": (2,), "resumes": (3,)}),
+        ((3, 1, 1, 3), {"error_feedback": 0.7, "max_norm": 0.3, "accumulate": 2, "batch_sizes": (8,) * 6}),
+        ((2, 1, 2, 3), {"bf16": True, "checkpointing": True}),
+        ((4, 1, 3), {"delay": 0, "max_norm": 0.3}),
+        ((4, 4), {"start": 2}),
+        ((8,), {"max_norm": 0.3}),
+    ],
+)
+def test_three_stages_or_more_share_a_weight(pools: Pools, cut: tuple[int, ...], options: dict) -> None:
+    """Uses are added from the last layer to the first, wherever the model is cut."""
+    case = Case(4, model=layers(*SHARED_BY_ALL), cut=cut, **options)
+    results = pools.run(case, len(cut))
+    assert_same_weights(results, run_oracle(case)[0])
+    assert_same_norms(results)
+
+
+@pytest.mark.parametrize("cut", [(2, 2, 2), (1, 3, 2), (4, 2), (6,)])
+def test_one_layer_everywhere(pools: Pools, cut: tuple[int, ...]) -> None:
+    case = Case(3, model=layers("linear", *["same module"] * 4), cut=cut, max_norm=0.3, error_feedback=1.0)
+    results = pools.run(case, len(cut))
+    assert_same_weights(results, run_oracle(case)[0])
+    assert_same_norms(results)
+
+
+def test_three_stages_and_two_replicas_share_a_weight(pools: Pools) -> None:
+    """To rounding: replicas add a stage's uses before they reduce."""
+    case = Case(
+        3, model=layers(*SHARED_BY_ALL), cut=(2, 2, 4), data_parallel_size=2, max_norm=0.3, optimizer="counting"
+    )
+    results = pools.run(case, 3)
+    first, second = weights_of(results, 0), weights_of(results, 1)
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert all(np.array_equal(np.asarray(c), first[n]) for r in results for n, c in r["copies"].items())
+    expected, _ = run_oracle(case)
+    for name, value in expected.items():
+        np.testing.assert_allclose(first[name], value.numpy(), rtol=0, atol=1e-5)
     assert_same_norms(results)
 
 

@@ -201,16 +201,14 @@ def test_parameters_that_came_beside_a_cut_model_are_refused() -> None:
 
 def test_all_reasons_are_named_and_the_model_is_left_whole() -> None:
     root = nn.Module()
-    root.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    root.model[1].weight = root.model[2].weight = root.model[0].weight
+    root.model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2), nn.Linear(2, 2))
     root.log_scale = nn.Parameter(torch.ones(1))
     with pytest.raises(ConfigurationError) as caught:
         cut(root.model, 0, 3, 0, CPU, root=root)
     lines = str(caught.value).splitlines()
     assert lines[0] == "2 problems:"
     assert lines[1].startswith("  1. parameters outside the layers of self.model: log_scale; ")
-    where = "0.weight (stage 0), 1.weight (stage 1), 2.weight (stage 2)"
-    assert lines[2].startswith(f"  2. {where} are the same parameter: two stages may share weights, not 3; ")
+    assert lines[2].startswith("  2. SyncBatchNorm (1) synchronises over all ranks")
     assert not any(isinstance(module, OtherStage) for module in root.model)
 
 

@@ -50,11 +50,11 @@ def test_ties_are_found_between_stages_only() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[2].weight = model[0].weight
     units = pipeline_units(model)
-    assert find_ties(units, [3]) == ([], [])
-    assert find_ties(units, [2, 1]) == ([Tie((0, 1), ("0.weight", "2.weight"))], [])
-    assert find_ties(units, [1, 1, 1]) == ([Tie((0, 2), ("0.weight", "2.weight"))], [])
+    assert find_ties(units, [3]) == []
+    assert find_ties(units, [2, 1]) == [Tie((0, 1), ("0.weight", "2.weight"))]
+    assert find_ties(units, [1, 1, 1]) == [Tie((0, 2), ("0.weight", "2.weight"))]
     model[0].weight.requires_grad_(False)
-    assert find_ties(units, [2, 1]) == ([Tie((0, 1), ("0.weight", "2.weight"), is_trained=False)], [])
+    assert find_ties(units, [2, 1]) == [Tie((0, 1), ("0.weight", "2.weight"), is_trained=False)]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -111,15 +111,17 @@ def test_replicas_share_and_reduce(pools: Pools, routed: bool) -> None:
 
 
 def test_a_checkpoint_holds_them_once() -> None:
-    state = keep_once({"m.first": torch.ones(2), "m.second": torch.ones(2), "m.other": torch.ones(2)}, [TIE], "m.")
+    state = keep_once(
+        {"m.first": torch.ones(2), "m.second": torch.ones(2), "m.other": torch.ones(2)}, [("m.first", "m.second")]
+    )
     assert state["m.first"] is state["m.second"]
     assert state["m.other"] is not state["m.first"]
-    assert keep_once({"other": torch.ones(1)}, [TIE]) == {"other": torch.ones(1)}
+    assert keep_once({"other": torch.ones(1)}, [TIE.names]) == {"other": torch.ones(1)}
 
 
 def test_copies_that_drifted_apart_are_not_written() -> None:
     with pytest.raises(CopiesDifferError, match="first and second are one parameter, but their copies"):
-        keep_once({"first": torch.ones(2), "second": torch.zeros(2)}, [TIE])
+        keep_once({"first": torch.ones(2), "second": torch.zeros(2)}, [TIE.names])
 
 
 def test_equal_optimizer_states_are_held_once() -> None:
@@ -133,10 +135,10 @@ def test_equal_optimizer_states_are_held_once() -> None:
 
 
 def test_weights_of_a_model_that_does_not_share_are_refused() -> None:
-    check_copies({"first": torch.ones(2)}, [TIE])
-    check_copies({"first": torch.ones(2), "second": torch.ones(2)}, [TIE])
+    check_copies({"first": torch.ones(2)}, [TIE.names])
+    check_copies({"first": torch.ones(2), "second": torch.ones(2)}, [TIE.names])
     with pytest.raises(ConfigurationError, match="differ in the checkpoint"):
-        check_copies({"first": torch.ones(2), "second": torch.zeros(2)}, [TIE])
+        check_copies({"first": torch.ones(2), "second": torch.zeros(2)}, [TIE.names])
 
 
 def three_shared(trained: bool = True) -> nn.Sequential:
@@ -146,14 +148,14 @@ def three_shared(trained: bool = True) -> nn.Sequential:
     return model
 
 
-def test_what_more_than_two_stages_share_must_stay_frozen() -> None:
-    units = pipeline_units(three_shared())
-    assert find_ties(units, [2, 2])[1] == []
-    (problem,) = find_ties(units, [1, 2, 1])[1]
-    assert problem.startswith("0.weight (stage 0), 2.weight (stage 1), 3.weight (stage 2) are the same parameter")
-    ties, problems = find_ties(pipeline_units(three_shared(trained=False)), [1, 2, 1])
-    assert ties == [Tie((0, 1, 2), ("0.weight", "2.weight", "3.weight"), is_trained=False)]
-    assert not problems
+@pytest.mark.parametrize("trained", [True, False])
+def test_more_than_two_stages_may_share(trained: bool) -> None:
+    units = pipeline_units(three_shared(trained))
+    assert find_ties(units, [2, 2]) == [Tie((0, 1), ("0.weight", "2.weight"), trained)]
+    (tie,) = find_ties(units, [1, 2, 1])
+    assert tie == Tie((0, 1, 2), ("0.weight", "2.weight", "3.weight"), trained)
+    assert [tie.before(stage) for stage in tie.stages] == [None, 0, 1]
+    assert [tie.behind(stage) for stage in tie.stages] == [1, 2, None]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,8 @@ def test_what_more_than_two_stages_share_must_stay_frozen() -> None:
         ((False, False), 2, ""),
         ((True, False), None, r"differently \(requires_grad: True and False\).*freeze or train both"),
         ((True, True), 2, "fresh_last_stage=True steps the last stage"),
-        ((True, True, True), None, "two stages may share weights, not 3"),
+        ((True, True, True), None, ""),
+        ((True, True, True), 2, "the gradient of layer2 is complete"),
         ((False, False, False), None, ""),
     ],
 )
@@ -188,25 +191,29 @@ def test_what_was_frozen_when_the_model_was_cut_may_be_trained_later(
     assert re.search(message, " ".join(problems))
 
 
-def middle_shares() -> nn.Sequential:
+def middle_shares(first_too: bool = False) -> nn.Sequential:
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)), nn.Linear(DIM, 1))
     model[3].weight = model[1].weight
+    if first_too:
+        model[0].weight = model[1].weight
     return model
 
 
-@pytest.mark.parametrize("unfrozen", [False, True])
-def test_a_stage_in_the_middle_waits_for_what_it_shares(monkeypatch: pytest.MonkeyPatch, unfrozen: bool) -> None:
+@pytest.mark.parametrize(("unfrozen", "first_too"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_stage_in_the_middle_waits_for_what_it_shares(
+    monkeypatch: pytest.MonkeyPatch, unfrozen: bool, first_too: bool
+) -> None:
     """Who puts off its control message while the stage before waits for it waits for activations that never come.
 
     What is unfrozen after the cut is shared, too.
     """
     monkeypatch.setattr("lightning_asyncpp.pipeline.link._DEFAULT_TIMEOUT", 5.0)  # of a deadlock
     monkeypatch.setattr(TiedGradients, "have_arrived", lambda self: False)  # a large matrix over a slow network
-    case = Case(3, model=lambda _: middle_shares(), batch_sizes=(6,) * 4)
+    case = Case(3, model=lambda _: middle_shares(first_too), batch_sizes=(6,) * 4)
 
     def train(mesh: Mesh, neighbours: Neighbours) -> dict[str, torch.Tensor]:
-        model = middle_shares()
+        model = middle_shares(first_too)
         model[1].weight.requires_grad_(not unfrozen)
         stage = cut(model, mesh.stage, 3, case.seed, CPU, counts=(1, 2, 2))
         for parameter in stage.parameters.values():
@@ -225,6 +232,8 @@ def test_a_stage_in_the_middle_waits_for_what_it_shares(monkeypatch: pytest.Monk
 
     trained = {name: p for stage in run_in_turns(3, train, CPU) for name, p in stage.items()}
     expected, _ = run_oracle(case)
-    assert torch.equal(trained.pop("3.weight"), trained["1.weight"])
+    first = "0.weight" if first_too else "1.weight"
+    copies = [trained.pop(name) for name in ("1.weight", "3.weight") if name != first]
+    assert all(torch.equal(copy, trained[first]) for copy in copies)
     assert trained.keys() == expected.keys()
     assert all(torch.equal(trained[name], expected[name]) for name in expected)

@@ -56,6 +56,9 @@ def samples_of(batch: dict[str, torch.Tensor]) -> int:
 
 
 CONCRETE: dict[str, type[callbacks.Callback]] = {"BaseFinetuning": Finetuning, "BasePredictionWriter": Writer}
+AVERAGED = (
+    "Each stage averages its own layers; validations and checkpoints have the averages of all. Not with `weight_dtype`."
+)
 NOT_UNDER_STAGES = "each rank holds one stage, and two versions of its weights"
 
 TABLE = [
@@ -66,14 +69,15 @@ TABLE = [
         {"write_interval": "epoch"},
     ),
     Entry("BatchSizeFinder", REFUSED, "It needs an out-of-memory error on all ranks at once."),
-    Entry("Callback", BASE, "Yours: hooks run on every rank; metrics are the same on all, weights the stage's own."),
+    Entry("Callback", BASE, "Yours: hooks run on every rank; metrics are the same on all, weights the stage's own."
+        " Checkpoints have every stage's state."),
     Entry("Checkpoint", BASE, "A checkpoint callback of your own must call `trainer.save_checkpoint` on every rank."),
     Entry("DeviceStatsMonitor", NOTE, "Logs the device of rank 0, that is of the last stage.", {"cpu_stats": False}),
     Entry(
         "EarlyStopping", WORKS, "All ranks decide alike; on a training metric by epoch.",
         {"monitor": "train_loss_epoch", "patience": 0, "min_delta": 10.0},
     ),
-    Entry("EMAWeightAveraging", REFUSED, f"It averages a whole model, but {NOT_UNDER_STAGES}."),
+    Entry("EMAWeightAveraging", NOTE, AVERAGED),
     Entry(
         "GradientAccumulationScheduler", NOTE, "Accumulated batches share one update: N x m micro-batches.",
         {"scheduling": {0: 2}},
@@ -109,7 +113,7 @@ TABLE = [
         {"duration": {"minutes": 5}},
     ),
     Entry("TQDMProgressBar", WORKS),
-    Entry("WeightAveraging", REFUSED, f"It averages a whole model, but {NOT_UNDER_STAGES}."),
+    Entry("WeightAveraging", NOTE, AVERAGED),
 ]  # fmt: skip
 
 

@@ -91,6 +91,8 @@ class Pools:
         """Run a scenario that must not fail; what it returned on each rank."""
         outcomes = self.outcomes(world_size, scenario, *args, timeout=timeout)
         failed = {rank: outcome.trace for rank, outcome in enumerate(outcomes) if outcome.error}
+        if failed:
+            self._pools.pop(world_size).close()  # another test's ranks may not find each other in it
         assert not failed, "\n".join(f"rank {rank}:\n{trace}" for rank, trace in failed.items())
         return [outcome.value for outcome in outcomes]
 

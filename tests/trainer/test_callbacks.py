@@ -54,7 +54,8 @@ def test_working(pools: Pools, entry: Entry, tmp_path: Path) -> None:
     assert results[0]["callback_metrics"] == results[1]["callback_metrics"]
     accumulate = 2 if entry.name == "GradientAccumulationScheduler" else 1
     weights, _ = oracle(run, 2, list(mini_batches_of(run, 2, accumulate=accumulate)))
-    assert_equal_weights(joined_weights(results, 2), weights)
+    if "WeightAveraging" not in entry.name:  # in the end it puts averages in their place: test_averages.py
+        assert_equal_weights(joined_weights(results, 2), weights)
 
 
 @pytest.mark.parametrize("entry", [e for e in TABLE if e.verdict == REFUSED], ids=lambda entry: entry.name)

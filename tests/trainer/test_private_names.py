@@ -41,6 +41,9 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_slurm_sigusr_handler_fn": (lambda t: type(t._signal_connector), replace_signal_handlers),
     "register_signal_handlers": (lambda t: type(t._signal_connector), replace_signal_handlers),
     "_has_already_handler": (lambda t: type(t._signal_connector), replace_signal_handlers),
+    "optim_progress": (
+        lambda t: t.fit_loop.epoch_loop.automatic_optimization, lambda t: private.at_global_step(t, 0).__enter__()
+    ),
     "_register_signal": (lambda t: type(t._signal_connector), replace_signal_handlers),
     "_save_last_checkpoint": (
         lambda t: type(t.checkpoint_callback), lambda t: private.save_last_checkpoint(t, t.checkpoint_callback)

@@ -22,6 +22,7 @@ BY_PARAMETER = "by_parameter"
 """Entry of such a state by which it is known; its value is the version of this form."""
 _VERSION = 1
 _NOT_OPTIONS = ("params", "param_names")
+_BESIDE = "beside the model: "
 _Find = Callable[[Mapping[str, Any], str], Any]
 
 
@@ -77,7 +78,7 @@ def load_by_parameter(
         ConfigurationError: the optimizer has other parameters or groups than the one that was saved.
     """
     names = _names_of(optimizer, parameters)
-    group_of = {name: find(saved["group_of"], name) for name in names}
+    group_of = _found_groups(optimizer, names, lambda name: find(saved["group_of"], name))
     if problems := _problems(optimizer, names, group_of, saved):
         raise ConfigurationError.from_problems(problems)
     begins_anew = saved["cut"] != cut and not _all_equal(list(saved["rest"].values()))
@@ -120,7 +121,17 @@ def _names_of(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[st
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     beside = itertools.count()
     held = (id(p) for group in optimizer.param_groups for p in group["params"])
-    return [name_of[key] if key in name_of else f"beside the model: {next(beside)}" for key in held]
+    return [name_of[key] if key in name_of else f"{_BESIDE}{next(beside)}" for key in held]
+
+
+def _found_groups(optimizer: Optimizer, names: Sequence[str], find: Callable[[str], Any]) -> dict[str, Any]:
+    """Saved group of each name; of what is beside the model, of which another cut may have more, that of its group."""
+    found, numbered = {name: find(name) for name in names}, iter(names)
+    for group in optimizer.param_groups:
+        own = list(itertools.islice(numbered, len(group["params"])))
+        known = next((found[name] for name in own if found[name] is not None), None)
+        found |= {name: known for name in own if found[name] is None and name.startswith(_BESIDE)}
+    return found
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

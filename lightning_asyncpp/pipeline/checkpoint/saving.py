@@ -94,6 +94,8 @@ class CheckpointWriter:
         # Now, and not in the background: the next mini-batch changes them.
         tensors = {name: tensor.to("cpu", copy=self.in_background) for name, tensor in tensors.items()}
         target = _agreed_target(mesh, folder)
+        if self.in_background:
+            beside = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), beside)
         run, about = {**beside, **(merged(skeletons) if skeletons else {})}, facts(self.session)
         self._run(lambda mesh, group: _write_folder(mesh, group, target, tensors, run, about))
 

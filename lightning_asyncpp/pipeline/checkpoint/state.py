@@ -26,18 +26,16 @@ from lightning_asyncpp.storage.tree import merged
 OLDER, MASTERS = "older_weights", "masters"
 
 
-def stage_model_state(session: PipelineSession, own: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
     """This stage's part of the model's ``state_dict``: weights that gradients are taken at, where there are masters.
 
     Args:
         session: the pipeline.
-        own: what the module says.
-        prefix: of the model's names in it.
+        own: what the module says: what was cut, or the one around it.
     """
     assert session.stage is not None
     weights = session.running().weights.shown()
-    # By the whole name: what stands beside the model may be called like one of its layers.
-    shown = {prefix + name: weights[use] for name, use in session.stage.names.items() if use in weights}
+    shown = {name: weights[use] for name, use in session.stage.names.items() if use in weights}
     return {name: shown.get(name, value) for name, value in own.items()}
 
 
@@ -85,16 +83,14 @@ def _name_of(optimizer: Optimizer) -> str:
     return f"{name}({_name_of(inner)})" if isinstance(inner, Optimizer) else name
 
 
-def gather_model_state(session: PipelineSession, own: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def gather_model_state(session: PipelineSession, own: dict[str, Any]) -> dict[str, Any]:
     """The whole model's ``state_dict`` on rank 0, ``own`` elsewhere; a blocking collective on a drained pipeline.
 
     Args:
         session: the pipeline.
         own: this stage's part, as the module says it.
-        prefix: of the model's names in it.
     """
-    own = stage_model_state(session, own, prefix)
-    return keep_once(_gathered(session, own), session.whole_model.ties, prefix)
+    return keep_once(_gathered(session, stage_model_state(session, own)), session.whole_model.same)
 
 
 def gather_optimizer_state(session: PipelineSession, optimizer: Optimizer) -> dict[str, Any]:
@@ -109,7 +105,7 @@ def gather_pipeline_state(session: PipelineSession) -> dict[str, Any]:
     """:func:`stage_pipeline_state` of all stages on rank 0, of this one elsewhere; a blocking collective."""
     state = _gathered(session, stage_pipeline_state(session))
     for name in (OLDER, MASTERS):
-        keep_once(state[name], session.whole_model.ties)
+        keep_once(state[name], [tie.names for tie in session.whole_model.ties])
     return state
 
 

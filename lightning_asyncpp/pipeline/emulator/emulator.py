@@ -16,6 +16,7 @@ from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
+from lightning_asyncpp.pipeline.nan_losses import NanLosses
 from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.reduction import squares
 from lightning_asyncpp.pipeline.units import stages_of_parameters
@@ -58,6 +59,7 @@ class DelayEmulator:
         self.mini_batch = 0
         self._last_norm: float | None = None
         self._updating = False
+        self._nan_losses = NanLosses()
         self.counts = MiniBatchCounts(module)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         stages = self._pipeline_stages(partition)
@@ -108,10 +110,24 @@ class DelayEmulator:
         if micro_batches is not None:
             if micro_batches.weight:
                 self._last_norm = micro_batches.norm()
+            for place in micro_batches.nan_places:
+                self._nan_losses.take(self.mini_batch, place)
+            self._nan_losses.updated(self.mini_batch, finite)
             micro_batches.clear()
         self.counts.clear()
         self.mini_batch += 1
         return finite
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is being applied."""
+        return self._updating
+
+    def drop(self) -> None:
+        """Throw away what batches have brought since the last update: they belong to none."""
+        self.counts.clear()
+        if self.micro_batches is not None:
+            self.micro_batches.drop()
 
     def check_finite(self) -> None:
         """Raise NonFiniteGradientError if the gradient that the parameters hold is not finite."""

@@ -75,11 +75,6 @@ class DelaySettings:
         """Whether there is nothing to emulate: optimizers may then evaluate their closure as often as they like."""
         return self.delay == 0 and self.micro_batches is None and self.nonfinite_gradients == "stop"
 
-    def check(self) -> None:
-        """Raise ConfigurationError with all :meth:`problems`, if there are any."""
-        if problems := self.problems():
-            raise ConfigurationError.from_problems(problems)
-
     def of_parameters(self, names: Sequence[str], of_pipeline: Mapping[str, int] | None = None) -> list[int]:
         """Delays of the parameters ``names``, which are in the model's order.
 

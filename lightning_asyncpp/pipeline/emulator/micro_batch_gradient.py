@@ -23,6 +23,7 @@ from lightning_asyncpp.pipeline.runner import Step, loss_of
 from lightning_asyncpp.pipeline.units import pipeline_units
 from lightning_asyncpp.pipeline.update import gradient_norm
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.weights import sum_of
 
 
 class MicroBatchGradient:
@@ -58,6 +59,7 @@ class MicroBatchGradient:
         self.next_micro_batch = 0
         self.weight = 0.0
         self.counted = Collected()
+        self.nan_places: list[Tensor] = []  # of its batches, the first micro-batch whose loss is NaN, from 1; or 0
         self._sums: dict[str, Tensor | None] = {}
         self._further_uses: list[tuple[str, Tensor | None]] = []  # name, sum of a later unit that shares a parameter
         self._norms: dict[str, float] = {}
@@ -69,7 +71,7 @@ class MicroBatchGradient:
         return self._complete or bool(self._sums)
 
     def run(self, batch: Any, step: Step) -> BatchOutput:
-        """Add a batch: forward and backward of its micro-batches; the parameters' ``grad`` holds the sum afterwards.
+        """Add a batch: forward and backward of its micro-batches; :meth:`restore` shows the sum in ``grad`` afterwards.
 
         Args:
             batch: the batch; it is cut into micro-batches.
@@ -98,7 +100,12 @@ class MicroBatchGradient:
         self.next_micro_batch += len(slots)
         self.weight += sum(weights)
         self._sums = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return BatchOutput(results, weights)
+        for parameter in self.parameters.values():
+            parameter.grad = None  # a zero_grad() in place would take the sum away
+        output = BatchOutput(results, weights)
+        if (nan := output.nan_losses()) is not None:
+            self.nan_places.append(nan[1])
+        return output
 
     def restore(self) -> None:
         """Put the sum back into the parameters' ``grad``, whoever cleared it."""
@@ -110,10 +117,12 @@ class MicroBatchGradient:
         if self._complete:
             return
         gradients = {name: gradient for name, gradient in self._sums.items() if self.parameters[name].requires_grad}
-        for name, gradient in self._further_uses:
-            if gradient is not None:
-                own = gradients[name]
-                gradients[name] = gradient if own is None else own + gradient
+        further: dict[str, list[Tensor]] = {}
+        for name, gradient in reversed(self._further_uses):
+            further.setdefault(name, []).extend([] if gradient is None else [gradient])
+        for name, others in further.items():  # the last layer's first, as stages add them
+            own = gradients[name]
+            gradients[name] = sum_of(others if own is None else [*others, own])
         sparse = [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]
         if sparse:
             raise ConfigurationError(
@@ -144,10 +153,15 @@ class MicroBatchGradient:
         """Whether every element of the gradient is, once it is complete."""
         return math.isfinite(math.fsum(norm * norm for norm in self._norms.values()))
 
+    def drop(self) -> None:
+        """Throw away the gradient so far: it belongs to no update."""
+        if self.pending:
+            self.clear()
+
     def clear(self) -> None:
         """Begin the next mini-batch."""
         self._sums, self.weight, self._complete = {}, 0.0, False
-        self._further_uses, self.counted = [], Collected()
+        self._further_uses, self.counted, self.nan_places = [], Collected(), []
 
     def _run_micro_batch(self, k: int, slot: Any, weight: float, step: Step) -> Any:
         with _units_seeded(self.model, lambda unit: derive(self.seed, "layer", unit, self.replica, k), self.device):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -10,10 +11,14 @@ from torch import nn
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.units import Unit, pipeline_units
 
+_Place = tuple[nn.Module, str, nn.Parameter]
+
 
 @contextmanager
 def uses_apart(model: nn.Module | None) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Let every unit that shares a trainable parameter with one before it hold another one with the same memory.
+    """Let every unit that shares a trainable parameter with one before it run with another one with the same memory.
+
+    A module of several units gets that of each in turn, one outside of them that of the last unit that began to run.
 
     Args:
         model: what a pipeline would cut; of one that it could not, or None, nothing is changed.
@@ -21,24 +26,59 @@ def uses_apart(model: nn.Module | None) -> Iterator[list[tuple[nn.Parameter, nn.
     Yields:
         (parameter, the other one) in the order of units.
     """
-    uses: list[tuple[nn.Parameter, nn.Parameter]] = []
-    places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-    seen: set[nn.Parameter] = set()
-    for unit in _units(model):
-        own = dict.fromkeys(unit.module.parameters())
-        others = {p: nn.Parameter(p.data) for p in own if p in seen and p.requires_grad}
-        uses += others.items()
-        seen.update(own)
-        for module in unit.module.modules() if others else ():
-            named = module.named_parameters(recurse=False, remove_duplicate=False)
-            places += [(module, name, p, others[p]) for name, p in named if p in others]
-    for module, name, _, other in places:  # after all were found: one module may be in several units
-        setattr(module, name, other)
+    units = _units(model)
+    uses, in_use = _others(units)
+    if model is None or not uses:
+        yield []
+        return
+    shared = {parameter for parameter, _ in uses}
+    inside = {module for unit in units for module in unit.module.modules()}
+    places = [place for place in _places(model) if place[2] in shared]
+    turns: dict[nn.Module, list[list[_Place]]] = {}  # one module may be several units
+    for unit, now in zip(units, in_use):
+        own = set(unit.module.modules())
+        turn = [(m, name, now.get(p, p)) for m, name, p in places if m in own or m not in inside]
+        turns.setdefault(unit.module, []).append(turn)
+    hooks = [module.register_forward_pre_hook(_taking(itertools.cycle(in_turn))) for module, in_turn in turns.items()]
     try:
         yield uses
     finally:
-        for module, name, parameter, _ in places:
-            setattr(module, name, parameter)
+        for hook in hooks:
+            hook.remove()
+        _put(places)
+
+
+def _others(
+    units: list[Unit],
+) -> tuple[list[tuple[nn.Parameter, nn.Parameter]], list[dict[nn.Parameter, nn.Parameter]]]:
+    """The further parameters; and for every unit, what stands for each parameter while it runs."""
+    uses: list[tuple[nn.Parameter, nn.Parameter]] = []
+    in_use: list[dict[nn.Parameter, nn.Parameter]] = []
+    now: dict[nn.Parameter, nn.Parameter] = {}
+    for unit in units:
+        own = dict.fromkeys(unit.module.parameters())
+        others = {p: nn.Parameter(p.data) for p in own if p in now and p.requires_grad}
+        uses += others.items()
+        now = {**now, **{p: p for p in own}, **others}
+        in_use.append(now)
+    return uses, in_use
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+
+
+def _taking(in_turn: Iterator[list[_Place]]) -> Callable[..., None]:
+    return lambda *_: _put(next(in_turn))
+
+
+def _put(places: list[_Place]) -> None:
+    for module, name, parameter in places:
+        setattr(module, name, parameter)
 
 
 def _units(model: nn.Module | None) -> list[Unit]:

@@ -5,20 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.in_turns import run_in_turns
-from lightning_asyncpp.pipeline.materialize import materialize
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.model_call import ModelCall
@@ -26,19 +20,17 @@ from lightning_asyncpp.pipeline.neighbours import Neighbours
 from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.partition_choice import Asked, choose_partition
 from lightning_asyncpp.pipeline.runner import loss_of
-from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings, is_whole
+from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
 from lightning_asyncpp.pipeline.stage import cut
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.transport import Transport
-from lightning_asyncpp.pipeline.units import meta_problems, model_problems, pipeline_units
 from lightning_asyncpp.pipeline.update import clip_coefficient
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
-from lightning_asyncpp.pytorch.refusals import backward_problems
 from lightning_asyncpp.tools.check.calls import compare_calls
-from lightning_asyncpp.tools.check.report import CheckReport, difference_in_change
-
-StepOf = Callable[[Any, Any], Any]
-MakeOptimizer = Callable[[Any], Optimizer]
+from lightning_asyncpp.tools.check.hooks import largest_gradients, notes_on_hooks
+from lightning_asyncpp.tools.check.problems import Problems, argument_problems, can_run, configured_problems, prepare
+from lightning_asyncpp.tools.check.report import CheckReport, difference_in_change, is_loud
+from lightning_asyncpp.tools.check.trial import MakeOptimizer, StepOf, Trial, default_optimizer, training_step
+from lightning_asyncpp.tools.check.whole_batch import WholeBatches, compare_whole_batches
 
 
 def check_model(
@@ -61,12 +53,14 @@ def check_model(
 
     The pipeline is the real one, its engine, its messages and two versions of the weights, with a thread for each
     stage. It is compared with :func:`lightning_asyncpp.pipeline.oracle.train_reference`, which runs the whole model.
-    Nothing that is given is changed.
+    Nothing that is given is changed. The module's hooks around batches and updates are called on both sides, as far as
+    they need no Trainer; the report names those that are not. Then every batch is run as a whole, too: where its loss
+    is not the weighted mean over its micro-batches, the report has a finding, and its ``ok`` is False.
 
     Args:
         module: a LightningModule, whose ``self.model`` is checked; or, with ``step``, any model.
-        batches: a few batches, as ``training_step`` gets them, on the model's device: hooks that prepare batches are
-            not called. They are repeated where there are fewer than ``updates``.
+        batches: a few batches, as a loader yields them, on the model's device; the module's own hooks prepare them.
+            They are repeated where there are fewer than ``updates``.
         step: (module, micro-batch) -> its loss; it calls the model once. Default: ``module.training_step(batch, 0)``.
         stages: number of stages, P.
         micro_batches: pieces that every batch is cut into; default: ``stages``.
@@ -84,67 +78,47 @@ def check_model(
         Where the model was cut, what crossed the cuts, and how near the results are.
 
     Raises:
-        ConfigurationError: the model cannot be cut, or trains to something else; with what to look at.
+        ConfigurationError: the model cannot be cut, with every problem that was found; or it trains to something else,
+            with what to look at.
     """
-    if problems := _problems(module, step, stages, updates):
-        raise ConfigurationError.from_problems(problems)
-    prototype = _prototype(module, seed)
-    step = step or _training_step
-    taken = list(itertools.islice(itertools.cycle(batches), updates))
-    if not taken:
-        raise ConfigurationError("check_model got no batch: give it one or more")
-    settings = PipelineSettings(micro_batches, lookahead, delay=delay, partition=partition).resolved(stages)
-    trial = _Trial(prototype, step, taken, settings, optimizer or _default_optimizer, max_norm, seed)
-    _compare_calls(trial)
+    found = Problems(argument_problems(module, step, stages, updates))
+    settings = PipelineSettings(micro_batches, lookahead, delay=delay, partition=partition)
+    resolved = None if found else found.attempt(lambda: settings.resolved(stages))
+    taken = list(itertools.islice(itertools.cycle(batches), max(updates, 0) if is_whole(updates) else 0))
+    if not taken and not found:
+        found.append("check_model got no batch: give it one or more")
+    prototype = prepare(module, settings, stages if is_whole(stages) else 0, seed, found)
+    of_optimizer, remark = configured_problems(prototype) if optimizer is None else ([], "")
+    found += of_optimizer
+    step = step or training_step
+    if resolved is not None and taken and can_run(prototype):
+        trial = Trial(prototype, step, taken, resolved, optimizer or default_optimizer, max_norm, seed, set())
+        found.attempt_user_code(lambda: _compare_calls(trial))
+    found.raise_any()
     results = run_in_turns(stages, functools.partial(_run_stage, trial), trial.device)
-    expected, expected_losses = _reference(trial)
+    expected = _reference(trial)
     report = CheckReport(
         stages=[result.layers for result in results],
         crossings=[result.crossing for result in results[:-1]],
         losses=results[-1].losses,
         differences=_differences(trial, results, expected),
+        whole_batches=_compare_whole_batches(trial),
+        notes=[*notes_on_hooks(prototype, trial.left_out), *([remark] if remark else [])],
+        beyond_noise=_differences(trial, results, expected, without_noise=True),
     )
-    report.judge(expected_losses, tolerance)
+    report.judge(expected.losses, tolerance)
     return report
 
 
-class _Trial(NamedTuple):
-    """What both sides train."""
-
-    module: nn.Module
-    step: StepOf
-    batches: Sequence[Any]
-    settings: ResolvedSettings
-    make_optimizer: MakeOptimizer
-    max_norm: float | None
-    seed: int
-
-    @property
-    def device(self) -> torch.device:
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
-
-    @staticmethod
-    def network(module: nn.Module) -> nn.Module:
-        """What the step calls: ``self.model`` of a LightningModule."""
-        network = _network_of(module)
-        if not isinstance(network, nn.Module):
-            raise ConfigurationError(f"{type(module).__name__} has no self.model: assign the network to it")
-        return network
-
-    def hooks(self, module: nn.Module) -> UserHooks:
-        return UserHooks.of(module, model_name=_name_of(self.network(module), module))
-
-    def optimizer(self, module: nn.Module) -> Optimizer:
-        return self.make_optimizer(list(module.named_parameters()))
-
-
 class _StageResult(NamedTuple):
-    """What a stage ended with: its layers, its entries of ``state_dict``, on the last one losses, and what it sent."""
+    """What a stage ended with: its layers, its entries of ``state_dict``, on the last one losses, what it sent, and how
+    large its gradients were."""
 
     layers: list[str]
     state: dict[str, Tensor]
     losses: list[float]
     crossing: tuple[TensorInfo, ...]
+    largest: dict[str, Tensor]
 
 
 class _WatchedTransport(Transport):
@@ -157,73 +131,11 @@ class _WatchedTransport(Transport):
         super().send_activation(header, tensors)
 
 
-def _problems(module: nn.Module, step: StepOf | None, stages: int, updates: int) -> list[str]:
-    """What is wrong with what check_model was given, before anything is run."""
-    problems = [
-        f"{name}={value!r} must be a whole number, 1 or more"
-        for name, value in (("stages", stages), ("updates", updates))
-        if not is_whole(value) or value < 1
-    ]
-    if step is None and not hasattr(module, "training_step"):
-        problems.append(
-            f"{type(module).__name__} has no training_step: give check_model a step, a function (module, micro_batch)"
-            " -> loss that calls the model once"
-        )
-    if isinstance(module, LightningModule):
-        problems += backward_problems(module)
-    network = _network_of(module)  # not of a copy, which knows nothing of having been compiled
-    return problems + (model_problems(network, _name_of(network, module)) if isinstance(network, nn.Module) else [])
-
-
-def _network_of(module: nn.Module) -> Any:
-    """What the step calls: ``self.model`` of a LightningModule, which may build it later."""
-    return getattr(module, "model", None) if hasattr(module, "training_step") else module
-
-
-def _name_of(network: nn.Module, module: nn.Module) -> str:
-    return "the model" if network is module else "self.model"
-
-
-def _prototype(module: nn.Module, seed: int) -> nn.Module:
-    """A copy of the user's module with real weights, which all sides start from."""
-    prototype = copy.deepcopy(module)
-    if isinstance(prototype, LightningModule):
-        prototype.log = prototype.log_dict = _log_nothing  # type: ignore[method-assign]
-        prototype.configure_model()
-    network = _Trial.network(prototype)
-    units = pipeline_units(network)
-    if problems := [*model_problems(network, _name_of(network, prototype)), *meta_problems(prototype, units)]:
-        raise ConfigurationError.from_problems(problems)
-    materialize(units, range(len(units)), seed, torch.device("cpu"))
-    return prototype.train()
-
-
-def _training_step(module: Any, micro_batch: Any) -> Any:
-    """Call it as the Trainer does."""
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    try:
-        return module.training_step(micro_batch, *([0] if takes_index else []))
-    except RuntimeError as error:
-        if "is not attached to a `Trainer`" not in str(error):
-            raise
-        raise ConfigurationError(
-            "training_step asks for its Trainer, and there is none in a check: give check_model a step, a function"
-            " (module, micro_batch) -> loss that calls the model once and needs no Trainer"
-        ) from error
-
-
-def _log_nothing(*_: Any, **__: Any) -> None:
-    """What ``self.log`` does in a check."""
-
-
-def _default_optimizer(named_parameters: Any) -> Optimizer:
-    return torch.optim.SGD(named_parameters, lr=0.01)
-
-
-def _compare_calls(trial: _Trial) -> None:
+def _compare_calls(trial: Trial) -> None:
     """Compare the model's own forward with its layers applied one after the other, on the first micro-batch."""
     module, batch = copy.deepcopy(trial.module), copy.deepcopy(trial.batches[0])
     hooks, network = trial.hooks(module), trial.network(module)
+    batch = trial.calls(module).prepared(batch, 0)
     pieces = hooks.split_batch(batch, trial.settings.micro_batches)
     micro_batch = next(piece for piece in pieces if piece is not None)
     call = ModelCall(network, hooks.model_name)
@@ -231,7 +143,16 @@ def _compare_calls(trial: _Trial) -> None:
     compare_calls(network, args, kwargs, trial.seed, hooks.model_name)
 
 
-def _run_stage(trial: _Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult:
+def _compare_whole_batches(trial: Trial) -> WholeBatches:
+    """On the weights that training starts from; batches that come again are compared once."""
+    calls = trial.calls(copy.deepcopy(trial.module))
+    distinct = list({id(batch): batch for batch in trial.batches}.values())
+    distinct = [calls.prepared(copy.deepcopy(batch), index) for index, batch in enumerate(distinct)]
+    parts, seed, device = trial.settings.micro_batches, trial.seed, trial.device
+    return compare_whole_batches(trial.module, trial.step, trial.hooks, distinct, parts, seed, device)
+
+
+def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult:
     """Train one stage, as the strategies do."""
     module, batches = copy.deepcopy(trial.module), copy.deepcopy(trial.batches)
     network = trial.network(module)
@@ -243,8 +164,9 @@ def _run_stage(trial: _Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResul
         limit = trial.settings.settings.max_message_bytes
         transport = _WatchedTransport(mesh, trial.device, limit, neighbours=neighbours)
     engine = Engine(stage, mesh, trial.settings, trial.seed, trial.device, hooks, transport=transport)
-    optimizer = trial.optimizer(module)
+    optimizer, calls = trial.optimizer(module), trial.calls(module)
     office = TicketOffice(optimizer)
+    largest: dict[str, Tensor] = {}
 
     def apply(update: Update) -> None:
         if trial.max_norm is not None:
@@ -252,11 +174,16 @@ def _run_stage(trial: _Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResul
             for parameter in engine.weights.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
+        calls.before_step(optimizer)
+        largest_gradients(dict(engine.weights.parameters), largest)
         with office.redeemed(update.ticket):
             optimizer.step()
+        calls.end(update.mini_batch)
 
     losses = []
-    for batch in batches:
+    for t, batch in enumerate(batches):
+        batch = calls.prepared(batch, t)
+        calls.start(t)
         output = engine.run(batch, lambda micro_batch, _: trial.step(module, micro_batch))
         loss = output.mean_loss(hooks.loss_reduction) if mesh.is_last else None
         losses.append(float("nan") if loss is None else float(loss))
@@ -265,31 +192,62 @@ def _run_stage(trial: _Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResul
     engine.drain(apply)
     engine.release()
     layers = [unit.name for unit in stage.units]
-    return _StageResult(layers, stage.state_dict(), losses, () if transport is None else transport.crossing)
+    return _StageResult(layers, stage.state_dict(), losses, () if transport is None else transport.crossing, largest)
 
 
-def _reference(trial: _Trial) -> tuple[dict[str, Tensor], list[float]]:
+class _Expected(NamedTuple):
+    """What a single process ends with: ``state_dict``, losses, and how large its gradients were."""
+
+    state: dict[str, Tensor]
+    losses: list[float]
+    largest: dict[str, Tensor]
+
+
+def _reference(trial: Trial) -> _Expected:
     """Train the whole model by the plain rule."""
     module, batches = copy.deepcopy(trial.module), copy.deepcopy(trial.batches)
-    hooks = trial.hooks(module)
+    hooks, calls, optimizer = trial.hooks(module), trial.calls(module), trial.optimizer(module)
+    network = trial.network(module)
+    largest: dict[str, Tensor] = {}
+    current = 0
 
     def mean_loss(micro_batch: Any) -> Tensor:
         loss = loss_of(trial.step(module, micro_batch))
         return loss / hooks.micro_batch_weight(micro_batch) if hooks.loss_reduction == "sum" else loss
 
+    def started() -> Iterator[list[Any]]:
+        nonlocal current
+        for current, batch in enumerate(batches):
+            batch = calls.prepared(batch, current)
+            calls.start(current)
+            yield [batch]
+
+    def before(*_: Any) -> None:
+        calls.before_step(optimizer)
+        largest_gradients(dict(network.named_parameters()), largest)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: calls.end(current))
     losses = train_reference(
-        trial.network(module), mean_loss, [[batch] for batch in batches], trial.optimizer(module),
+        network, mean_loss, started(), optimizer,
         micro_batches=trial.settings.micro_batches, delay=trial.settings.delay, max_norm=trial.max_norm,
         weight=hooks.micro_batch_weight, split=hooks.split_batch, seed=trial.seed,
     )  # fmt: skip
-    return trial.network(module).state_dict(), losses
+    return _Expected(network.state_dict(), losses, largest)
 
 
-def _differences(trial: _Trial, results: Sequence[_StageResult], expected: dict[str, Tensor]) -> dict[str, float]:
+def _differences(
+    trial: Trial, results: Sequence[_StageResult], expected: _Expected, without_noise: bool = False
+) -> dict[str, float]:
+    """How weights and buffers differ; also without elements whose gradient is nothing but rounding."""
     initial = trial.network(trial.module).state_dict()
-    differences = {
-        name: difference_in_change(tensor, expected[name], initial[name])
-        for result in results
-        for name, tensor in result.state.items()
-    }
+    scale = max((float(g.max()) for g in expected.largest.values() if g.numel()), default=0.0)
+    differences = {}
+    for result in results:
+        for name, tensor in result.state.items():
+            a, b, start = tensor, expected.state[name], initial[name]
+            if without_noise and name in result.largest and name in expected.largest:
+                loud = is_loud(result.largest[name], expected.largest[name], scale)
+                a, b, start = (t.to(loud.device)[loud] for t in (a, b, start))
+            differences[name] = difference_in_change(a, b, start)
     return {name: difference for name, difference in differences.items() if difference}

@@ -17,15 +17,18 @@ from lightning_asyncpp.tools.check.check import check_model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print how the model is cut and how near the results are; a model that breaks ends with code 1."""
+    """Print how the model is cut and how near the results are; what is to be mended ends with code 1."""
     own, rest = _parser().parse_known_args(argv)
     sys.argv[1:] = rest
     cli = make_cli(run=False, save_config_callback=None)
     try:
-        print(check_model(cli.model, _batches(cli, own.updates), **_shape(cli, own), seed=own.seed))
+        report = check_model(cli.model, _batches(cli, own.updates), **_shape(cli, own), seed=own.seed)
     except ConfigurationError as error:
         print(f"asyncpp check: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    print(report)
+    if not report.ok:
+        raise SystemExit(1)
 
 
 def _parser() -> ArgumentParser:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.header import TensorInfo
+from lightning_asyncpp.tools.check.whole_batch import WholeBatches
+
+_EQUAL = "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches"
 
 
 @dataclass(frozen=True)
@@ -22,17 +25,34 @@ class CheckReport:
         losses: mean loss of every mini-batch.
         differences: name of a parameter or buffer -> its largest difference from that of a single process, as a share
             of the largest change that training made in it; those that are equal to the last bit are left out.
+        whole_batches: how whole batches compare with their micro-batches.
+        notes: what there is to know beside it.
+        beyond_noise: as ``differences``, without elements whose gradient is nothing but rounding, such as the bias of
+            an attention's keys: optimizers that divide by it make whole steps of that.
     """
 
     stages: Sequence[Sequence[str]]
     crossings: Sequence[Sequence[TensorInfo]]
     losses: Sequence[float]
     differences: dict[str, float]
+    whole_batches: WholeBatches = field(default_factory=WholeBatches)
+    notes: Sequence[str] = ()
+    beyond_noise: Mapping[str, float] | None = None
 
     @property
     def bitwise(self) -> bool:
-        """Whether all weights and buffers equal those of a single process to the last bit."""
+        """Whether all weights and buffers equal, to the last bit, those of a single process with the micro-batches."""
         return not self.differences
+
+    @property
+    def findings(self) -> list[str]:
+        """What a pipeline trains otherwise than a single process without micro-batches does, each with the mend."""
+        return [self.whole_batches.finding] if self.whole_batches.finding else []
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is to be mended."""
+        return not self.findings
 
     def judge(self, expected_losses: Sequence[float], tolerance: float) -> None:
         """Raise ConfigurationError where a difference is more than rounding.
@@ -41,7 +61,8 @@ class CheckReport:
             expected_losses: mean loss of every mini-batch in a single process.
             tolerance: largest difference that is rounding.
         """
-        wrong = {name: share for name, share in self.differences.items() if not share <= tolerance}
+        judged = self.differences if self.beyond_noise is None else self.beyond_noise
+        wrong = {name: share for name, share in judged.items() if not share <= tolerance}
         if not wrong:
             return
         pairs = enumerate(zip(self.losses, expected_losses))
@@ -58,7 +79,21 @@ class CheckReport:
 
     def __str__(self) -> str:
         updates = f"{len(self.losses)} updates, loss {self.losses[0]:.6g} -> {self.losses[-1]:.6g}"
-        return "\n".join([*self._cuts(), f"{updates}: {self._verdict()}"])
+        notes = [f"note: {note}" for note in (*self.notes, self.whole_batches.note) if note]
+        findings = [f"FINDING: {finding}" for finding in self.findings]
+        return "\n".join([*self._cuts(), f"{updates}: {self._verdict()}", *self._of_whole_batches(), *notes, *findings])
+
+    def _of_whole_batches(self) -> list[str]:
+        found = self.whole_batches
+        if not found.comparisons or found.finding:
+            return []
+        worst = max(found.comparisons, key=lambda compared: compared.loss)
+        gradient = max(compared.gradient for compared in found.comparisons)
+        how = f" ({found.how})" if found.how else ""
+        return [
+            f"whole batches{how}: loss {worst.whole:.6g}, in micro-batches {worst.pieces:.6g}; over"
+            f" {len(found.comparisons)} batches losses differ by at most {worst.loss:.1e}, gradients by {gradient:.1e}"
+        ]
 
     def _cuts(self) -> list[str]:
         lines = []
@@ -69,12 +104,36 @@ class CheckReport:
 
     def _verdict(self) -> str:
         if self.bitwise:
-            return "all weights and buffers equal those of a single process to the last bit"
-        worst = max(self.differences, key=lambda name: self.differences[name])
+            return _EQUAL
+        judged = self.differences if self.beyond_noise is None else self.beyond_noise
+        if not judged:
+            names = ", ".join(list(self.differences)[:5])
+            return f"{_EQUAL}, but for elements with a gradient of nothing but rounding ({names})"
+        worst = max(judged, key=lambda name: judged[name])
         return (
-            f"weights and buffers equal those of a single process to rounding; {worst} differs most, by"
-            f" {self.differences[worst]:.1e} of its largest change"
+            "weights and buffers equal those of a single process, which ran the same micro-batches, to rounding; "
+            f"{worst} differs most, by {judged[worst]:.1e} of its largest change"
+            f"{self._noisy()}"
         )
+
+    def _noisy(self) -> str:
+        judged = self.differences if self.beyond_noise is None else self.beyond_noise
+        names = ", ".join([name for name, share in self.differences.items() if share > judged.get(name, 0.0)][:5])
+        return f"; left out: elements with a gradient of nothing but rounding in {names}" if names else ""
+
+
+def is_loud(largest: Tensor, expected: Tensor, scale: float) -> Tensor:
+    """Which elements of a parameter count: those whose gradient is 0 or more than rounding.
+
+    Args:
+        largest: the largest absolute gradient of each element, in the pipeline.
+        expected: the same in a single process.
+        scale: the largest gradient of all.
+    """
+    noise = scale * torch.finfo(expected.dtype).eps ** 0.75  # three quarters of the dtype's digits
+    either = torch.maximum(largest, expected.to(largest.device))
+    loud: Tensor = (either == 0) | ~(either <= noise)
+    return loud
 
 
 def difference_in_change(actual: Tensor, expected: Tensor, initial: Tensor) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_asyncpp.models.experts import Experts
+from lightning_asyncpp.pipeline.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.header import Header
 from lightning_asyncpp.pipeline.partition import Partition
@@ -20,7 +21,7 @@ from lightning_asyncpp.pipeline.partition_choice import Asked, choose_partition
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.schedule import Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
-from lightning_asyncpp.pipeline.stage import OtherStage, Stage
+from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.tree import map_tensors, tensors_of
 from lightning_asyncpp.pipeline.units import Unit, collective_problems, ownership_problems, pipeline_units
 from lightning_asyncpp.pipeline.user_hooks import UserHooks

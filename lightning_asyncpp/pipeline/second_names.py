@@ -1,0 +1,76 @@
+"""Second names, outside of a stage's layers, of parameters that these hold, as ``model.shared`` of a T5 is.
+
+While a layer runs such a name stands for the parameter as that layer uses it, or the last one before it on this stage
+that holds it, or the first one that does: so gradients are summed in the same order on any number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_asyncpp.pipeline.elsewhere import Home
+from lightning_asyncpp.pipeline.units import Unit
+
+Uses = dict[int, str]
+"""Position of a unit on its stage -> what it calls the parameter, in the model."""
+
+
+class SecondName(NamedTuple):
+    """Where a module outside the units keeps what some of them hold.
+
+    Attributes:
+        module: it.
+        key: the name there.
+        uses: of the tensor.
+    """
+
+    module: nn.Module
+    key: str
+    uses: Uses
+
+
+def use_in(uses: Uses, position: int) -> str:
+    """The use that a second name means while the unit at a position runs."""
+    before = [use for at, use in uses.items() if at <= position]
+    return before[-1] if before else next(iter(uses.values()))
+
+
+def uses_of(units: Sequence[Unit]) -> dict[Tensor, Uses]:
+    """Parameters and buffers of a stage's units -> where they are used."""
+    uses: dict[Tensor, Uses] = {}
+    for position, unit in enumerate(units):
+        for name, tensor in (*unit.module.named_parameters(), *unit.module.named_buffers()):
+            uses.setdefault(tensor, {})[position] = f"{unit.name}.{name}"
+    return uses
+
+
+def homes_of(units: Sequence[Unit], stage_of_unit: Sequence[int], own: range) -> dict[Tensor, Home]:
+    """Where the parameters and buffers of other stages' units live, the first one that holds them."""
+    homes: dict[Tensor, Home] = {}
+    for position, (unit, stage) in enumerate(zip(units, stage_of_unit)):
+        if position not in own:
+            for name, tensor in (*unit.module.named_parameters(), *unit.module.named_buffers()):
+                homes.setdefault(tensor, Home(f"{unit.name}.{name}", stage))
+    return homes
+
+
+def second_names(root: nn.Module, units: Sequence[Unit], uses: Mapping[Tensor, Uses]) -> list[SecondName]:
+    """Second names outside of the units of a stage.
+
+    Args:
+        root: what is looked through.
+        units: of the stage.
+        uses: of what they hold.
+    """
+    inside = {module for unit in units for module in unit.module.modules()}
+    return [
+        SecondName(module, key, uses[tensor])
+        for module in root.modules()
+        if module not in inside
+        for named in (module.named_parameters, module.named_buffers)
+        for key, tensor in named(recurse=False, remove_duplicate=False)
+        if tensor in uses
+    ]

@@ -1,0 +1,168 @@
+"""A module's ``on_train_batch_end`` in an asynchronous pipeline: it comes when its batch's own update has been applied.
+
+The update of batch t is applied in the middle of batch t+1, or at the end of batch t where the pipeline drains there. A
+hook that changes weights, as a projection does, would be called before or after it, whichever it happens to be, and so
+would make the training depend on how often the run validates. Called between update t and update t+1 it does to W_{t+1}
+what it does in a single process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.randomness import derive
+from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.module_first import HOOK, ModuleFirst
+from lightning_asyncpp.pytorch.step_metrics import StepMetrics
+from lightning_asyncpp.pytorch.validation_randomness import drawing_from
+
+
+class _BatchEnd(NamedTuple):
+    """The end of a batch.
+
+    Attributes:
+        updates: how many are applied before it in a single process.
+        first: micro-batch after it.
+        weight: of the batch, for what is logged.
+        outputs, batch, batch_idx: what the hook is called with.
+    """
+
+    updates: int
+    first: int
+    weight: float
+    outputs: Any
+    batch: Any
+    batch_idx: int
+
+
+class BatchEnds(ModuleFirst):
+    """Keeps the ends of batches until their updates have been applied; in order, and each exactly once.
+
+    Args:
+        module: whose hook it is.
+        session: the pipeline.
+        step_metrics: takes what the hook logs.
+    """
+
+    def __init__(self, module: LightningModule, session: PipelineSession, step_metrics: StepMetrics) -> None:
+        super().__init__(module)
+        self._session, self._step_metrics = session, step_metrics
+        self._trainer: L.Trainer | None = None
+        self._waiting: deque[_BatchEnd] = deque()
+        self._is_late = False
+        self._has_warned = False
+
+    @override
+    def install(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+        super().install(trainer)
+        self._step_metrics.holds = bool(self._taken) and self._session.running().settings.delay > 0
+
+    @override
+    def release(self) -> None:
+        self._waiting.clear()
+        super().release()
+
+    def check_drain(self) -> None:
+        """Refuse a drain by a hook that is called in the middle of another batch: it would meet that batch's update.
+
+        Raises:
+            ConfigurationError: one is.
+        """
+        if self._is_late:
+            raise ConfigurationError(
+                f"{HOOK} of the LightningModule saves a checkpoint, gathers weights or evaluates: it runs between two"
+                " updates, in the middle of the next batch; do that in a callback's on_train_batch_end (ModelCheckpoint"
+                " saves every_n_train_steps), or in on_train_epoch_end"
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        engine, weight = self._session.running(), self._step_metrics.batch_weight
+        self._waiting.append(_BatchEnd(engine.mini_batch, engine.next_forward, weight, outputs, batch, batch_idx))
+        self._call_due()
+
+    def call_late(self) -> None:
+        """Call the hooks of earlier batches whose updates have just been applied."""
+        if self._is_due:
+            # The last resort of a drain may come from an evaluation.
+            with torch.inference_mode(False), torch.enable_grad(), self._late():
+                self._call_due()
+
+    @property
+    def _is_due(self) -> bool:
+        return bool(self._waiting) and self._waiting[0].updates <= self._session.running().updates.applied
+
+    def _call_due(self) -> None:
+        assert self._trainer is not None
+        while self._is_due:
+            end = self._waiting.popleft()
+            engine = self._session.running()
+            held = engine.delay > 0 and engine.mini_batch == end.updates
+            with (
+                self._session.weights_may_change(),
+                self._step_metrics.of_batch(end.weight, held),
+                drawing_from(self._seed(end.first)) if self._step_metrics.holds else nullcontext(),
+                private.running_hook(self._module, HOOK),
+            ):
+                self._call(self._trainer, end.outputs, end.batch, end.batch_idx)
+
+    def _seed(self, k: int) -> int:
+        # Not from the process's generators: how much was drawn there by then depends on when the hook is called.
+        engine = self._session.running()
+        return derive(self._session.seed, "batch end", engine.mesh.replica, k)
+
+    @contextmanager
+    def _late(self) -> Iterator[None]:
+        """Look for what comes too late for the steps that have run by now."""
+        unversioned = self._unversioned()
+        written = {name: tensor._version for name, tensor in unversioned.items()}
+        values = {} if self._has_warned else _plain_values(self._module)
+        self._is_late = True
+        try:
+            yield
+        finally:
+            self._is_late = False
+        if changed := [name for name, tensor in unversioned.items() if tensor._version != written[name]]:
+            raise ConfigurationError(
+                f"{HOOK} changed {', '.join(changed[:5])}: frozen parameters and buffers have no versions, and the next"
+                " batch has run on it already when the update of this one is applied; change it in on_train_batch_start"
+            )
+        if values and (
+            moved := [name for name, value in _plain_values(self._module).items() if values.get(name) != value]
+        ):
+            self._has_warned = True
+            rank_zero_warn(
+                f"{HOOK} sets self.{moved[0]}: in an asynchronous pipeline a batch's hook comes once its own update"
+                " has been applied, and the step of the next batch may have run by then; set what a step reads in"
+                " on_train_batch_start"
+            )
+
+    def _unversioned(self) -> dict[str, Tensor]:
+        """What forwards read on this stage that is no weight of a version."""
+        stage = self._session.running().stage
+        versioned = {id(buffer) for buffer in stage.buffers.values()}
+        frozen = {name: p for name, p in stage.parameters.items() if not p.requires_grad}
+        return frozen | {n: b for n, b in stage.model.named_buffers() if id(b) not in versioned}
+
+
+def _plain_values(module: LightningModule) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, (bool, int, float, str))
+    }

@@ -1,0 +1,144 @@
+"""Everything that keeps a pipeline from training a model, found before it trains, all at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.materialize import materialize
+from lightning_asyncpp.pipeline.partition_choice import choose_partition
+from lightning_asyncpp.pipeline.session import ONE_GRADIENT_PER_STEP
+from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
+from lightning_asyncpp.pipeline.units import (
+    Unit,
+    collective_problems,
+    meta_problems,
+    model_problems,
+    ownership_problems,
+    pipeline_units,
+)
+from lightning_asyncpp.pipeline.whole_model import WholeModel
+from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems
+from lightning_asyncpp.tools.check.trial import StepOf, copied, name_of, network_of
+
+T = TypeVar("T")
+
+
+class Problems(list[str]):
+    """Collects what is wrong."""
+
+    def attempt(self, function: Callable[[], T]) -> T | None:
+        """What it returns; None if it raises ConfigurationError, whose problems are kept."""
+        try:
+            return function()
+        except ConfigurationError as error:
+            self.extend(error.problems)
+            return None
+
+    def attempt_user_code(self, function: Callable[[], Any]) -> None:
+        """The same; other errors are kept where there are problems already, otherwise they go on as they are."""
+        try:
+            self.attempt(function)
+        except Exception as error:
+            if not self:
+                raise
+            self.append(f"with the first micro-batch, {type(error).__name__}: {error}")
+
+    def raise_any(self) -> None:
+        """Raise ConfigurationError with all of them."""
+        if self:
+            raise ConfigurationError.from_problems(self)
+
+
+def argument_problems(module: nn.Module, step: StepOf | None, stages: int, updates: int) -> list[str]:
+    """What is wrong with what check_model was given."""
+    problems = [
+        f"{name}={value!r} must be a whole number, 1 or more"
+        for name, value in (("stages", stages), ("updates", updates))
+        if not is_whole(value) or value < 1
+    ]
+    if step is None and not hasattr(module, "training_step"):
+        problems.append(
+            f"{type(module).__name__} has no training_step: give check_model a step, a function (module, micro_batch)"
+            " -> loss that calls the model once"
+        )
+    return problems
+
+
+def prepare(module: nn.Module, settings: PipelineSettings, stages: int, seed: int, found: Problems) -> nn.Module:
+    """A copy of the module with real weights, in training mode; problems with it are added to ``found``."""
+    prototype = copied(module)
+    # A copy knows nothing of having been compiled; but only the copy may have its model.
+    original: Any = module if isinstance(network_of(module), nn.Module) else prototype
+    network, name = network_of(prototype), "self.model"
+    if isinstance(module, LightningModule):
+        found += module_problems(original)
+    elif isinstance(network, nn.Module):
+        name = name_of(network, prototype)
+        found += model_problems(network_of(original), name)
+    else:
+        found.append(f"{type(module).__name__} has no self.model: assign the network to it")
+    if not isinstance(network, nn.Module) or (units := found.attempt(lambda: pipeline_units(network))) is None:
+        return prototype.train()
+    wrong = ownership_problems(prototype, units, name) + meta_problems(prototype, units) + collective_problems(units)
+    found += wrong
+    if model_problems(network, name):
+        return prototype.train()
+    _check_partition(network, units, settings, stages, found)
+    if not wrong:
+        found.attempt(lambda: materialize(units, range(len(units)), seed, torch.device("cpu")))
+    return prototype.train()
+
+
+def _check_partition(
+    network: nn.Module, units: Sequence[Unit], settings: PipelineSettings, stages: int, found: Problems
+) -> None:
+    if stages < 1 or settings.resolve(stages)[0] is None:
+        return
+    partition = found.attempt(lambda: choose_partition(network, 0, stages, settings.partition))
+    if partition is not None:
+        found += WholeModel.of(units, partition.counts)[1]
+
+
+def can_run(prototype: nn.Module) -> bool:
+    """Whether its layers can be applied at all."""
+    network = network_of(prototype)
+    try:
+        return isinstance(network, nn.Module) and bool(pipeline_units(network)) and not model_problems(network)
+    except ConfigurationError:
+        return False
+
+
+def configured_problems(module: nn.Module) -> tuple[list[str], str]:
+    """What is wrong with the optimizer that a LightningModule makes, and a note where that cannot be said."""
+    if not isinstance(module, LightningModule) or not is_overridden("configure_optimizers", module):
+        return [], ""
+    module = copy.deepcopy(module)
+    try:
+        optimizers = _optimizers(module.configure_optimizers())
+    except Exception as error:  # it may ask for its Trainer, or for a stage
+        return [], f"configure_optimizers was not looked at: it raised {type(error).__name__}: {error}"
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        return [ONE_GRADIENT_PER_STEP], ""
+    return optimizer_problems(optimizers, module), ""
+
+
+def _optimizers(configured: Any) -> list[Optimizer]:
+    """The optimizers among what configure_optimizers may return."""
+    if isinstance(configured, Optimizer):
+        return [configured]
+    if isinstance(configured, Mapping):
+        return _optimizers(configured.get("optimizer"))
+    if isinstance(configured, (list, tuple)):
+        if len(configured) == 2 and all(isinstance(part, (list, tuple)) for part in configured):
+            configured = configured[0]
+        return [optimizer for part in configured for optimizer in _optimizers(part)]
+    return []

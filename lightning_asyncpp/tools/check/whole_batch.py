@@ -1,0 +1,356 @@
+"""Is the loss of a batch the mean over its micro-batches? Like gradient accumulation, a pipeline trains on that."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from lightning_asyncpp.auxiliary import collecting
+from lightning_asyncpp.pipeline.randomness import seeded
+from lightning_asyncpp.pipeline.runner import loss_of
+from lightning_asyncpp.pipeline.user_hooks import UserHooks
+
+# What still counts as equal: the arithmetic of other shapes rounds otherwise. Three quarters of the digits of a dtype
+# for a loss (6e-6 in fp32, 3e-2 in bf16), half of them for a gradient (3e-4, 9e-2), in which terms cancel.
+_DIGITS_OF_LOSS, _DIGITS_OF_GRADIENT = 0.75, 0.5
+
+_WHICH_TRAINS = "A pipeline trains on the micro-batches, as gradient accumulation does"
+_CAUSES = (
+    "Likely causes: (a) a mean over tokens, pixels or nodes of which samples have different numbers (padding, masks,"
+    " targets of -100): define micro_batch_weight(micro_batch) on the module, which returns how many the micro-batch's"
+    " loss is a mean over; (b) a loss that compares the samples of a batch with each other (in-batch negatives, a"
+    " normalisation or ranking over the batch): it sees a micro-batch alone, so enlarge the batch with as many"
+    " micro_batches, or train this loss without a pipeline; (c) a sum over the batch: loss_reduction = 'sum'"
+)
+_BATCH_NORM = (
+    "BatchNorm alone makes the difference: its statistics are those of a micro-batch, as they are those of a device"
+    " under DDP. Larger micro-batches come nearer to the batch; GroupNorm needs no statistics"
+)
+
+
+class Comparison(NamedTuple):
+    """A batch as a whole, and as the weighted mean over its micro-batches.
+
+    Attributes:
+        whole, pieces: the losses.
+        loss: how far they are apart, as a share of the largest loss.
+        gradient: how far the gradients are apart, as a share of the largest gradient's norm.
+    """
+
+    whole: float
+    pieces: float
+    loss: float
+    gradient: float
+
+
+@dataclass(frozen=True)
+class WholeBatches:
+    """What comparing whole batches with their micro-batches found.
+
+    Attributes:
+        comparisons: of every batch; empty where none could be compared.
+        how: what was switched off for it, as text; mostly nothing.
+        finding: what a pipeline trains otherwise, with the mend; empty if nothing.
+        note: what there is to know beside it.
+    """
+
+    comparisons: Sequence[Comparison] = ()
+    how: str = ""
+    finding: str = ""
+    note: str = ""
+
+
+def compare_whole_batches(
+    module: nn.Module,
+    step: Callable[[Any, Any], Any],
+    hooks_of: Callable[[nn.Module], UserHooks],
+    batches: Sequence[Any],
+    micro_batches: int,
+    seed: int,
+    device: torch.device,
+) -> WholeBatches:
+    """Run the step on whole batches and on their micro-batches, all on the weights and buffers that ``module`` has.
+
+    Random numbers cannot be the same for both. Where the step draws any, dropout is switched off, or else all but
+    BatchNorm is put into eval mode. What layers add to the loss (the balance of experts) is left out.
+
+    Args:
+        module: in training mode; it is not changed.
+        step: (module, micro-batch) -> loss.
+        hooks_of: module -> how it cuts and weighs batches.
+        batches: to be compared.
+        micro_batches: pieces of a batch.
+        seed: of the generators.
+        device: of the model.
+    """
+    sides = _Sides(module, step, hooks_of, micro_batches, seed, device)
+    try:
+        how = next((how for how in _MODES if not sides.is_random(batches[0], how)), None)
+        if how is None:
+            return WholeBatches(
+                note="whole batches were not compared with their micro-batches: the step draws random numbers, in eval"
+                " mode too, or keeps something from one call to the next"
+            )
+        compared = [sides.compare(batch, how) for batch in batches]
+    except Exception as error:  # whatever the user's step raises: a pipeline never gives it a whole batch
+        return WholeBatches(
+            note="whole batches were not compared with their micro-batches: with a whole batch the step raised"
+            f" {type(error).__name__}: {error}"
+        )
+    comparisons = [comparison for comparison in compared if comparison is not None]
+    found = WholeBatches(comparisons, how)
+    wrong = next((index for index, c in enumerate(compared) if c is not None and sides.differs(c)), None)
+    if wrong is None:
+        return found
+    said = _described(wrong, compared[wrong], micro_batches)
+    if not _differs_without_batch_norm(sides, batches[wrong], how):
+        return WholeBatches(comparisons, how, note=f"{said}. {_BATCH_NORM}")
+    mend = sides.explained(batches[wrong], how) or _CAUSES
+    return WholeBatches(comparisons, how, f"{said}. {_WHICH_TRAINS}. {mend}")
+
+
+def _described(index: int, compared: Comparison | None, micro_batches: int) -> str:
+    assert compared is not None
+    losses = f"batch {index}: {compared.whole:.6g}, in {micro_batches} micro-batches: {compared.pieces:.6g}"
+    if f"{compared.whole:.6g}" != f"{compared.pieces:.6g}":
+        return f"the loss of the whole batch is not the weighted mean of its micro-batches' losses ({losses})"
+    return (
+        "the gradient of the loss of the whole batch is not the weighted mean of its micro-batches' gradients"
+        f" (they differ by {compared.gradient:.1e} of its norm; losses of {losses})"
+    )
+
+
+# -- modes --------------------------------------------------------------------------------------------------------
+
+
+def _without_dropout(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, _DropoutNd):
+            layer.eval()
+
+
+def _all_but_batch_norm(module: nn.Module) -> None:
+    module.eval()
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.train()
+
+
+def _batch_norm(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.eval()
+
+
+# what is said of it -> what it does to a module
+_MODES: Mapping[str, Callable[[nn.Module], None]] = {
+    "": lambda module: None,
+    "dropout off": _without_dropout,
+    "in eval mode but for BatchNorm": _all_but_batch_norm,
+}
+
+
+def _differs_without_batch_norm(sides: _Sides, batch: Any, how: str) -> bool:
+    if not any(isinstance(layer, _BatchNorm) for layer in sides.module.modules()):
+        return True
+    compared = sides.compare(batch, how, _batch_norm)
+    return compared is not None and sides.differs(compared)
+
+
+# -- both sides ---------------------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """A loss, its weight, and its gradient."""
+
+    loss: Tensor
+    weight: float
+    gradient: list[Tensor | None]
+
+
+@dataclass
+class _Sides:
+    """Runs whole batches and micro-batches on copies of a module."""
+
+    module: nn.Module
+    step: Callable[[Any, Any], Any]
+    hooks_of: Callable[[nn.Module], UserHooks]
+    micro_batches: int
+    seed: int
+    device: torch.device
+    eps: float = 0.0
+
+    def is_random(self, batch: Any, how: str) -> bool:
+        """Whether two runs of a batch under generators with different seeds have different losses."""
+        first, second = (float(self._whole(batch, how, seed).loss) for seed in (self.seed, self.seed + 1))
+        return _apart(first, second, abs(first)) > self._share(_DIGITS_OF_LOSS)
+
+    def compare(
+        self, batch: Any, how: str, further: Callable[[nn.Module], None] = lambda module: None
+    ) -> Comparison | None:
+        """How a batch and its micro-batches differ; None where nothing of it counts."""
+        parts, total = self._parts(batch, how, further)
+        if not total:
+            return None
+        whole = self._whole(batch, how, self.seed, further)
+        whole_loss = float(whole.loss) / (total if self._sums else 1.0)
+        losses = [float(p.loss) / (p.weight if self._sums else 1.0) for p in parts]
+        mean = math.fsum(loss * p.weight for loss, p in zip(losses, parts)) / total
+        scale = max(map(abs, (whole_loss, *losses)))
+        shares = [(1.0 if self._sums else p.weight) / total for p in parts]
+        gradients = [_scaled(p.gradient, share) for p, share in zip(parts, shares)]
+        of_whole = _scaled(whole.gradient, 1.0 / total if self._sums else 1.0)
+        largest = max(_norm(of_whole), math.fsum(map(_norm, gradients)))
+        difference = _norm(_minus(of_whole, gradients))
+        return Comparison(whole_loss, mean, _apart(whole_loss, mean, scale), _apart(difference, 0.0, largest))
+
+    def differs(self, compared: Comparison) -> bool:
+        """Whether it is more than rounding."""
+        return not (
+            compared.loss <= self._share(_DIGITS_OF_LOSS) and compared.gradient <= self._share(_DIGITS_OF_GRADIENT)
+        )
+
+    def explained(self, batch: Any, how: str) -> str:
+        """The weights with which the micro-batches' mean is the batch's loss, if something in the batch counts them."""
+        if self._sums:
+            return ""
+        module = copy.deepcopy(self.module)
+        pieces = [piece for piece in self.hooks_of(module).split_batch(batch, self.micro_batches) if piece is not None]
+        whole = float(self._whole(batch, how, self.seed).loss)
+        losses = [float(part.loss) for part in self._run(module, pieces, how, weigh=False)]
+        for text, count in _counts(batch):
+            weights = [float(count(piece)) for piece in pieces]
+            if not sum(weights):
+                continue
+            mean = math.fsum(loss * w for loss, w in zip(losses, weights) if w) / sum(weights)
+            if _apart(whole, mean, abs(whole)) <= self._share(_DIGITS_OF_LOSS):
+                return (
+                    f"Weighted by {text} they agree: define micro_batch_weight on the module, `def"
+                    f" micro_batch_weight(self, micro_batch): return float({text})`"
+                )
+        return ""
+
+    @property
+    def _sums(self) -> bool:
+        return self.hooks_of(self.module).loss_reduction == "sum"
+
+    def _share(self, digits: float) -> float:
+        """What is rounding, as a share; of the coarsest dtype among parameters and losses."""
+        dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        return float(max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)]) ** digits)
+
+    def _whole(
+        self, batch: Any, how: str, seed: int, further: Callable[[nn.Module], None] = lambda module: None
+    ) -> _Part:
+        module = copy.deepcopy(self.module)
+        further(module)
+        return self._run(module, [batch], how, weigh=False, seed=seed)[0]
+
+    def _parts(self, batch: Any, how: str, further: Callable[[nn.Module], None]) -> tuple[list[_Part], float]:
+        module = copy.deepcopy(self.module)
+        further(module)
+        pieces = self.hooks_of(module).split_batch(copy.deepcopy(batch), self.micro_batches)
+        parts = self._run(module, [piece for piece in pieces if piece is not None], how)
+        return parts, math.fsum(part.weight for part in parts)
+
+    def _run(
+        self, module: nn.Module, batches: Sequence[Any], how: str, weigh: bool = True, seed: int | None = None
+    ) -> list[_Part]:
+        batch_norm = {layer for layer in module.modules() if isinstance(layer, _BatchNorm) and not layer.training}
+        _MODES[how](module)
+        for layer in batch_norm:
+            layer.eval()
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        parts = []
+        with _all_seeded(self.seed if seed is None else seed, self.device):
+            for batch in batches:
+                weight = float(self.hooks_of(module).micro_batch_weight(batch)) if weigh else 1.0
+                if weight:
+                    with collecting():
+                        loss = loss_of(self.step(module, copy.deepcopy(batch)))
+                    gradient = torch.autograd.grad(loss, parameters, allow_unused=True)
+                    self.eps = max(self.eps, torch.finfo(loss.dtype).eps)
+                    parts.append(_Part(loss.detach(), weight, list(gradient)))
+        return parts
+
+
+@contextmanager
+def _all_seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators, numpy's and Python's, and put their states back afterwards."""
+    python, arrays = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        with seeded(seed, device):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+def _counts(batch: Any) -> list[tuple[str, Callable[[Any], Tensor]]]:
+    """What the entries of a batch may count: targets that are not -100, masks; with or without the first of a row."""
+    listed = enumerate(batch) if isinstance(batch, (list, tuple)) else ()
+    items = batch.items() if isinstance(batch, Mapping) else listed
+    found: list[tuple[str, Callable[[Any], Tensor]]] = []
+    for key, value in items:
+        if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or not value.ndim:
+            continue
+        name = f"micro_batch[{key!r}]"
+        for cut, first in (("", 0), ("[..., 1:]", 1)):
+            found.append((f"({name}{cut} != -100).sum()", functools.partial(_targets, key, first)))
+            if bool(((value == 0) | (value == 1)).all()):
+                found.append((f"{name}{cut}.sum()", functools.partial(_total, key, first)))
+    return found
+
+
+def _targets(key: Any, first: int, batch: Any) -> Tensor:
+    counts: Tensor = (batch[key][..., first:] != -100).sum()
+    return counts
+
+
+def _total(key: Any, first: int, batch: Any) -> Tensor:
+    total: Tensor = batch[key][..., first:].sum()
+    return total
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------
+
+
+def _apart(a: float, b: float, scale: float) -> float:
+    """Difference as a share of a scale; NaN equals NaN."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) / scale if scale else math.inf
+
+
+def _scaled(gradient: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+    return [None if g is None else (g.to_dense() if g.is_sparse else g).double() * factor for g in gradient]
+
+
+def _norm(gradient: Sequence[Tensor | None]) -> float:
+    return math.sqrt(math.fsum(float(g.square().sum()) for g in gradient if g is not None))
+
+
+def _minus(gradient: Sequence[Tensor | None], others: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    columns = zip(gradient, *others)
+    return [_minus_one(column[0], [g for g in column[1:] if g is not None]) for column in columns]
+
+
+def _minus_one(gradient: Tensor | None, others: Sequence[Tensor]) -> Tensor | None:
+    if not others:
+        return gradient
+    total = torch.stack(list(others)).sum(0)
+    return -total if gradient is None else gradient - total

@@ -1,0 +1,5 @@
+"""Write ``docs/idioms.md``: ``python -m tests.trainer.idioms``."""
+
+from tests.trainer.idioms.page import PAGE, page
+
+PAGE.write_text(page())

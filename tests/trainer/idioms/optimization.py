@@ -1,0 +1,382 @@
+"""Idioms of the pages on optimization and training tricks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.pipeline.cases import DIM
+from tests.trainer.idioms.entry import NOTE, OPEN, REFUSED, WORKS, Idiom
+from tests.trainer.runs import Net, Run
+
+
+class StepsEverySecond(Net):
+    """A scheduler that steps after every second batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 2}}
+
+
+class OneCycle(Net):
+    """A scheduler that must know the number of updates."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        total = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=int(total))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class OwnScheduler(Net):
+    """A scheduler that needs the epoch, as timm's do."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if self.current_epoch >= 0:
+            scheduler.step()
+
+
+class OwnOptimizerStep(Net):
+    """The hook as the page shows it."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+class UnwrappedOptimizerStep(Net):
+    """The page's way to one's own optimizer, past Lightning."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.optimizer.step(closure=optimizer_closure)
+
+
+class EverySecondBatch(Net):
+    """A step at arbitrary intervals; the other gradients are dropped."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 1:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class WarmUp(Net):
+    """A learning rate that is warmed up by hand, after the step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 6:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 * min(1.0, float(self.trainer.global_step + 1) / 6)
+
+
+class ZeroesInPlace(Net):
+    """Gradients that are zeroed instead of let go of."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class ClipsLater(Net):
+    """Clipping that depends on the epoch and the step."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        value = 0.01 if self.current_epoch == 0 and self.trainer.global_step < 3 else 0.5
+        self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm="norm")
+
+
+class ClipsByHand(Net):
+    """Clipping by torch's own function, which would know one stage."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class LogsGradientNorm(Net):
+    """The page's way to look out for exploding gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        from lightning.pytorch.utilities import grad_norm
+
+        self.log_dict(grad_norm(self.model, norm_type=2))
+
+
+class LooksAtGradients(Net):
+    """Gradients right after the backward, where there are none here."""
+
+    def on_after_backward(self) -> None:
+        self.seen = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+
+
+class SetsTheRate(Net):
+    """A learning rate that a hook sets."""
+
+    def on_train_epoch_start(self) -> None:
+        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+            group["lr"] = 0.01 * (1 + self.current_epoch)
+
+
+class LogsTheRate(Net):
+    """The learning rate, logged in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rate", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+class TwoOptimizers(Net):
+    """A generator and a discriminator."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+class Manual(Net):
+    """Manual optimization, as for GANs and truncated backpropagation through time."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(F.mse_loss(self.model(batch["x"]), batch["y"]))
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+class TrainedParts(Net):
+    """An optimizer over what is to be trained, where a stage trains nothing."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        for layer in list(self.model.children())[:-2]:
+            layer.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=0.02)
+
+
+class DecaysMatricesOnly(Net):
+    """Groups of parameters, one of which may be empty on a stage."""
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.ndim >= 2]
+        others = [p for p in self.parameters() if p.ndim < 2]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.02)
+
+
+class NewOptimizer(Net):
+    """Another optimizer in the middle of a training."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.5)]
+
+
+class Unfreezes(Net):
+    """A layer that is trained from the second epoch on."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model[-1].requires_grad_(False)  # type: ignore[index]
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.model[-1].requires_grad_(True)  # type: ignore[index]
+
+
+class Projects(Net):
+    """Weights that are projected after every step."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(F.normalize(parameter, dim=1))
+
+
+class ProjectsInOptimizerStep(Net):
+    """Weights that are clamped after the step, in the hook around it."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.05, 0.05)
+
+
+class Averages(Net):
+    """An average of the weights in the module, as torch's own."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.model, multi_avg_fn=average).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ema.update_parameters(self.model)
+
+
+class Penalized(Net):
+    """A penalty on the weights, in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 1e-3 * sum(p.abs().sum() for p in self.parameters())
+
+
+class BackwardInTheStep(Net):
+    """A backward of one's own in automatic optimization."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+class InputGradient(Net):
+    """A penalty on the gradient with respect to the input."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch["x"].requires_grad_(True)
+        energy = self.model(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return F.mse_loss(energy, batch["y"]) + force.pow(2).mean()
+
+
+class Backbone(Net):
+    """Layers in several attributes, as the page on transfer learning has them."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        del self.model
+        self.backbone, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self.head(self.backbone(batch["x"])), batch["y"])
+
+
+SCHEDULER = "A schedule sees batches as a single process does."
+IDIOMS = [
+    Idiom('`configure_optimizers` with `"interval": "step", "frequency": 2`', WORKS, SCHEDULER, StepsEverySecond),
+    Idiom("`OneCycleLR(total_steps=self.trainer.estimated_stepping_batches)`", WORKS, "", OneCycle),
+    Idiom("`lr_scheduler_step` of one's own", WORKS, "", OwnScheduler),
+    Idiom("`optimizer_step(...)`: `optimizer.step(closure=optimizer_closure)`", WORKS, "", OwnOptimizerStep),
+    Idiom("... a learning rate set after `optimizer.step(...)` (warm-up)", WORKS, "", WarmUp),
+    Idiom(
+        "... a step at arbitrary intervals, `optimizer_closure()` otherwise",
+        WORKS,
+        "Gradients of the other batches are dropped.",
+        EverySecondBatch,
+        metrics=False,
+    ),
+    Idiom(
+        "... weights changed after `optimizer.step(...)`",
+        REFUSED,
+        "Put it into `on_train_batch_end` of the module, or `optimizer.register_step_post_hook`.",
+        ProjectsInOptimizerStep,
+    ),
+    Idiom(
+        "... `optimizer.optimizer.step(...)`", REFUSED, "Step the optimizer that the hook gets.", UnwrappedOptimizerStep
+    ),
+    Idiom("`optimizer_zero_grad`: `optimizer.zero_grad(set_to_none=False)`", WORKS, "", ZeroesInPlace),
+    Idiom("`configure_gradient_clipping` with `self.clip_gradients(...)`", WORKS, "", ClipsLater),
+    Idiom(
+        "`torch.nn.utils.clip_grad_norm_` in `on_before_optimizer_step`",
+        REFUSED,
+        "It would know one stage: `gradient_clip_val`, or `self.clip_gradients(...)`.",
+        ClipsByHand,
+    ),
+    Idiom(
+        "`self.log_dict(grad_norm(...))` in `on_before_optimizer_step`",
+        NOTE,
+        "The norms of the last stage's layers, and their total; `gradient_clip_val` uses that of all.",
+        LogsGradientNorm,
+        metrics=False,
+    ),
+    Idiom(
+        "gradients in `on_after_backward`",
+        NOTE,
+        "Called without gradients, with a warning: `on_before_optimizer_step` has them.",
+        LooksAtGradients,
+    ),
+    Idiom("a learning rate set in a hook", WORKS, "", SetsTheRate),
+    Idiom("`self.optimizers()` in a step, to log the learning rate", WORKS, "", LogsTheRate),
+    Idiom("several optimizers", REFUSED, "One optimizer with groups.", TwoOptimizers, says="more than one optimizer"),
+    Idiom(
+        "`automatic_optimization = False`",
+        REFUSED,
+        "Also what needs it: GANs, truncated backpropagation through time.",
+        Manual,
+        says="automatic_optimization=False",
+    ),
+    Idiom(
+        "`filter(lambda p: p.requires_grad, self.parameters())`",
+        OPEN,
+        "Refused where a stage trains nothing: give it all parameters.",
+        TrainedParts,
+    ),
+    Idiom("groups of parameters with options of their own", WORKS, "", DecaysMatricesOnly),
+    Idiom(
+        "`trainer.optimizers = [...]` in the middle of a training",
+        REFUSED,
+        "Change `param_groups`, or train in two parts.",
+        NewOptimizer,
+    ),
+    Idiom(
+        "layers frozen or unfrozen during the training",
+        REFUSED,
+        "Freeze before, or train in two parts.",
+        Unfreezes,
+        says="frozen or unfrozen",
+    ),
+    Idiom(
+        "weights changed in the module's `on_train_batch_end`",
+        WORKS,
+        "The hook of a batch comes once its own update has been applied.",
+        Projects,
+    ),
+    Idiom(
+        "`AveragedModel(self.model)`, updated in `on_train_batch_end`",
+        WORKS,
+        "Each stage averages its layers; checkpoints hold all.",
+        Averages,
+    ),
+    Idiom(
+        "a penalty on `self.parameters()` in the step",
+        REFUSED,
+        "Compute it in a layer, or use weight decay.",
+        Penalized,
+        says="used directly in training_step",
+    ),
+    Idiom("`loss.backward()` in `training_step`", OPEN, "Not noticed: the result is wrong.", BackwardInTheStep),
+    Idiom(
+        "`torch.autograd.grad(..., batch)` in the step",
+        REFUSED,
+        "By torch's own words as yet; the input is on another stage than the loss.",
+        InputGradient,
+    ),
+    Idiom(
+        "`self.backbone` and `self.head`, no `self.model`",
+        REFUSED,
+        "Put both into `self.model = nn.Sequential(...)`.",
+        Backbone,
+        says="has no self.model",
+    ),
+    Idiom("`accumulate_grad_batches=2`", WORKS, "", trainer={"accumulate_grad_batches": 2}),
+    Idiom("`gradient_clip_val=0.1`", WORKS, "Over all stages.", trainer={"gradient_clip_val": 0.1}),
+    Idiom(
+        '`gradient_clip_algorithm="value"`',
+        WORKS,
+        "",
+        trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+]

@@ -1,0 +1,34 @@
+"""The page about idioms, made from their table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.trainer.idioms import data, optimization, steps
+from tests.trainer.idioms.entry import Idiom
+
+PAGE = Path(__file__).parents[3] / "docs" / "idioms.md"
+SECTIONS: dict[str, list[Idiom]] = {
+    "Steps and hooks": steps.IDIOMS,
+    "Optimization": optimization.IDIOMS,
+    "Data, and arguments of the Trainer": data.IDIOMS,
+}
+TABLE = [idiom for section in SECTIONS.values() for idiom in section]
+_INTRODUCTION = """# Idioms of Lightning's documentation under a pipeline
+
+What *works* trains, bit by bit, what one process trains that cuts its batches alike
+(`DelayedGradientStrategy(delay=1, micro_batches=m)`), and logs the same. What is *refused* is refused on every rank,
+with the reason and a fix, before the update that it would have spoilt. What is *open* is wrong, or refused without
+need, and not mended yet: keep away from it. Made from `tests/trainer/idioms/`; every row but the open ones is tested
+(`pytest tests/trainer/test_idioms.py`, three stages; with `-m slow` two); do not edit. Callbacks have
+[their own table](callbacks.md).
+"""
+
+
+def page() -> str:
+    """The text of ``docs/idioms.md``."""
+    text = _INTRODUCTION
+    for title, idioms in SECTIONS.items():
+        rows = "\n".join(f"| {idiom.code} | {idiom.verdict} | {idiom.note} |" for idiom in idioms)
+        text += f"\n## {title}\n\n| Idiom | Verdict | Note |\n| --- | --- | --- |\n{rows}\n"
+    return text

@@ -1,0 +1,52 @@
+"""Idioms of Lightning's documentation: what works equals one process bit by bit, what cannot work is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.trainer.delays import delayed
+from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
+from tests.trainer.idioms.page import PAGE, TABLE, page
+from tests.trainer.pool import Pools
+from tests.trainer.runs import fit
+
+STAGES = [3, pytest.param(2, marks=pytest.mark.slow)]
+WORKING = [idiom for idiom in TABLE if idiom.verdict in (WORKS, NOTE)]
+REFUSED_ONES = [idiom for idiom in TABLE if idiom.verdict == REFUSED]
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("idiom", WORKING, ids=lambda idiom: idiom.name)
+def test_works(pools: Pools, idiom: Idiom, stages: int) -> None:
+    """Weights equal to the last bit those of one process, and so does what is logged."""
+    run = replace(idiom.run(), options={"micro_batches": 3})
+    results = pools.run(stages, fit, run)
+    (expected,) = pools.run(1, fit, delayed(run, micro_batches=3))
+    trained = results[0]["full_at_end"]
+    apart = [name for name, array in expected["weights"].items() if not np.array_equal(array, trained[name])]
+    assert not apart
+    assert {result["global_step"] for result in results} == {expected["global_step"]}
+    assert len({str(sorted(result["callback_metrics"].items())) for result in results}) == 1
+    if idiom.metrics:
+        assert results[0]["callback_metrics"] == pytest.approx(expected["callback_metrics"], rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("idiom", REFUSED_ONES, ids=lambda idiom: idiom.name)
+def test_refused(pools: Pools, idiom: Idiom, stages: int) -> None:
+    """Every rank says why."""
+    outcomes = pools.outcomes(stages, fit, replace(idiom.run(), options={"micro_batches": 3}))
+    assert all(outcome.error for outcome in outcomes)
+    assert any(idiom.says in outcome.message for outcome in outcomes), outcomes[0].message
+
+
+def test_names_are_distinct() -> None:
+    assert len({idiom.name for idiom in TABLE}) == len(TABLE)
+
+
+def test_page() -> None:
+    """``python -m tests.trainer.idioms`` writes it."""
+    assert PAGE.read_text() == page()

@@ -1,0 +1,222 @@
+"""Parameters under second names outside of the layers: trained and saved under all of them, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_asyncpp import apply_layers
+from lightning_asyncpp.tools.check.check import check_model
+from tests.pipeline.cases import DIM
+from tests.trainer.delays import delayed, train
+from tests.trainer.pool import Pools
+from tests.trainer.reference import assert_equal_weights, mini_batches_of, oracle
+from tests.trainer.runs import Net, Run, arrays, fit
+from tests.trainer.test_checkpoints import ResumableNet, saving
+from tests.trainer.test_mistakes import assert_refused, refusals
+
+
+class Begin(nn.Module):
+    """Holds a parameter that its model keeps, and a matrix that three places know."""
+
+    def __init__(self, scale: nn.Parameter, shared: nn.Linear) -> None:
+        super().__init__()
+        self.scale, self.linear = scale, nn.Linear(DIM, DIM)
+        self.linear.weight = shared.weight
+        self.register_buffer("offset", torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.scale + self.offset)
+
+
+class End(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.weight)
+
+
+class Second(nn.Module):
+    """The model keeps its layers' parameters, buffers and modules itself, too; a function of a layer uses one."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.rand(DIM) + 0.5)
+        self.fixed = nn.Parameter(torch.rand(DIM), requires_grad=False)
+        self.shared = nn.Linear(DIM, DIM, bias=False)
+        self.begin = Begin(self.scale, self.shared)
+        self.register_buffer("offset", self.begin.offset)
+        middle = [nn.Sequential(nn.Linear(DIM, DIM), norm(DIM), nn.Tanh()) for _ in range(2)]
+        self.blocks = nn.ModuleList(middle)
+        self.blocks[1].fixed = self.fixed
+        self.statistics = middle[0][1]
+        self.favourite = middle[1]
+        self.end = End(self.shared.weight)
+        self.head = nn.Linear(DIM, 1)
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.begin, *self.blocks, (self.end, lambda end, x: end(x) + self.shared(x)), self.head]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_layers(self, x)
+
+
+class SecondNet(Net):
+    train_dataloader = ResumableNet.train_dataloader
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = Second()
+        if run.options.get("weight_dtype"):  # torch has no BatchNorm of both dtypes on a CPU
+            self.model = Second(nn.LayerNorm)
+        self.head_weight = self.model.head.weight
+        self.twin = self.model
+
+
+NAMES = ("model.scale", "model.begin.scale", "model.shared.weight", "model.end.weight", "head_weight", "twin.scale")
+
+
+class KeepsState(Callback):
+    """Puts the whole module's state where :func:`run_of` finds it."""
+
+    def __init__(self, into: dict[str, Any]) -> None:
+        self.into = into
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.into |= arrays(module.state_dict())
+
+
+RUN = Run(
+    SecondNet, "async", {"micro_batches": 4}, optimizer="muon", error_feedback=True,
+    trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "enable_checkpointing": True},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, np.ndarray]:
+    """What one process has in its ``state_dict`` after the same training."""
+    state: dict[str, np.ndarray] = {}
+    run = replace(delayed(RUN, micro_batches=4), callbacks=((KeepsState, {"into": state}),))
+    train(replace(run, trainer=RUN.trainer | {"enable_checkpointing": False}))
+    return state
+
+
+def test_the_emulator_is_the_reference(expected: dict[str, np.ndarray]) -> None:
+    weights, _ = oracle(RUN, 4, list(mini_batches_of(RUN, 2)), max_norm=0.4)
+    assert_equal_weights({name: expected[name] for name in weights}, weights)
+    assert not np.array_equal(expected["model.scale"], arrays(SecondNet(RUN).state_dict())["model.scale"])
+    assert all(name in expected for name in NAMES)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_all_names_hold_the_trained_values(
+    pools: Pools, stages: int, expected: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    results = pools.run(stages, fit, replace(RUN, callbacks=(saving(tmp_path, every_n_train_steps=5),)))
+    assert_equal_weights(results[0]["full_afterwards"], expected)
+    # What stage 0 does not hold is not in its named_parameters() either.
+    assert all("scale" not in name for result in results[: stages - 1] for name in result["weights"])
+    checkpoint = torch.load(tmp_path / "step=10.ckpt", weights_only=True)
+    assert_equal_weights(arrays(checkpoint["state_dict"]), expected)
+    assert len({checkpoint["state_dict"][name].data_ptr() for name in NAMES[2:4]}) == 1
+    SecondNet(RUN).load_state_dict(checkpoint["state_dict"])
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_run_goes_on_with_other_stages(
+    pools: Pools, form: str, expected: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    options = RUN.options | {"state_dict_type": form}
+    pools.run(2, fit, replace(RUN, options=options, callbacks=(saving(tmp_path, every_n_train_steps=3),)))
+    results = pools.run(3, fit, replace(RUN, ckpt_path=str(tmp_path / "step=3.ckpt")))
+    assert_equal_weights(results[0]["full_afterwards"], expected)
+
+
+def test_names_that_disagree_are_refused(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, fit, replace(RUN, trainer=RUN.trainer | {"max_epochs": 1}, callbacks=(saving(tmp_path),)))
+    checkpoint = torch.load(path := tmp_path / "step=5.ckpt", weights_only=True)
+    checkpoint["state_dict"]["model.scale"] = torch.zeros(DIM)
+    torch.save(checkpoint, path)
+    outcomes = refusals(pools, replace(RUN, ckpt_path=str(path)))
+    assert_refused(outcomes, "model.scale and model.begin.scale are one parameter in this model, but differ")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_versions_in_bf16_beside_masters(pools: Pools, stages: int) -> None:
+    run = replace(RUN, options=RUN.options | {"weight_dtype": "bf16"}, trainer={"precision": "bf16-mixed"})
+    results = pools.run(stages, fit, run)
+    state = results[0]["full_at_end"]
+    assert np.array_equal(state["model.scale"], state["model.begin.scale"])
+    assert np.array_equal(state["model.shared.weight"], state["model.end.weight"])
+    assert np.array_equal(state["head_weight"], state["model.head.weight"])
+
+
+class Misusing(Second):
+    """The last layer's function uses what only the first ones hold."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.listed = [self.begin.scale]
+
+    def pipeline_layers(self) -> list[Any]:
+        use = MISUSES[self.kind][0]
+        return [self.begin, *self.blocks, self.end, (self.head, lambda head, x: head(use(self, x)))]
+
+
+def misusing(kind: str, run: Run) -> Net:
+    module = Net(run)
+    module.model = Misusing(kind)
+    return module
+
+
+MISUSES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "parameter": (lambda model, x: x * model.scale, "model.scale is another name of begin.scale, which a"),
+    "buffer": (lambda model, x: model.offset + x, "model.offset is another name of begin.offset"),
+    "module": (lambda model, x: model.statistics(x), "model.statistics holds blocks.0.1.weight"),
+    "in a list": (
+        lambda module, x: x * module.listed[0],
+        "a parameter that was used here is another name of begin.scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MISUSES)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_what_a_layer_of_another_stage_holds_is_refused(pools: Pools, kind: str, stages: int) -> None:
+    outcomes = refusals(pools, replace(RUN, module=partial(misusing, kind), trainer={}), stages)
+    assert all(outcome.error for outcome in outcomes)
+    assert_refused(outcomes, MISUSES[kind][1], "let the layer that uses it hold it too")
+
+
+class UsesDirectly(SecondNet):
+    train_dataloader = ResumableNet.train_dataloader
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.head_weight.sum()
+
+
+def test_second_names_are_guarded_in_the_step(pools: Pools) -> None:
+    outcomes = refusals(pools, replace(RUN, module=UsesDirectly, trainer={}))
+    assert_refused(outcomes, "used directly in training_step")
+
+
+def test_check_model_says_the_same() -> None:
+    batches = [{"x": torch.randn(8, DIM), "y": torch.randn(8, 1)}]
+    assert check_model(SecondNet(RUN), batches, stages=3).bitwise
+    with pytest.raises(Exception, match=r"scale is another name of begin\.scale"):
+        check_model(misusing("parameter", RUN), batches, stages=2)
