@@ -15,6 +15,7 @@ from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.pipeline.around_call import AroundCall
 from lightning_asyncpp.pipeline.boundary import put_together, take_apart
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
+from lightning_asyncpp.pipeline.gradients_in_step import GradientsInStep, refuse_input_gradients
 from lightning_asyncpp.pipeline.header import Header, describe
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.model_call import ModelCall
@@ -227,7 +228,10 @@ class StageRunner:
         self._seed(task.purpose, self.mesh.replica, task.k)
         with self._step_context():
             args, kwargs = self.call.capture(lambda: task.step(task.slot, weight), self.around.look)
-        around = self.around.judge(task.purpose == "train")
+        trains = task.purpose == "train"
+        around = self.around.judge(trains)
+        if trains:
+            refuse_input_gradients((args, kwargs), self.hooks.model_name)
         header = Header(task.k, weight=weight, fingerprint=task.mark, around=around)
         with collecting() as said:
             output = self._compute(task, args, kwargs, around)
@@ -288,10 +292,13 @@ class StageRunner:
                 # Taken before the end, where a collection of the user's around the model would get it.
                 said.losses, said.statistics = heard.losses, heard.take_statistics()
             set_generator_states(states, self.device)
+            if arrival is not None:
+                gradients.watch(output)
             return output
 
         self._seed(task.purpose, self.mesh.replica, task.k)
-        with self._step_context():
+        gradients = GradientsInStep(self.hooks.model_name)
+        with self._step_context(), _NOTHING if arrival is None else gradients.within():
             result = self.call.redirect(lambda: task.step(task.slot, weight), compute)
         outputs = (self._loss_to_differentiate(result),) if task.purpose == "train" else ()
         return Flight(task.k, task.version, weight, inputs, outputs, result, said)
