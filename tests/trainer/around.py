@@ -234,3 +234,67 @@ REFUSED: list[tuple[type[Net], str, int]] = [
     (TakesGradientsOfWeights, "torch.autograd.grad(..., parameters) in the step", 2),
     (TakesGradientOfTheBatch, "with respect to something that the loss does not depend on here", 2),
 ]
+
+
+class Wide(nn.Module):
+    """Hands on ever more tensors, among them whole numbers, with long names around them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, given: Any) -> dict[str, Any]:
+        x = given if isinstance(given, Tensor) else given["x"]
+        skips = [] if isinstance(given, Tensor) else given["skips"]
+        x = self.linear(x).tanh()
+        new = [{"a skip connection of a U-Net": x * i, "number": torch.tensor(i)} for i in range(self.count)]
+        return {"x": x, "skips": [*skips, *new]}
+
+
+class Narrow(nn.Module):
+    def forward(self, given: dict[str, Any]) -> Tensor:
+        return given["x"] + sum(skip["number"] * skip["a skip connection of a U-Net"] for skip in given["skips"])
+
+
+class UNet(Net):
+    """Many tensors cross its cuts."""
+
+    tensors = 10
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        count = self.tensors
+        self.model = nn.Sequential(Wide(count), Wide(count), Wide(count), Narrow(), nn.Linear(DIM, 1))
+
+
+class TooWide(UNet):
+    tensors = 200
+
+
+class Complex(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), ToComplex(), FromComplex())
+
+
+class ToComplex(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(super().forward(x), x)
+
+
+class FromComplex(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.real + x.imag)
+
+
+REFUSED += [
+    (TooWide, "layer '1' at a cut returned 801 tensors; at most 256 may cross a cut", 2),
+    (Complex, "layer '2' returned a tensor of shape (4, 6), dtype torch.complex64", 2),
+]

@@ -49,6 +49,14 @@ def test_without_the_trainers_precision(pools: Pools) -> None:
     assert_equal_weights(expected["weights"], joined_weights(results, 3))
 
 
+def test_many_tensors_cross_a_cut(pools: Pools) -> None:
+    """21 and 41, with more than a kilobyte of names around them."""
+    run = Run(around.UNet, options={"micro_batches": 3, "partition": [1, 1, 3]})
+    results = pools.run(3, fit, run)
+    (expected,) = pools.run(1, fit, delayed(run, micro_batches=3))
+    assert_equal_weights(expected["weights"], joined_weights(results, 3))
+
+
 def test_gradients_of_the_output_are_there(pools: Pools) -> None:
     run = Run(around.Penalises, options={"micro_batches": 2})
     results = pools.run(2, fit, run)
@@ -58,7 +66,8 @@ def test_gradients_of_the_output_are_there(pools: Pools) -> None:
 
 @pytest.mark.parametrize(("module", "says", "stages"), around.REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_refused(pools: Pools, module: Any, says: str, stages: int) -> None:
-    outcomes = pools.outcomes(stages, fit, Run(module, callbacks=((CountsSteps, {}),)))
+    options = {"partition": [3, 1]} if module is around.Complex else {}
+    outcomes = pools.outcomes(stages, fit, Run(module, options=options, callbacks=((CountsSteps, {}),)))
     for outcome in outcomes:
         assert outcome.error == "ConfigurationError", outcome.trace
         assert says in outcome.message
