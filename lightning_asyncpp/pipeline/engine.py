@@ -120,6 +120,7 @@ class Engine:
         self._in_evaluation = {module for module in self.stage.modules() if not module.training}
         if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
             self.weights.adopt()
+        self.runner.begin()
         first = self.next_forward
         flights: list[Flight] = []
         with preserved_generators(self.runner.device):
@@ -206,6 +207,7 @@ class Engine:
         slots = self._slots(batch)
         flights = []
         self.weights.adopt()
+        self.runner.begin(purpose)
         weights = self.weights.for_evaluation()
         with preserved_generators(self.runner.device):
             for slot in slots:

@@ -1,4 +1,7 @@
-"""The header in front of every activation: what comes, how much it weighs, and which batch it belongs to."""
+"""The header in front of every activation: what comes, how much it weighs, and which batch it belongs to.
+
+A beginning of fixed length announces how long the rest is: descriptions of the tensors, and what was around them.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,19 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls
+from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError, different_calls
 from lightning_asyncpp.pipeline.memory_order import Order, order_of
 
-MAX_TENSORS = 8
+MAX_TENSORS = 256
 MAX_DIMENSIONS = 8
-MAX_STRUCTURE_BYTES = 512
-_MAGIC = 0x2B57A7
-_FIXED = 7
-_PER_TENSOR = 4 + MAX_DIMENSIONS
+MAX_STRUCTURE_BYTES = 2**16
+_MAGIC = 0x2B57A8
+_BEGINNING = struct.Struct("<qqqdqqqq")
+BEGINNING_BYTES = _BEGINNING.size
+_PER_TENSOR = struct.Struct(f"<{4 + MAX_DIMENSIONS}q")
 _BITS = 3  # of a dimension's number, in an order
-LENGTH = _FIXED + MAX_TENSORS * _PER_TENSOR
-HEADER_BYTES = 8 * LENGTH + MAX_STRUCTURE_BYTES
+MAX_HEADER_BYTES = BEGINNING_BYTES + MAX_TENSORS * _PER_TENSOR.size + MAX_STRUCTURE_BYTES
 _MOST_ELEMENTS = 2**56
-_BEGINNING = "<qqqdqqq"
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -66,6 +68,7 @@ class Header:
         tensors: what follows.
         structure: what was around several tensors, as :func:`lightning_asyncpp.pipeline.boundary.take_apart` wrote it;
             or why the stage before failed.
+        around: what the user's step has set around the model, of :mod:`lightning_asyncpp.pipeline.ambient`.
     """
 
     k: int
@@ -74,6 +77,7 @@ class Header:
     fingerprint: int = 0
     tensors: tuple[TensorInfo, ...] = ()
     structure: bytes = b""
+    around: int = 0
 
     TENSOR: ClassVar[int] = 0
     TUPLE: ClassVar[int] = 1
@@ -86,33 +90,43 @@ class Header:
         return _size_of(self.tensors)
 
     def pack(self) -> bytes:
-        """The header as ``HEADER_BYTES`` bytes."""
+        """The header as bytes: ``BEGINNING_BYTES``, and as many as :meth:`rest_of` reads from them."""
         # Bytes rather than torch.tensor(list), which takes ten times as long: this is sent for every micro-batch.
-        lengths = len(self.tensors), len(self.structure)
-        beginning = struct.pack(_BEGINNING, _MAGIC, self.kind, self.k, self.weight, self.fingerprint, *lengths)
-        return beginning + _packed(self.tensors, self.structure)
+        numbers = self.fingerprint, len(self.tensors), len(self.structure), self.around
+        return _BEGINNING.pack(_MAGIC, self.kind, self.k, self.weight, *numbers) + _packed(self.tensors, self.structure)
+
+    @classmethod
+    def rest_of(cls, beginning: memoryview | bytearray | bytes) -> int:
+        """How many bytes follow the first ``BEGINNING_BYTES`` of a header.
+
+        Raises:
+            ProtocolError: it is no header, or longer than one may be.
+        """
+        numbers = _BEGINNING.unpack_from(beginning)
+        magic, kind, _, _, _, count, size, _ = numbers
+        known = magic == _MAGIC and cls.TENSOR <= kind <= cls.FAILED
+        if not (known and 0 <= count <= MAX_TENSORS and 0 <= size <= MAX_STRUCTURE_BYTES):
+            raise ProtocolError(f"not an activation header of this version: {numbers}")
+        return count * _PER_TENSOR.size + int(size)
 
     @classmethod
     def read(cls, message: memoryview | bytearray | bytes, expected_k: int, max_bytes: int) -> Header:
-        """Read and validate a header.
+        """Read and validate a whole header.
 
         Raises:
             ProtocolError: it is no header, is of another micro-batch, or announces more than ``max_bytes`` bytes.
         """
-        beginning = struct.unpack_from(_BEGINNING, message)
-        magic, kind, k, weight, mark, count, size = beginning
-        known = magic == _MAGIC and cls.TENSOR <= kind <= cls.FAILED
-        if not (known and 0 <= count <= MAX_TENSORS and 0 <= size <= MAX_STRUCTURE_BYTES):
-            raise ProtocolError(f"not an activation header of this version: {beginning}")
+        end = BEGINNING_BYTES + cls.rest_of(message)
+        _, kind, k, weight, mark, count, size, around = _BEGINNING.unpack_from(message)
         if k != expected_k:
             raise different_calls(f"expected micro-batch {expected_k} from the stage before, got {k}")
-        tensors = _described(bytes(message[8 * _FIXED : 8 * (_FIXED + count * _PER_TENSOR)]))
+        tensors = _described(bytes(message[BEGINNING_BYTES : end - size]))
         may_have_more = kind in (cls.TUPLE, cls.FAILED)
         if not (_fits(kind, tensors) and (may_have_more or not size) and math.isfinite(weight) and weight >= 0):
             raise ProtocolError(
                 f"micro-batch {k}: kind {kind}, weight {weight} and {count} tensors contradict each other"
             )
-        header = cls(k, kind, weight, mark, tensors, bytes(message[8 * LENGTH : 8 * LENGTH + size]))
+        header = cls(k, kind, weight, mark, tensors, bytes(message[end - size : end]), around)
         if header.num_bytes > max_bytes:
             raise ProtocolError(
                 f"micro-batch {k} announces {header.num_bytes} bytes, more than max_message_bytes={max_bytes}"
@@ -120,20 +134,28 @@ class Header:
         return header
 
 
-def describe(tensors: tuple[Tensor, ...]) -> tuple[TensorInfo, ...]:
+def describe(tensors: tuple[Tensor, ...], layer: str) -> tuple[TensorInfo, ...]:
     """Describe the tensors that leave a stage.
 
+    Args:
+        tensors: in their order.
+        layer: name of the layer that returned them, for messages.
+
     Raises:
-        ProtocolError: more tensors, dimensions or other dtypes than a header can announce.
+        ConfigurationError: more tensors, dimensions or other dtypes than a header can announce.
     """
     if len(tensors) > MAX_TENSORS:
-        raise ProtocolError(f"a layer returned {len(tensors)} tensors; at most {MAX_TENSORS} may cross a cut")
+        raise ConfigurationError(
+            f"layer {layer!r} at a cut returned {len(tensors)} tensors; at most {MAX_TENSORS} may cross a cut: cut the"
+            " model elsewhere (partition=[...]), or pack them into fewer (torch.stack, torch.cat)"
+        )
     for tensor in tensors:
         if tensor.ndim > MAX_DIMENSIONS or tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
-            raise ProtocolError(
-                f"a tensor of shape {tuple(tensor.shape)}, dtype {tensor.dtype} and layout {tensor.layout} cannot cross"
-                f" a cut: it may have {MAX_DIMENSIONS} dimensions, must be dense, and hold real or whole numbers or"
-                " booleans (torch.view_as_real makes real numbers of complex ones)"
+            raise ConfigurationError(
+                f"layer {layer!r} returned a tensor of shape {tuple(tensor.shape)}, dtype {tensor.dtype} and layout"
+                f" {tensor.layout}, which cannot cross a cut: it may have {MAX_DIMENSIONS} dimensions, must be dense,"
+                " and hold real or whole numbers or booleans (torch.view_as_real makes real numbers of complex ones);"
+                " convert it in this layer and back in the next, or cut the model elsewhere (partition=[...])"
             )
     return tuple(TensorInfo(tuple(t.shape), t.dtype, t.requires_grad, order_of(t)) for t in tensors)
 
@@ -152,20 +174,20 @@ def _size_of(tensors: tuple[TensorInfo, ...]) -> int:
 
 @lru_cache(maxsize=64)
 def _packed(tensors: tuple[TensorInfo, ...], structure: bytes) -> bytes:
-    """Descriptions of tensors and their structure, each filled up; nearly all headers on a link hold the same ones."""
-    encoded = b""
+    """Descriptions of tensors, and their structure; nearly all headers on a link hold the same ones."""
+    encoded = []
     for info in tensors:
         shape = info.shape + (0,) * (MAX_DIMENSIONS - len(info.shape))
         order = sum(dimension << _BITS * place for place, dimension in enumerate(info.order))
         numbers = (_DTYPES.index(info.dtype), int(info.needs_gradient), order, len(info.shape), *shape)
-        encoded += struct.pack(f"<{_PER_TENSOR}q", *numbers)
-    return encoded.ljust(8 * (LENGTH - _FIXED), b"\0") + structure.ljust(MAX_STRUCTURE_BYTES, b"\0")
+        encoded.append(_PER_TENSOR.pack(*numbers))
+    return b"".join(encoded) + structure
 
 
 @lru_cache(maxsize=64)
 def _described(encoded: bytes) -> tuple[TensorInfo, ...]:
     """Read the descriptions of tensors; nearly all headers on a link hold the same ones."""
-    return tuple(_decode_tensor(numbers) for numbers in struct.iter_unpack(f"<{_PER_TENSOR}q", encoded))
+    return tuple(_decode_tensor(numbers) for numbers in _PER_TENSOR.iter_unpack(encoded))
 
 
 def _decode_tensor(numbers: tuple[int, ...]) -> TensorInfo:

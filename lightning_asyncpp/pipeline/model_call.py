@@ -32,14 +32,21 @@ class ModelCall:
         self.model = model
         self.name = name
 
-    def capture(self, step: Callable[[], Any]) -> tuple[tuple, dict[str, Any]]:
+    def capture(
+        self, step: Callable[[], Any], look: Callable[[], None] = lambda: None
+    ) -> tuple[tuple, dict[str, Any]]:
         """Run the step up to the call of the model and return its arguments.
+
+        Args:
+            step: calls the model.
+            look: called at the call, where everything is set that the step sets around it.
 
         Raises:
             ConfigurationError: the step ended without calling the model.
         """
 
         def leave(*args: Any, **kwargs: Any) -> Any:
+            look()
             raise _Left(args, kwargs)
 
         try:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.auxiliary import Collected, collecting
+from lightning_asyncpp.pipeline.around_call import AroundCall
 from lightning_asyncpp.pipeline.boundary import put_together, take_apart
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
-from lightning_asyncpp.pipeline.header import MAX_STRUCTURE_BYTES, Header, describe
+from lightning_asyncpp.pipeline.gradients_in_step import GradientsInStep, refuse_input_gradients
+from lightning_asyncpp.pipeline.header import Header, describe
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.model_call import ModelCall
 from lightning_asyncpp.pipeline.randomness import derive, generator_states, seed_generators, set_generator_states
@@ -27,6 +29,7 @@ from lightning_asyncpp.pipeline.user_hooks import UserHooks
 
 Step = Callable[[Any, float], Any]
 _NOTHING = nullcontext()
+_MOST_TEXT_BYTES = 4096  # of a failure
 
 
 class StageBeforeFailedError(ConsequenceError):
@@ -108,9 +111,20 @@ class StageRunner:
     device: torch.device
     trace: Trace | None = None
     call: ModelCall = field(init=False)
+    around: AroundCall = field(init=False)
 
     def __post_init__(self) -> None:
         self.call = ModelCall(self.stage.model, self.hooks.model_name)
+        self.around = AroundCall(self.stage, self.device, self.hooks)
+
+    def begin(self, purpose: str = "train") -> None:
+        """Get ready for the micro-batches of a batch; once for each.
+
+        Args:
+            purpose: that of its tasks.
+        """
+        if self.mesh.num_stages > 1 and (self.mesh.is_first or self.mesh.is_last):
+            self.around.begin(purpose)
 
     def forward(self, task: Task, expects_gradients: bool = False) -> Flight:
         """Run the forward of a micro-batch and send the result on.
@@ -185,7 +199,7 @@ class StageRunner:
         if not isinstance(error, StageBeforeFailedError):  # which says so already
             text = f"stage {self.mesh.stage} failed at micro-batch {k}: {type(error).__name__}: {text}"
         with suppress(PeerLostError):  # who is gone waits no more
-            self.transport.send_activation(Header(k, Header.FAILED, structure=text.encode()[:MAX_STRUCTURE_BYTES]), ())
+            self.transport.send_activation(Header(k, Header.FAILED, structure=text.encode()[:_MOST_TEXT_BYTES]), ())
 
     def span(
         self, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0
@@ -213,10 +227,14 @@ class StageRunner:
         weight = self._weight(task.slot)
         self._seed(task.purpose, self.mesh.replica, task.k)
         with self._step_context():
-            args, kwargs = self.call.capture(lambda: task.step(task.slot, weight))
-        header = Header(task.k, weight=weight, fingerprint=task.mark)
+            args, kwargs = self.call.capture(lambda: task.step(task.slot, weight), self.around.look)
+        trains = task.purpose == "train"
+        around = self.around.judge(trains)
+        if trains:
+            refuse_input_gradients((args, kwargs), self.hooks.model_name)
+        header = Header(task.k, weight=weight, fingerprint=task.mark, around=around)
         with collecting() as said:
-            output = self._compute(task, args, kwargs)
+            output = self._compute(task, args, kwargs, around)
         return self._departure(task, output, header, (), said)
 
     def _pass_through(self, task: Task, trace: Trace | None) -> _Departure | None:
@@ -227,7 +245,7 @@ class StageRunner:
             return None
         with _span(trace, Kind.FORWARD, task.k, task.version):
             inputs, arguments = self._open(arrival)
-            with collecting() as said:
+            with self.around.set_as(arrival.header.around), collecting() as said:
                 output = self.stage.forward((arguments,), {}, self.seed, self.mesh.replica, task.k)
             return self._departure(task, output, arrival.header, inputs, said)
 
@@ -243,9 +261,10 @@ class StageRunner:
     def _departure(
         self, task: Task, output: Any, header: Header, inputs: tuple[InputGradient, ...], said: Collected
     ) -> _Departure:
-        tensors, structure = take_apart(output, self.stage.units[-1].name)
-        kind = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE
-        outgoing = Header(task.k, kind, header.weight, header.fingerprint, describe(tensors), structure)
+        layer = self.stage.units[-1].name
+        tensors, structure = take_apart(output, layer)
+        kind, infos = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE, describe(tensors, layer)
+        outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure, header.around)
         outputs = tuple(t for t in tensors if t.requires_grad)
         return _Departure(Flight(task.k, task.version, header.weight, inputs, outputs, said=said), outgoing, tensors)
 
@@ -265,16 +284,21 @@ class StageRunner:
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
             if arrival is not None:
                 args, kwargs = (received,), {}
+                self.around.check_model()
             states = generator_states(self.device)  # what the step draws after the model does not depend on it
+            around = 0 if arrival is None else arrival.header.around
             with collecting() as heard:
-                output = self._compute(task, args, kwargs, in_context=self.hooks.context_around_step)
+                output = self._compute(task, args, kwargs, around, in_context=self.hooks.context_around_step)
                 # Taken before the end, where a collection of the user's around the model would get it.
                 said.losses, said.statistics = heard.losses, heard.take_statistics()
             set_generator_states(states, self.device)
+            if arrival is not None:
+                gradients.watch(output)
             return output
 
         self._seed(task.purpose, self.mesh.replica, task.k)
-        with self._step_context():
+        gradients = GradientsInStep(self.hooks.model_name)
+        with self._step_context(), _NOTHING if arrival is None else gradients.within():
             result = self.call.redirect(lambda: task.step(task.slot, weight), compute)
         outputs = (self._loss_to_differentiate(result),) if task.purpose == "train" else ()
         return Flight(task.k, task.version, weight, inputs, outputs, result, said)
@@ -291,11 +315,13 @@ class StageRunner:
     def _step_context(self) -> AbstractContextManager[Any]:
         return self.hooks.forward_context() if self.hooks.context_around_step else _NOTHING
 
-    def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], in_context: bool = False) -> Any:
+    def _compute(
+        self, task: Task, args: tuple, kwargs: dict[str, Any], around: int, in_context: bool = False
+    ) -> Any:
         def forward() -> Any:
             return self.stage.forward(args, kwargs, self.seed, self.mesh.replica, task.k)
 
-        with _NOTHING if in_context else self.hooks.forward_context():
+        with _NOTHING if in_context else self.hooks.forward_context(), self.around.set_as(around):
             return self.stage.under(task.weights, forward)
 
     def _open(self, arrival: Arrival) -> tuple[tuple[InputGradient, ...], Any]:

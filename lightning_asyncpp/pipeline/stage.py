@@ -125,6 +125,10 @@ class Stage:
         for unit in self.units:
             yield from unit.module.modules()
 
+    def held(self) -> list[Tensor]:
+        """What the modules of the units hold now, in the places of their parameters and versioned buffers."""
+        return [place.holder[place.key] for place in self._places]
+
     def under(self, weights: dict[str, Tensor] | None, function: Callable[[], T]) -> T:
         """Call ``function`` while the parameters of the units are ``weights`` (name in the model -> leaf tensor).
 

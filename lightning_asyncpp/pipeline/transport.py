@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.device_tensors import DeviceTensors
 from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls, different_ends, lost_peers
-from lightning_asyncpp.pipeline.header import HEADER_BYTES, Header, TensorInfo
+from lightning_asyncpp.pipeline.header import BEGINNING_BYTES, MAX_HEADER_BYTES, Header, TensorInfo
 from lightning_asyncpp.pipeline.link import Bytes, Frame, Link
 from lightning_asyncpp.pipeline.memory_order import Order, as_stored, empty, order_of
 from lightning_asyncpp.pipeline.mesh import Mesh
@@ -70,7 +70,7 @@ class Transport:
         self.mesh, self.device, self.max_message_bytes = mesh, device, max_message_bytes
         self._before, self._after = neighbours or connect_neighbours(mesh, timeout)
         self._direct = DeviceTensors.between(mesh, device)
-        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._header = memoryview(bytearray(MAX_HEADER_BYTES))
         self._expected: dict[int, list[_Room]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
         self._closed = False
@@ -110,12 +110,9 @@ class Transport:
         link = self._before
         assert link is not None, "nothing comes before the first stage"
         frame = self._next(link, _ACTIVATION)
-        if frame.num_bytes < HEADER_BYTES:
-            raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are less than a header")
-        link.read_into(self._header)
-        header = Header.read(self._header, k, self.max_message_bytes)
+        header, size = self._read_header(link, frame, k)
         behind = header.num_bytes if self._direct is None else 0
-        if frame.num_bytes != HEADER_BYTES + behind or frame.number != k:
+        if frame.num_bytes != size + behind or frame.number != k:
             raise ProtocolError(
                 f"micro-batch {k}: {frame.num_bytes} bytes of micro-batch {frame.number} are not what its header"
                 " announces"
@@ -292,6 +289,17 @@ class Transport:
         self._sums[kind, number] = vector
         if kind == _TOTAL and self._after is not None:
             self.send_total(number, vector)
+
+    def _read_header(self, link: Link, frame: Frame, k: int) -> tuple[Header, int]:
+        """The header of an activation, and its size in bytes."""
+        size = BEGINNING_BYTES
+        if frame.num_bytes >= size:
+            link.read_into(self._header[:size])
+            size += Header.rest_of(self._header)
+        if frame.num_bytes < size:
+            raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are less than a header")
+        link.read_into(self._header[BEGINNING_BYTES:size])
+        return Header.read(self._header[:size], k, self.max_message_bytes), size
 
     def _read(self, link: Link, info: TensorInfo) -> Tensor:
         tensor = empty(info.shape, info.order, info.dtype, self.device)

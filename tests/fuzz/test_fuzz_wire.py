@@ -23,7 +23,7 @@ from lightning_asyncpp.pipeline import rendezvous
 from lightning_asyncpp.pipeline import transport as transport_module
 from lightning_asyncpp.pipeline.boundary import put_together, take_apart
 from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
-from lightning_asyncpp.pipeline.header import HEADER_BYTES, MAX_STRUCTURE_BYTES, Header, describe
+from lightning_asyncpp.pipeline.header import BEGINNING_BYTES, MAX_STRUCTURE_BYTES, Header, describe
 from lightning_asyncpp.pipeline.link import Link
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours
@@ -37,6 +37,7 @@ NUMBERS = (0, 1, -1, 2, 3, 4, 7, 8, 9, 16, 24, 255, 2**16, 2**31, 2**32, 2**40, 
 TENSORS: tuple[tuple[Tensor, ...], ...] = (
     (torch.ones(4),),
     (torch.ones(2, 3, requires_grad=True), torch.arange(5)),
+    tuple(torch.ones(i % 3) for i in range(20)),
     (torch.zeros(0, 3), torch.ones(()), torch.ones(3, 2).t().to(torch.bfloat16), torch.ones(2, dtype=torch.bool)),
 )
 STRUCTURED: tuple[Any, ...] = (
@@ -79,7 +80,7 @@ def activation(draw: random.Random, k: int) -> bytes:
         kind = Header.TENSOR if len(tensors) == 1 else Header.TUPLE
     if draw.random() < 0.1:
         tensors, structure, kind = (), b"", draw.choice((Header.EMPTY, Header.FAILED))
-    content = Header(k, kind, draw.random(), draw.getrandbits(60), describe(tensors), structure).pack()
+    content = Header(k, kind, draw.random(), draw.getrandbits(60), describe(tensors, "layer"), structure).pack()
     return message(1, k, content + b"".join(transport_module._bytes_of(tensor) for tensor in tensors))
 
 
@@ -112,7 +113,7 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
         elif what == 2:
             del changed[place:]
         elif what == 3:
-            del changed[place : place + draw.choice((1, 8, 24, HEADER_BYTES))]
+            del changed[place : place + draw.choice((1, 8, 24, BEGINNING_BYTES))]
         elif what == 4:
             changed[place:place] = changed[: draw.choice((8, 24, len(changed)))]
         else:

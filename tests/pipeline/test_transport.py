@@ -38,7 +38,7 @@ def chain(stages: int, max_message_bytes: int = 2**20) -> list[Transport]:
 
 def send(transport: Transport, k: int, *tensors: Tensor) -> None:
     kind = (Header.TENSOR if len(tensors) == 1 else Header.TUPLE) if tensors else Header.EMPTY
-    transport.send_activation(Header(k, kind, 1.0, 5, describe(tensors)), tensors)
+    transport.send_activation(Header(k, kind, 1.0, 5, describe(tensors, "layer")), tensors)
 
 
 def link_of(transport: Transport, side: str) -> Link:
@@ -59,7 +59,7 @@ def test_activations_of_changing_shapes_arrive_in_order() -> None:
         send(first, k, *tensors)
     for k, tensors in enumerate(sent):
         arrival = last.receive_activation(k)
-        assert arrival.header == Header(k, Header.TENSOR if tensors else Header.EMPTY, 1.0, 5, describe(tensors))
+        assert arrival.header == Header(k, Header.TENSOR if tensors else Header.EMPTY, 1.0, 5, describe(tensors, "layer"))
         assert len(arrival.tensors) == len(tensors)
         assert all(torch.equal(a, b) for a, b in zip(arrival.tensors, tensors))
 
@@ -306,7 +306,7 @@ class TestRefusals:
     def test_an_activation_of_another_size_than_its_header_announces(self, size: int) -> None:
         """Less than a header would be filled up with the beginning of the next message."""
         first, last = chain(2)
-        header = Header(0, Header.TENSOR, 1.0, 5, describe((torch.ones(4),))).pack()
+        header = Header(0, Header.TENSOR, 1.0, 5, describe((torch.ones(4),), "layer")).pack()
         announce(link_of(first, "after"), 1, 0, size, header, bytes(16))
         with pytest.raises(ProtocolError, match=f"micro-batch 0: {size} bytes"):
             last.receive_activation(0)

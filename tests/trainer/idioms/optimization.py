@@ -357,12 +357,19 @@ IDIOMS = [
         Penalized,
         says="used directly in training_step",
     ),
-    Idiom("`loss.backward()` in `training_step`", OPEN, "Not noticed: the result is wrong.", BackwardInTheStep),
+    Idiom(
+        "`loss.backward()` in `training_step`",
+        REFUSED,
+        "The pipeline runs the backward, on all stages: leave it out.",
+        BackwardInTheStep,
+        says="a backward through self.model in the step",
+    ),
     Idiom(
         "`torch.autograd.grad(..., batch)` in the step",
         REFUSED,
-        "By torch's own words as yet; the input is on another stage than the loss.",
+        "The input is on another stage than the loss: `delayed_gradient`, or within one layer.",
         InputGradient,
+        says="the input lives on the first stage",
     ),
     Idiom(
         "`self.backbone` and `self.head`, no `self.model`",

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 from tests.pipeline.cases import DIM
-from tests.trainer.idioms.entry import NOTE, OPEN, REFUSED, WORKS, Idiom
+from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
 from tests.trainer.runs import Net, Run
 
 
@@ -277,15 +277,16 @@ IDIOMS = [
     Idiom("`register_buffer` on the LightningModule", WORKS, "", Buffered),
     Idiom(
         "`torch.autocast(...)` around `self.model(...)`",
-        OPEN,
-        "Holds on the last stage alone: use `precision=`, or autocast inside layers.",
+        NOTE,
+        "It, and `sdpa_kernel(...)`, go to all stages with the micro-batch. Other modes around the model are refused.",
         Autocasts,
     ),
     Idiom(
         "`self.model.eval()` in a step",
-        OPEN,
-        "Not noticed: it holds on the first and the last stage alone; use `on_train_epoch_start`.",
+        REFUSED,
+        "It would hold on the first and the last stage alone: use `on_train_epoch_start`.",
         EvaluatesInTheStep,
+        says="train() or eval() on self.model",
     ),
     Idiom("`self.model.eval()` in `on_train_epoch_start`", WORKS, "", TrainsInEvaluationMode),
     Idiom("`torch.utils.checkpoint.checkpoint(...)` in a layer", WORKS, "", Recomputes),
@@ -317,8 +318,9 @@ IDIOMS = [
     Idiom("`self.trainer.should_stop = True` at an epoch's end", WORKS, "", StopsItself, epochs=4),
     Idiom(
         "`torch.autograd.grad(loss, self.parameters())` in the step",
-        OPEN,
-        "With `allow_unused=True` not noticed: the gradients are `None`.",
+        REFUSED,
+        "A stage has its own layers alone: `delayed_gradient`, or within one layer.",
         SetsTheGraph,
+        says="torch.autograd.grad(..., parameters)",
     ),
 ]

@@ -1,0 +1,80 @@
+"""What a step sets around ``self.model(...)`` holds on all stages, or is refused on all ranks before an update."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.nn.attention import SDPBackend
+
+from tests.trainer import around
+from tests.trainer.delays import delayed
+from tests.trainer.mistakes import CountsSteps
+from tests.trainer.pool import Pools
+from tests.trainer.reference import assert_equal_weights, joined_weights
+from tests.trainer.runs import Run, evaluate, fit
+
+
+class OtherBackend(around.SetsAll):
+    backend = SDPBackend.FLASH_ATTENTION
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_autocast_and_attention_by_micro_batch(pools: Pools, stages: int) -> None:
+    """Also where layers recompute their activations, and in validations."""
+    run = Run(around.SetsAll, options={"micro_batches": 4, "partition": [2, 4] if stages == 2 else [1, 2, 3]},
+              samples=48, val_samples=(9,))  # fmt: skip
+    results = pools.run(stages, fit, run)
+    (expected,) = pools.run(1, fit, delayed(run, micro_batches=4))
+    assert_equal_weights(expected["weights"], joined_weights(results, stages))
+    assert results[0]["callback_metrics"]["val_loss"] == pytest.approx(expected["callback_metrics"]["val_loss"], 1e-6)
+    (other,) = pools.run(1, fit, delayed(replace(run, module=OtherBackend), micro_batches=4))
+    assert not np.array_equal(other["weights"]["model.0.out.weight"], expected["weights"]["model.0.out.weight"])
+
+
+def test_predictions(pools: Pools) -> None:
+    run = Run(around.SetsAll, options={"micro_batches": 3})
+    results = pools.run(3, evaluate, run, "predict")
+    (expected,) = pools.run(1, evaluate, delayed(run, micro_batches=3), "predict")
+    for mine, theirs in zip(results[0]["returned"], expected["returned"], strict=True):
+        assert np.array_equal(mine, theirs)
+
+
+def test_without_the_trainers_precision(pools: Pools) -> None:
+    run = Run(around.InFullPrecision, options={"micro_batches": 3}, trainer={"precision": "bf16-mixed"})
+    results = pools.run(3, fit, run)
+    (expected,) = pools.run(1, fit, delayed(run, micro_batches=3))
+    assert_equal_weights(expected["weights"], joined_weights(results, 3))
+
+
+def test_many_tensors_cross_a_cut(pools: Pools) -> None:
+    """21 and 41, with more than a kilobyte of names around them."""
+    run = Run(around.UNet, options={"micro_batches": 3, "partition": [1, 1, 3]})
+    results = pools.run(3, fit, run)
+    (expected,) = pools.run(1, fit, delayed(run, micro_batches=3))
+    assert_equal_weights(expected["weights"], joined_weights(results, 3))
+
+
+def test_gradients_of_the_output_are_there(pools: Pools) -> None:
+    run = Run(around.Penalises, options={"micro_batches": 2})
+    results = pools.run(2, fit, run)
+    (expected,) = pools.run(1, fit, delayed(run, micro_batches=2))
+    assert_equal_weights(expected["weights"], joined_weights(results, 2))
+
+
+@pytest.mark.parametrize(("module", "says", "stages"), around.REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_refused(pools: Pools, module: Any, says: str, stages: int) -> None:
+    options = {"partition": [3, 1]} if module is around.Complex else {}
+    outcomes = pools.outcomes(stages, fit, Run(module, options=options, callbacks=((CountsSteps, {}),)))
+    for outcome in outcomes:
+        assert outcome.error == "ConfigurationError", outcome.trace
+        assert says in outcome.message
+
+
+def test_a_mode_set_in_a_validation(pools: Pools) -> None:
+    run = Run(around.TrainsInTheValidation, val_samples=(8,), trainer={"num_sanity_val_steps": 1})
+    outcomes = pools.outcomes(3, fit, run)
+    assert all(outcome.error for outcome in outcomes)
+    assert "train() or eval() on self.model" in outcomes[0].message
