@@ -132,4 +132,3 @@ def around_refusal(what: str, model: str, mend: str) -> str:
         f"{what}: the step sets it around {model}(...), where it would hold on the last stage of the pipeline alone: the"
         f" stages before it do not run the step; {mend}"
     )
-

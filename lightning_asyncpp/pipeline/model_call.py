@@ -32,9 +32,7 @@ class ModelCall:
         self.model = model
         self.name = name
 
-    def capture(
-        self, step: Callable[[], Any], look: Callable[[], None] = lambda: None
-    ) -> tuple[tuple, dict[str, Any]]:
+    def capture(self, step: Callable[[], Any], look: Callable[[], None] = lambda: None) -> tuple[tuple, dict[str, Any]]:
         """Run the step up to the call of the model and return its arguments.
 
         Args:

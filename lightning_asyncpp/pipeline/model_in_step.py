@@ -108,4 +108,3 @@ def _modes(modules: list[nn.Module]) -> list[bool]:
 
 def _same(value: Any, before: Any) -> bool:
     return value is before or (type(value) is type(before) and type(value) in _PLAIN and value == before)
-

@@ -315,9 +315,7 @@ class StageRunner:
     def _step_context(self) -> AbstractContextManager[Any]:
         return self.hooks.forward_context() if self.hooks.context_around_step else _NOTHING
 
-    def _compute(
-        self, task: Task, args: tuple, kwargs: dict[str, Any], around: int, in_context: bool = False
-    ) -> Any:
+    def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], around: int, in_context: bool = False) -> Any:
         def forward() -> Any:
             return self.stage.forward(args, kwargs, self.seed, self.mesh.replica, task.k)
 

@@ -59,7 +59,9 @@ def test_activations_of_changing_shapes_arrive_in_order() -> None:
         send(first, k, *tensors)
     for k, tensors in enumerate(sent):
         arrival = last.receive_activation(k)
-        assert arrival.header == Header(k, Header.TENSOR if tensors else Header.EMPTY, 1.0, 5, describe(tensors, "layer"))
+        assert arrival.header == Header(
+            k, Header.TENSOR if tensors else Header.EMPTY, 1.0, 5, describe(tensors, "layer")
+        )
         assert len(arrival.tensors) == len(tensors)
         assert all(torch.equal(a, b) for a, b in zip(arrival.tensors, tensors))
 
