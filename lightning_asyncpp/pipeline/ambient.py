@@ -87,7 +87,9 @@ REFUSED = (
     ),
 )  # fmt: skip
 # What takes longer, once per batch.
-_cudnn, _mkldnn, _matmul = torch.backends.cudnn, torch.backends.mkldnn, torch.backends.cuda.matmul
+_cudnn: Any = torch.backends.cudnn
+_mkldnn: Any = torch.backends.mkldnn
+_matmul: Any = vars(torch.backends.cuda)["matmul"]
 REFUSED_ONCE = (
     Setting(
         "the precision of matrix products (torch.set_float32_matmul_precision)",

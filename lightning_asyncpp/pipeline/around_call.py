@@ -55,7 +55,7 @@ class AroundCall:
         self._model.begin(purpose)
 
     def look(self) -> None:
-        """Read what is set now, at the call of the model, and what was changed in it; nothing raises within the step."""
+        """Read what is set now, at the call of the model, and what was changed; nothing raises within the step."""
         if not self._home:
             return  # nobody trains: only the arguments are wanted
         self._seen = self._read()
@@ -129,6 +129,6 @@ class AroundCall:
 def around_refusal(what: str, model: str, mend: str) -> str:
     """What is said of something that would hold on the last stage alone."""
     return (
-        f"{what}: the step sets it around {model}(...), where it would hold on the last stage of the pipeline alone: the"
+        f"{what}: the step sets it around {model}(...), where it would hold on the last stage of a pipeline alone: the"
         f" stages before it do not run the step; {mend}"
     )

@@ -60,7 +60,7 @@ def take_apart(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
     if len(structure) > MAX_STRUCTURE_BYTES:
         raise ConfigurationError(
             f"layer {layer!r} at a cut returned {len(structure)} bytes of names and numbers around its tensors, more"
-            f" than the {MAX_STRUCTURE_BYTES} that cross a cut: put numbers into a tensor, shorten the names, or cut the"
+            f" than the {MAX_STRUCTURE_BYTES} that cross a cut: put numbers into a tensor, shorten names, or cut the"
             " model elsewhere (partition=[...])"
         )
     return tuple(tensors), structure

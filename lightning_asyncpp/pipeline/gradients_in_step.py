@@ -31,7 +31,7 @@ def refuse_input_gradients(arguments: Any, model: str) -> None:
     """
     if any(tensor.requires_grad for tensor in tensors_of(arguments)):
         raise ConfigurationError(
-            f"an argument of {model}(...) requires a gradient (requires_grad_(), for a gradient penalty or forces; or it"
+            f"an argument of {model}(...) requires a gradient (requires_grad_(), for a penalty or forces, or it"
             " was computed from a trained parameter), but the input lives on the first stage of the pipeline and the"
             f" loss on the last: no gradient of the input can be had in the step, and none is trained through; {_MEND}"
         )
@@ -83,14 +83,14 @@ class GradientsInStep:
     def _of_parameters(self) -> str:
         return (
             f"torch.autograd.grad(..., parameters) in the step: this stage of the pipeline holds some layers of"
-            f" {self._model} alone, and runs them on weight versions of its own, so gradients of parameters cannot be had"
+            f" {self._model} alone, and runs them on its own weight versions, so gradients of parameters are not there"
             f" there; {_MEND}; for norms of gradients, look at them in on_before_optimizer_step"
         )
 
     def _of_input(self) -> str:
         return (
-            "torch.autograd.grad in the step, with respect to something that the loss does not depend on here: the input"
-            " lives on the first stage of the pipeline and the loss on the last, and forwards run on weight versions, not"
+            "torch.autograd.grad in the step, with respect to something that the loss does not depend on: the input"
+            " is on the first stage of the pipeline and the loss on the last, and forwards run on weight versions, not"
             f" on the parameters, so gradients of either cannot be had in the step; {_MEND}"
         )
 
@@ -98,5 +98,5 @@ class GradientsInStep:
         raise ConfigurationError(
             f"a backward through {self._model} in the step (loss.backward(), manual_backward, or torch.autograd.grad"
             " with respect to what is inside): the pipeline runs the backward of every micro-batch itself, on all"
-            f" stages, after the step; return the loss, and leave the backward out; a term that needs gradients: {_MEND}"
+            f" stages, after the step; return the loss, and leave backward out; a term that needs gradients: {_MEND}"
         )

@@ -107,7 +107,7 @@ class Header:
         known = magic == _MAGIC and cls.TENSOR <= kind <= cls.FAILED
         if not (known and 0 <= count <= MAX_TENSORS and 0 <= size <= MAX_STRUCTURE_BYTES):
             raise ProtocolError(f"not an activation header of this version: {numbers}")
-        return count * _PER_TENSOR.size + int(size)
+        return int(count) * int(_PER_TENSOR.size) + int(size)
 
     @classmethod
     def read(cls, message: memoryview | bytearray | bytes, expected_k: int, max_bytes: int) -> Header:

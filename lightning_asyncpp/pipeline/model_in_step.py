@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_asyncpp.pipeline.stage import OtherStage, Stage
+from lightning_asyncpp.pipeline.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.stage import Stage
 
 _PLAIN = (bool, int, float, str, type(None))
 _LOOKED_AT, _SAMPLED = 2, 64  # parameters, and values of each
@@ -75,7 +76,7 @@ class ModelInStep:
 
     def _mode_refusal(self) -> str:
         return (
-            f"train() or eval() on {self._name}, or on a part of it, in the step before the call: the stages that do not"
+            f"train() or eval() on {self._name}, or on a part of it, in the step before the call: stages that do not"
             " run the step would stay in the other mode; call it in hooks that run on every stage, such as"
             " on_train_start, on_train_epoch_start or on_validation_start (with Fabric: before"
             " strategy.training_step or evaluation_step)"

@@ -1,4 +1,4 @@
-"""What a Fabric loop's step sets around the model holds on all stages, with the loop's precision around or beneath it."""
+"""What a Fabric loop's step sets around the model holds on all stages, whatever the loop's precision is."""
 
 from __future__ import annotations
 

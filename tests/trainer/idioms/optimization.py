@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.pipeline.cases import DIM
-from tests.trainer.idioms.entry import NOTE, OPEN, REFUSED, WORKS, Idiom
+from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
 from tests.trainer.runs import Net, Run
 
 
