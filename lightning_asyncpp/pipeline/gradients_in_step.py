@@ -83,8 +83,8 @@ class GradientsInStep:
     def _of_parameters(self) -> str:
         return (
             f"torch.autograd.grad(..., parameters) in the step: this stage of the pipeline holds some layers of"
-            f" {self._model} alone, and runs them on its own weight versions, so gradients of parameters are not there"
-            f" there; {_MEND}; for norms of gradients, look at them in on_before_optimizer_step"
+            f" {self._model} alone, and runs them on its own weight versions, so there are no gradients of parameters"
+            f"; {_MEND}; for norms of gradients, look at them in on_before_optimizer_step"
         )
 
     def _of_input(self) -> str:

@@ -232,7 +232,7 @@ REFUSED: list[tuple[type[Net], str, int]] = [
     (RequiresInputGradient, "the input lives on the first stage of the pipeline and the loss on the last", 3),
     (Backwards, "a backward through self.model in the step", 3),
     (TakesGradientsOfWeights, "torch.autograd.grad(..., parameters) in the step", 2),
-    (TakesGradientOfTheBatch, "with respect to something that the loss does not depend on here", 2),
+    (TakesGradientOfTheBatch, "with respect to something that the loss does not depend on", 2),
 ]
 
 
