@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
+from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.step_guard import StepGuard
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
@@ -42,6 +44,7 @@ from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.refusals import NOTHING_TO_STEP
 from lightning_asyncpp.pytorch.statistics_log import StatisticsLog
 from lightning_asyncpp.pytorch.stop_on_signal import StopOnSignal
+from lightning_asyncpp.pytorch.validation_randomness import drawing_from
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 
@@ -202,8 +205,16 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._statistics_log.install(module.trainer)
         self.emulator.load_state_dict(self._loaded_state)
         self._loaded_state = None
+        if micro_batches is not None and self.settings.delay and self._module_first is not None:
+            self._module_first.around = self._drawing_at_batch_end
         if not self.settings.is_plain:
             self._step_guard = StepGuard(self.optimizers[0], lambda: self._running.updating)
+
+    def _drawing_at_batch_end(self) -> AbstractContextManager[None]:
+        """What hooks draw there is no part of what the training draws, as in a pipeline."""
+        micro_batches = self._running.micro_batches
+        assert micro_batches is not None
+        return drawing_from(derive(micro_batches.seed, "batch end", self.global_rank, micro_batches.next_micro_batch))
 
     def _example(self, module: LightningModule, network: nn.Module | None) -> Example | None:
         parts = self.settings.micro_batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import lightning as L
@@ -55,10 +56,14 @@ class ModuleFirst(Callback):
 
     Args:
         module: whose hook it is.
+
+    Attributes:
+        around: makes what the hooks run in.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self._taken: list[_Taken] = []
 
     def install(self, trainer: L.Trainer) -> None:
@@ -87,7 +92,8 @@ class ModuleFirst(Callback):
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Call the hooks."""
-        self._call(trainer, outputs, batch, batch_idx)
+        with self.around():
+            self._call(trainer, outputs, batch, batch_idx)
 
     def _call(self, trainer: L.Trainer, outputs: Any, batch: Any, batch_idx: int) -> None:
         for taken in self._taken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from lightning.pytorch.cli import instantiate_class
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.models import GPT, GPTConfig
+from tests.workers import worker_context
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 OPTIMIZERS = {
@@ -27,12 +29,22 @@ OPTIMIZERS = {
 }
 
 
-def parsed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict:
-    """What the recipe's optimizer becomes; nothing is run."""
-    monkeypatch.setattr("sys.argv", ["asyncpp"])
-    with contextlib.suppress(SystemExit):
+def parsed(*arguments: str) -> dict:
+    """What the recipe's optimizer becomes; nothing is run.
+
+    In a process in which no other library has put an optimizer of the same name beside the package's.
+    """
+    with worker_context().Pool(1) as pool:
+        printed = pool.apply(printed_config, arguments)
+    return yaml.safe_load(printed)["model"]["init_args"]["optimizer"]
+
+
+def printed_config(*arguments: str) -> str:
+    """What the command prints."""
+    sys.argv = ["asyncpp"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         main(["fit", "--config", str(RECIPE), *arguments, "--print_config"])
-    return yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["optimizer"]
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -42,8 +54,8 @@ def parsed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *argu
         for item in OPTIMIZERS.items()
     ],
 )
-def test_a_short_name_finds_the_class_and_its_arguments(name, path, capsys, monkeypatch):
-    config = parsed(capsys, monkeypatch, f"--optimizer={name}", "--optimizer.lr=0.004", "--optimizer.weight_decay=0.2")
+def test_a_short_name_finds_the_class_and_its_arguments(name, path):
+    config = parsed(f"--optimizer={name}", "--optimizer.lr=0.004", "--optimizer.weight_decay=0.2")
     assert config["class_path"] == path
     model = GPT(GPTConfig(vocab_size=8, context_length=4, num_layers=1, dim=8, num_heads=1))
     optimizer = instantiate_class(model.named_parameters(), config)
@@ -51,21 +63,19 @@ def test_a_short_name_finds_the_class_and_its_arguments(name, path, capsys, monk
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SOAP"])
-def test_error_feedback_takes_a_short_name_too(name, capsys, monkeypatch):
-    config = parsed(
-        capsys, monkeypatch, "--optimizer=ErrorFeedback", f"--optimizer.base={name}", "--optimizer.base.lr=0.004"
-    )
+def test_error_feedback_takes_a_short_name_too(name):
+    config = parsed("--optimizer=ErrorFeedback", f"--optimizer.base={name}", "--optimizer.base.lr=0.004")
     assert config["class_path"] == "lightning_asyncpp.optim.ErrorFeedback"
     assert config["init_args"]["base"]["class_path"] == OPTIMIZERS[name]
     assert config["init_args"]["base"]["init_args"]["lr"] == 0.004
 
 
 @pytest.mark.parametrize(("name", "path"), [("Muon", "MuonAdamW"), ("NorMuon", "NorMuonAdamW")])
-def test_the_name_of_a_rule_for_matrices_means_the_optimizer_of_a_whole_model(name, path, capsys, monkeypatch):
-    assert parsed(capsys, monkeypatch, f"--optimizer={name}")["class_path"] == f"lightning_asyncpp.optim.{path}"
-    wrapped = parsed(capsys, monkeypatch, "--optimizer", "ErrorFeedback", "--optimizer.base", name)
+def test_the_name_of_a_rule_for_matrices_means_the_optimizer_of_a_whole_model(name, path):
+    assert parsed(f"--optimizer={name}")["class_path"] == f"lightning_asyncpp.optim.{path}"
+    wrapped = parsed("--optimizer", "ErrorFeedback", "--optimizer.base", name)
     assert wrapped["init_args"]["base"]["class_path"] == f"lightning_asyncpp.optim.{path}"
-    full = parsed(capsys, monkeypatch, "--optimizer=torch.optim.Muon")
+    full = parsed("--optimizer=torch.optim.Muon")
     assert full["class_path"] == "torch.optim.Muon"
 
 
