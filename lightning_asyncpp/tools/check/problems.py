@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
@@ -28,6 +27,7 @@ from lightning_asyncpp.pipeline.units import (
 from lightning_asyncpp.pipeline.whole_model import WholeModel
 from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems
 from lightning_asyncpp.tools.check.trial import StepOf, copied, name_of, network_of
+from lightning_asyncpp.tools.configured import optimizers_in
 
 T = TypeVar("T")
 
@@ -123,21 +123,8 @@ def configured_problems(module: nn.Module) -> tuple[list[str], str]:
         return [], ""
     module = copy.deepcopy(module)
     try:
-        optimizers = _optimizers(module.configure_optimizers())
+        optimizers = optimizers_in(module.configure_optimizers())
     except Exception as error:  # it may ask for its Trainer, or for a stage
         return [], f"configure_optimizers was not looked at: it raised {type(error).__name__}: {error}"
     unfit = [problem for optimizer in optimizers for problem in stage_problems(optimizer, with_closure=True)]
     return [*unfit, *optimizer_problems(optimizers, module)], ""
-
-
-def _optimizers(configured: Any) -> list[Optimizer]:
-    """The optimizers among what configure_optimizers may return."""
-    if isinstance(configured, Optimizer):
-        return [configured]
-    if isinstance(configured, Mapping):
-        return _optimizers(configured.get("optimizer"))
-    if isinstance(configured, (list, tuple)):
-        if len(configured) == 2 and all(isinstance(part, (list, tuple)) for part in configured):
-            configured = configured[0]
-        return [optimizer for part in configured for optimizer in _optimizers(part)]
-    return []

@@ -32,6 +32,7 @@ from lightning_asyncpp.pytorch.refusals import (
     precision_problems,
     trainer_problems,
 )
+from lightning_asyncpp.tools.configured import optimizers_in
 from lightning_asyncpp.tools.instantiating import instantiated
 
 _STEPS = 1000
@@ -92,7 +93,7 @@ class Recipe:
         """The optimizer of what ``module`` holds now."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            optimizers = _optimizers_in(self.module.configure_optimizers())
+            optimizers = optimizers_in(self.module.configure_optimizers())
         if problems := optimizer_problems(optimizers, self.module):
             raise ConfigurationError.from_problems(problems)
         return optimizers[0]
@@ -259,19 +260,6 @@ def _example_batch(module: LightningModule, data: LightningDataModule | None, no
             data.prepare_data()
             data.setup("fit")
         return next(iter(source.train_dataloader()))
-
-
-def _optimizers_in(configured: Any) -> list[Optimizer]:
-    """The optimizers in what ``configure_optimizers`` returned, in any of Lightning's forms."""
-    if isinstance(configured, Optimizer):
-        return [configured]
-    if isinstance(configured, Mapping):
-        return _optimizers_in(configured.get("optimizer"))
-    if isinstance(configured, (list, tuple)):
-        if configured and isinstance(configured[0], (list, tuple)):
-            configured = configured[0]  # optimizers and schedulers
-        return [optimizer for entry in configured for optimizer in _optimizers_in(entry)]
-    return []
 
 
 @contextmanager

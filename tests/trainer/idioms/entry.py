@@ -10,7 +10,7 @@ import lightning as L
 
 from tests.trainer.runs import Net, Run
 
-WORKS, NOTE, REFUSED, OPEN = "works", "works, with a note", "refused", "open"
+WORKS, NOTE, REFUSED = "works", "works, with a note", "refused"
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Idiom:
 
     Attributes:
         code: as a user writes it.
-        verdict: one of the four above.
+        verdict: one of the three above.
         note: what a user should know; where it is refused, what to do instead.
         module: makes the LightningModule from the run.
         trainer: arguments of the Trainer.
