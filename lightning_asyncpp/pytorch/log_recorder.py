@@ -11,7 +11,7 @@ import json
 import math
 import numbers
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -23,6 +23,7 @@ from torchmetrics import Metric
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _HEAD = 4  # schema, loss, weight of the loss, the first micro-batch whose loss is NaN (from 1, 0 for none)
+_ABSENT = -1.0  # in place of a weight: the batch did not log this name
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
@@ -89,6 +90,7 @@ class LogRecorder:
     weight: float = 0.0
     slots: float = math.inf
     _pending: list[tuple[Entry, Tensor | float, float]] = field(default_factory=list)
+    _places: dict[str, Entry] = field(default_factory=dict)  # names so far, in the order of a payload
 
     def log(
         self,
@@ -193,15 +195,22 @@ class LogRecorder:
                 self.metrics[name], self.metric_entries[name] = metric, Entry(**saved["entry"])
 
     def schema(self) -> str:
-        """Names and options in the order of the values, as JSON."""
-        return _encode_schema(tuple(self.entries[name] for name in self.values))
+        """Names and options in the order of the newest payload, as JSON."""
+        return _encode_schema(tuple(self._places.values()))
 
     def encode(self, slots: int, loss: float, weight: float, nan: float) -> Tensor:
-        """Pack the values into a vector of :func:`payload_length` fp64 numbers."""
+        """Pack the values into a vector of :func:`payload_length` fp64 numbers.
+
+        A name keeps its place in batches that do not log it: what is logged now and then changes the schema once.
+        """
         self.settle()
+        present = {name: self.entries[name] for name in self.values}
+        together = self._places | present
+        self._places = together if len(together) <= slots else present
         payload = [schema_number(self.schema()), loss, weight, nan]
-        for accumulator in self.values.values():
-            payload += [accumulator.result(), accumulator.weight]
+        for name in self._places:
+            logged = self.values.get(name)
+            payload += [0.0, _ABSENT] if logged is None else [logged.result(), logged.weight]
         payload += [0.0] * (payload_length(slots) - len(payload))
         return torch.tensor(payload, dtype=torch.float64)
 
@@ -259,21 +268,26 @@ def decode_schema(schema: str) -> list[Entry]:
     return [Entry(**fields) for fields in json.loads(schema)]
 
 
-def combine(payload: Tensor, entries: list[Entry]) -> list[tuple[Entry, float, float]]:
-    """Values of a mini-batch over all replicas.
+def combine(payload: Tensor, layouts: Sequence[Sequence[Entry]]) -> list[tuple[Entry, float, float]]:
+    """Values of a mini-batch over the replicas that logged them.
 
     Args:
         payload: shape (replicas, payload length).
-        entries: what stands at the places.
+        layouts: what stands at the places, for each replica.
 
     Returns:
         For every entry its value and the weight that it stands for.
     """
+    rows: dict[Entry, list[tuple[float, float]]] = {}
+    for row, entries in zip(payload.tolist(), layouts):
+        for index, entry in enumerate(entries):
+            value, weight = row[_HEAD + 2 * index : _HEAD + 2 * index + 2]
+            if weight != _ABSENT:
+                rows.setdefault(entry, []).append((value, weight))
     combined = []
-    for index, entry in enumerate(entries):
+    for entry, values in rows.items():
         accumulator = Accumulator(entry.reduction)
-        rows = payload[:, _HEAD + 2 * index : _HEAD + 2 * index + 2].tolist()
-        for value, weight in [row for row in rows if not math.isnan(row[0])] or rows:  # as over micro-batches
+        for value, weight in [pair for pair in values if not math.isnan(pair[0])] or values:  # as over micro-batches
             accumulator.add(value, weight)
         combined.append((entry, accumulator.result(), accumulator.weight))
     return combined

@@ -20,7 +20,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.agreement import exchange
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
@@ -73,7 +72,7 @@ class StepMetrics:
         self._schemas: dict[int, list[Entry]] = {0: []}  # the same on all ranks
         self._own_schemas: dict[int, str] = {}
         self._logged: dict[str, Entry] = {}
-        self._updates: deque[tuple[Update, list[Entry]]] = deque()
+        self._updates: deque[tuple[Update, list[list[Entry]]]] = deque()
         self._losses: list[tuple[Tensor, float, Tensor, Tensor]] = []  # loss, weight; weight of NaN, first NaN
         self._told_of_nan = False
         self._module: LightningModule | None = None
@@ -221,7 +220,7 @@ class StepMetrics:
         """Take the metrics out of applied updates; they are logged in the next hook that may log."""
         for update in updates:
             self._warn_of_nan(update)
-            self._updates.append((update, self._entries(update.message.payload[:, 0])))
+            self._updates.append((update, self._layouts(update.message.payload[:, 0])))
             self._on_loss(mean_loss(update.message.payload))
 
     def log_received(self) -> None:
@@ -232,8 +231,8 @@ class StepMetrics:
         # Of the batch that just ended; in the middle of an accumulation that mini-batch is still open.
         newest = engine.mini_batch - (0 if engine.accumulating else 1)
         while self._updates:
-            update, entries = self._updates.popleft()
-            for entry, value, weight in self._rows(update, entries):
+            update, layouts = self._updates.popleft()
+            for entry, value, weight in self._rows(update, layouts):
                 self._log_training(entry, value, weight)
             private.log_step_metrics(self._trainer, batches_ago=newest - update.mini_batch)
 
@@ -260,12 +259,12 @@ class StepMetrics:
 
     def _log_received_late(self) -> None:
         while self._updates:
-            update, entries = self._updates.popleft()
-            self._log_late(self._rows(update, entries), update.mini_batch)
+            update, layouts = self._updates.popleft()
+            self._log_late(self._rows(update, layouts), update.mini_batch)
 
-    def _rows(self, update: Update, entries: list[Entry]) -> list[tuple[Entry, float, float]]:
+    def _rows(self, update: Update, layouts: list[list[Entry]]) -> list[tuple[Entry, float, float]]:
         """What steps logged for a mini-batch, and what layers counted in it, with the weights of the values."""
-        rows = combine(update.message.payload, entries)
+        rows = combine(update.message.payload, layouts)
         if not update.message.weight:
             return rows
         metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
@@ -302,18 +301,14 @@ class StepMetrics:
         )  # fmt: skip
         self._logged[entry.name] = entry
 
-    def _entries(self, numbers: Tensor) -> list[Entry]:
-        """What stands at the places of a payload; exchanged between all ranks the first time."""
-        number = int(numbers[0])
-        if bool((numbers != number).any()):
-            raise ConfigurationError(
-                "the replicas logged different names in the same training batch: call self.log with the same names in"
-                " every step, whatever the data"
-            )
-        if number not in self._schemas:
-            texts = exchange(self._mesh, self._own_schemas.get(number, ""))
-            self._schemas[number] = decode_schema(texts[0])
-        return self._schemas[number]
+    def _layouts(self, numbers: Tensor) -> list[list[Entry]]:
+        """What stands at the places of each replica's payload; exchanged between all ranks the first time."""
+        wanted = [int(number) for number in numbers]
+        if unknown := sorted(set(wanted) - self._schemas.keys()):
+            own = {number: self._own_schemas[number] for number in unknown if number in self._own_schemas}
+            for text in exchange(self._mesh, json.dumps(own)):
+                self._schemas |= {int(number): decode_schema(schema) for number, schema in json.loads(text).items()}
+        return [self._schemas[number] for number in wanted]
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 

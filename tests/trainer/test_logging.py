@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.trainer.modules import ManyNames, MetricNet, SumsAndExtremes
@@ -132,3 +133,40 @@ def test_torchmetrics_objects(pools: Pools, stages: int, replicas: int) -> None:
     epochs = [metrics["train_mse"] for _, metrics in results[0]["records"] if "train_mse" in metrics]
     assert len(epochs) == 2
     assert epochs[0] != epochs[1]
+
+
+class LogsSometimes(Net):
+    """Logs names only where the batch has such samples, and keeps its weights."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        losses = (self.model(batch["x"]) - batch["y"]) ** 2
+        for name, chosen in chosen_of(batch["y"]).items():
+            if chosen.any():
+                self.log(name, losses[chosen].mean(), on_step=True, on_epoch=True, batch_size=int(chosen.sum()))
+        return losses.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def chosen_of(y: Tensor) -> dict[str, Tensor]:
+    return {"high": y > 1.3, "low": y < -1.3, "never": y > 100}
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_a_name_that_only_some_batches_log(pools: Pools, stages: int, replicas: int) -> None:
+    """Also where one replica has such samples and the other has not: the mean over those that logged it."""
+    options = {"micro_batches": 3, "data_parallel_size": replicas}
+    run = Run(LogsSometimes, options=options, batch_size=3, samples=36, shuffle=True, trainer={"logger": "list"})
+    results = pools.run(stages * replicas, fit, run)
+    data, module = Samples(36), LogsSometimes(run)
+    with torch.no_grad():
+        losses = (module.model(data.x) - data.y) ** 2
+    means = {name: float(losses[chosen].mean()) for name, chosen in chosen_of(data.y).items() if chosen.any()}
+    assert set(means) == {"high", "low"}
+    for result in results:
+        metrics = result["callback_metrics"]
+        assert {name: metrics[f"{name}_epoch"] for name in means} == pytest.approx(means, rel=1e-5)
+        assert not any("never" in name for name in metrics)
+    rows = [sum(f"{name}_step" in row for _, row in results[0]["records"]) for name in means]
+    assert all(0 < count < 12 // replicas for count in rows), "no batch without such a name: the test tests nothing"
