@@ -111,7 +111,7 @@ class PendingUpdate:
     _squares: float = 0.0
 
     def launch(self) -> None:
-        """Start the reduction over the replicas, or with one replica the control message.
+        """Start the reduction over the replicas, or send the control message where nothing is to be waited for first.
 
         In the middle of a pipeline it waits for shared gradients of stages behind, which were complete before its own:
         the stage before waits for the control message, and this one for activations of that stage.
@@ -122,15 +122,20 @@ class PendingUpdate:
             return
         if self.tied is None or not self.mesh.is_first:
             self._launch_message()
-            return
-        self.poll()
 
-    def poll(self) -> None:
-        """Take up what has arrived, and send the control message if that is everything."""
-        if self._message is not None or not (self.reduction is None or self.reduction.poll()):
-            return
+    def poll(self) -> bool:
+        """Take up what has arrived, and send the control message if that is everything.
+
+        Returns:
+            Whether it has been sent.
+        """
+        if self._message is not None:
+            return True
+        if not (self.reduction is None or self.reduction.poll()):
+            return False
         if self.tied is None or self.tied.have_arrived():
             self._launch_message()
+        return self._message is not None
 
     def reduce_now(self) -> tuple[float, float, Tensor]:
         """Wait for the replicas, not for the other stages; the control message is sent.

@@ -125,12 +125,17 @@ class UpdateQueue:
         for mini_batch in self.closed:
             if mini_batch.pending is None and mini_batch.end is not None and next_backward >= mini_batch.end:
                 mini_batch.pending = self._launch(mini_batch)
+        self.poll()
 
     def poll(self) -> None:
-        """Take up what has arrived; waits for nothing."""
+        """Take up what has arrived; waits for nothing.
+
+        Messages and shared gradients leave in the order of the mini-batches, which is how their receivers tell them
+        apart: what arrives in the meantime for a later one waits for the one before.
+        """
         for mini_batch in self.closed:
-            if mini_batch.pending is not None:
-                mini_batch.pending.poll()
+            if mini_batch.pending is None or not mini_batch.pending.poll():
+                break
         while self._leaving and self._leaving[0].have_left():
             self._leaving.popleft()
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections import deque
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.mini_batch import MiniBatch
 from lightning_asyncpp.pipeline.reduction import squares
+from lightning_asyncpp.pipeline.ties import TiedGradients
 from lightning_asyncpp.pipeline.update import (
     PendingUpdate,
     StopFlags,
     clip_coefficient,
     gradient_norm,
 )
+from lightning_asyncpp.pipeline.update_queue import UpdateQueue
 
 
 def pending(gradients: dict[str, Any], weight: float = 2.0, stop: StopFlags | None = None) -> PendingUpdate:
@@ -65,3 +70,36 @@ def test_clipping_is_torchs(max_norm: float) -> None:
     norm = float(torch.nn.utils.clip_grad_norm_([parameter], max_norm))
     expected = torch.arange(5.0) * clip_coefficient(norm, max_norm)
     torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=0)
+
+
+class ArrivesLate:
+    """The shared gradients of a mini-batch: all that is not seen to arrive at the first look arrives after it."""
+
+    counted_elsewhere = names = frozenset[str]()
+
+    def __init__(self, looks: int, passed_on: list[str], name: str) -> None:
+        self.looks, self.passed_on, self.name = looks, passed_on, name
+
+    def have_arrived(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def pass_on(self, *_: object) -> None:
+        self.passed_on.append(self.name)
+
+
+def test_mini_batches_pass_on_in_order() -> None:
+    """What arrives between a look at one mini-batch and at the next one must not let the second go first."""
+    passed_on: list[str] = []
+    queue = object.__new__(UpdateQueue)
+    queue.closed, queue._leaving = deque(), deque()
+    for index, (name, looks) in enumerate({"first": 1, "second": 0}.items()):
+        on_its_way = replace(
+            pending({"a": torch.ones(2)}), tied=cast("TiedGradients", ArrivesLate(looks, passed_on, name))
+        )
+        queue.closed.append(MiniBatch(index, index, pending=on_its_way))
+    queue.closed.append(MiniBatch(2, 2))
+    queue.poll()
+    assert passed_on == []
+    queue.poll()
+    assert passed_on == ["first", "second"]
