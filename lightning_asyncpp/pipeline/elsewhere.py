@@ -21,10 +21,12 @@ class Home(NamedTuple):
     Attributes:
         name: of it in the layer that holds it, as in the model.
         stage: that layer's.
+        also_later: whether this stage does hold it, but not before a later layer than the one that uses it.
     """
 
     name: str
     stage: int
+    also_later: bool = False
 
     def refusal(self, second_name: str, what: str = "is another name of") -> str:
         """Why it cannot be used here, with the mend.
@@ -33,9 +35,12 @@ class Home(NamedTuple):
             second_name: what it was used as.
             what: that has to do with the tensor.
         """
+        here = (
+            "on this stage only a later layer than the one that uses it" if self.also_later else "this stage does not"
+        )
         return (
-            f"{second_name} {what} {self.name}, which a layer of pipeline stage {self.stage} holds and this stage does"
-            " not: let the layer that uses it hold it too (an nn.Module with this parameter, or its module,"
+            f"{second_name} {what} {self.name}, which a layer of pipeline stage {self.stage} holds and {here}"
+            ": let the layer that uses it hold it too (an nn.Module with this parameter, or its module,"
             " as an attribute, in pipeline_layers()), as stages may share weights; to read it, gather it with"
             " strategy.full_state_dict()"
         )

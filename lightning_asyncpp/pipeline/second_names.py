@@ -1,7 +1,8 @@
 """Second names, outside of a stage's layers, of parameters that these hold, as ``model.shared`` of a T5 is.
 
-While a layer runs such a name stands for the parameter as that layer uses it, or the last one before it on this stage
-that holds it, or the first one that does: so gradients are summed in the same order on any number of stages.
+While a layer runs such a name stands for the parameter as that layer uses it, or the last one before it that holds it,
+or the first one that does: so gradients are summed in the same order on any number of stages. Where the last one before
+it is on another stage, its use is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.elsewhere import Home
+from lightning_asyncpp.pipeline.ties import Tie
 from lightning_asyncpp.pipeline.units import Unit
 
 Uses = dict[int, str]
@@ -36,6 +38,22 @@ def use_in(uses: Uses, position: int) -> str:
     """The use that a second name means while the unit at a position runs."""
     before = [use for at, use in uses.items() if at <= position]
     return before[-1] if before else next(iter(uses.values()))
+
+
+def home_before(ties: Sequence[Tie], stage: int, name: str) -> Home | None:
+    """Where a parameter lives for the layers of a stage that run before the first one there that holds it.
+
+    Args:
+        ties: of the whole model.
+        stage: this one.
+        name: of the parameter on it.
+
+    Returns:
+        The last stage before it that holds the parameter, and its name there; None if there is none.
+    """
+    tie = next((tie for tie in ties if stage in tie.stages and tie.name_on(stage) == name), None)
+    before = tie.before(stage) if tie is not None else None
+    return None if tie is None or before is None else Home(tie.name_on(before), before, also_later=True)
 
 
 def uses_of(units: Sequence[Unit]) -> dict[Tensor, Uses]:

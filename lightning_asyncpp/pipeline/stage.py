@@ -11,11 +11,19 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.elsewhere import Home, OtherStage, leave_placeholders
+from lightning_asyncpp.pipeline.elsewhere import Home, OtherStage, OtherTensor, leave_placeholders
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
 from lightning_asyncpp.pipeline.randomness import derive, seed_generators
-from lightning_asyncpp.pipeline.second_names import SecondName, homes_of, second_names, use_in, uses_of
+from lightning_asyncpp.pipeline.second_names import (
+    SecondName,
+    Uses,
+    home_before,
+    homes_of,
+    second_names,
+    use_in,
+    uses_of,
+)
 from lightning_asyncpp.pipeline.statistics import counting_layers
 from lightning_asyncpp.pipeline.units import (
     Unit,
@@ -48,6 +56,18 @@ class _Place(NamedTuple):
     def at(self) -> tuple[int, str]:
         """The same for the same place, whatever its name in the model."""
         return id(self.holder), self.key
+
+
+class _Turn(NamedTuple):
+    """What a place holds while a unit runs.
+
+    Attributes:
+        place: it, with the name of the use that it means.
+        instead: what it holds, if not that use's weights.
+    """
+
+    place: _Place
+    instead: Tensor | None = None
 
 
 class Stage:
@@ -153,7 +173,7 @@ class Stage:
     def refresh(self) -> None:
         """Look up the parameters again: moving a module to another dtype or device may have replaced them."""
         self._places: list[_Place] = []
-        self._turns: list[list[_Place]] = []  # by unit: the places that mean another one's use before or after it
+        self._turns: list[list[_Turn]] = []  # by unit: the places that mean another one's use before or after it
         self.parameters: dict[str, nn.Parameter] = {}
         self.uses: dict[str, str] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -210,7 +230,7 @@ class Stage:
                 found[-1].append(_Place(holder, key, full))
         self._places += itertools.chain(*found)
         units_at = Counter(place.at for places in found for place in {p.at: p for p in places}.values())
-        self._turns = [[place for place in places if units_at[place.at] > 1] for places in found]
+        self._turns = [[_Turn(place) for place in places if units_at[place.at] > 1] for places in found]
 
     def _find_buffers(self) -> None:
         for layer_name, layer in self.counting_layers.items():
@@ -227,21 +247,32 @@ class Stage:
                 parameter = self.parameters[name]
                 if getattr(module, key) is not parameter:
                     setattr(module, key, parameter)
-                holder = _holder(module, "_parameters", key, parameter)
-                self._places.append(_Place(holder, key, name))
-                for position, turn in enumerate(self._turns if len(uses) > 1 else ()):
-                    turn.append(_Place(holder, key, use_in(uses, position)))
+                place = _Place(_holder(module, "_parameters", key, parameter), key, name)
+                self._places.append(place)
+                self._take_turns(module, key, uses, place)
             elif getattr(module, key).is_meta:  # and that of the unit is not any more
                 setattr(module, key, self.model.get_buffer(name))
             if name in self.buffers:
                 self._places.append(_Place(_holder(module, "_buffers", key, self.buffers[name]), key, name))
 
+    def _take_turns(self, module: nn.Module, key: str, uses: Uses, place: _Place) -> None:
+        """Have a second name mean each unit's use in turn, and none before the first where another stage holds it."""
+        home = home_before(self.whole.ties, self.index, place.name)
+        instead = None
+        if home is not None:
+            path = next(path for path, m in self.root.named_modules() if m is module)
+            tensor = self.parameters[place.name]
+            instead = OtherTensor.of(tensor.shape, tensor.dtype, f"{path}.{key}" if path else key, home)
+        for position, turn in enumerate(self._turns if len(uses) > 1 or home is not None else ()):
+            is_before = position < min(uses)
+            turn.append(_Turn(place._replace(name=use_in(uses, position)), instead if is_before else None))
+
     def _enter(self, offset: int) -> None:
         """Have the places that several units use mean this one's use."""
         if self._weights is not None:
-            for place in self._turns[offset]:
+            for place, instead in self._turns[offset]:
                 if place.name in self._weights:
-                    place.holder[place.key] = self._weights[place.name]
+                    place.holder[place.key] = self._weights[place.name] if instead is None else instead
 
 
 def _holder(module: nn.Module, kept_in: str, key: str, tensor: Tensor) -> dict[str, Any]:

@@ -220,3 +220,34 @@ def test_check_model_says_the_same() -> None:
     assert check_model(SecondNet(RUN), batches, stages=3).bitwise
     with pytest.raises(Exception, match=r"scale is another name of begin\.scale"):
         check_model(misusing("parameter", RUN), batches, stages=2)
+
+
+class UsedBetween(Second):
+    """A layer's function uses what one layer before it holds and one behind it."""
+
+    def pipeline_layers(self) -> list[Any]:
+        first, second = self.blocks
+        return [self.begin, first, (second, lambda block, x: block(x) + self.shared(x)), self.end, self.head]
+
+
+class UsedBetweenNet(SecondNet):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.twin = self.model = UsedBetween()
+        self.head_weight = self.model.head.weight
+
+
+@pytest.mark.parametrize("partition", [[3, 2], [4, 1], [3, 1, 1]])
+def test_a_name_means_the_last_layer_before_that_holds_it(pools: Pools, partition: list[int]) -> None:
+    run = replace(RUN, module=UsedBetweenNet, options=RUN.options | {"partition": partition}, trainer={})
+    state: dict[str, np.ndarray] = {}
+    train(replace(delayed(run, micro_batches=4), callbacks=((KeepsState, {"into": state}),)))
+    results = pools.run(len(partition), fit, run)
+    assert_equal_weights(results[0]["full_afterwards"], state)
+
+
+@pytest.mark.parametrize("partition", [[1, 4], [2, 2, 1], [1, 1, 3]])
+def test_a_name_of_which_another_stage_has_the_last_layer_before_is_refused(pools: Pools, partition: list[int]) -> None:
+    options = RUN.options | {"partition": partition}
+    outcomes = refusals(pools, replace(RUN, module=UsedBetweenNet, options=options, trainer={}), len(partition))
+    assert_refused(outcomes, "model.shared.weight is another name of begin.linear.weight", "only a later layer")
