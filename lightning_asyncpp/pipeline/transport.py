@@ -22,6 +22,7 @@ from lightning_asyncpp.pipeline.neighbours import Neighbours, connect_neighbours
 
 _ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED = 1, 2, 3, 4, 5, 6, 7
 _MAX_SUM_BYTES = 2**24
+_LOADED_STEPS = range(3)  # an end, a batch or nothing, as `stage_loader.Next` counts them
 _MOST_SUMS = 16  # put aside at a time: neighbours are at most a few mini-batches apart
 _NAMES = {
     _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end",
@@ -196,11 +197,11 @@ class Transport:
 
         Raises:
             PeerLostError: the stage before is gone.
-            ProtocolError: it has not loaded anything.
+            ProtocolError: it has not loaded anything, or nothing that can be.
         """
         assert self._before is not None, "the first stage loads by itself"
         frame = self._next(self._before, _LOADED)
-        if frame.num_bytes:
+        if frame.num_bytes or frame.number not in _LOADED_STEPS:
             raise ProtocolError(f"{self._before.peer} sent {_NAMES[_LOADED]} that cannot be one: {frame}")
         self.announce_loaded(frame.number)
         return frame.number

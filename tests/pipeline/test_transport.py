@@ -264,6 +264,16 @@ class TestRefusals:
         with pytest.raises(ProtocolError, match=rf"it ended before micro-batch {number}, .* number={number}"):
             last.expect_end()
 
+    @pytest.mark.parametrize(("number", "size"), [(3, 0), (-1, 0), (2**62, 0), (1, 8)], ids=str)
+    def test_a_loaded_batch_that_cannot_be(self, number: int, size: int) -> None:
+        first, middle, _ = chain(3)
+        for step in range(3):
+            first.announce_loaded(step)
+            assert middle.follow_loaded() == step
+        announce(link_of(first, "after"), 7, number, size)
+        with pytest.raises(ProtocolError, match=rf"a batch of the data loader that cannot be one: .*number={number}"):
+            middle.follow_loaded()
+
     def test_a_sum_of_another_length(self) -> None:
         first, last = chain(2)
         last.send_part(0, torch.zeros(3, dtype=torch.float64))
