@@ -186,7 +186,7 @@ class MicroBatchGradient:
         dist.all_reduce(weight)
         self.weight = float(weight)
         reduced: dict[str, Tensor | None] = {}
-        for bucket in plan_buckets(self.parameters):
+        for bucket in plan_buckets({name: self.parameters[name] for name in gradients}):
             flat = bucket.pack(gradients)
             dist.all_reduce(flat)
             reduced.update(bucket.unpack(flat))

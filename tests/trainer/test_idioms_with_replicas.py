@@ -1,0 +1,68 @@
+"""What others do around a model, with several replicas of every stage: as ``delayed_gradient`` trains it under DDP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.trainer import around
+from tests.trainer.delays import delayed
+from tests.trainer.mistakes import CountsSteps
+from tests.trainer.pool import Pools
+from tests.trainer.reference import assert_equal_weights
+from tests.trainer.runs import Net, Run, fit
+from tests.trainer.test_around_an_update import Projected, PutsOtherMemory, StepsSometimes, ZeroesInPlace
+from tests.trainer.test_gradients_of_users import ClipsByTorch
+from tests.trainer.test_other_optimizers import ByProdigy, BySam, Filtered, Grouped, SparseFirst
+from tests.trainer.test_second_names import SecondNet, UsedBetweenNet, UsesDirectly
+
+REPLICAS = 2
+
+TRAINED: dict[str, tuple[type[Any], dict[str, Any], dict[str, Any]]] = {
+    # module, options of the run, of the strategy
+    "second names": (SecondNet, {}, {}),
+    "a second name that layers use": (UsedBetweenNet, {}, {"partition": [4, 1]}),
+    "around the call": (around.SetsAll, {}, {"partition": [2, 4]}),
+    "nothing to train": (Filtered, {"optimizer": "muon"}, {}),
+    "groups": (Grouped, {}, {}),
+    "projection": (Projected, {"correction": "feedback"}, {}),
+    "other memory": (PutsOtherMemory, {}, {}),
+    "a step now and then": (StepsSometimes, {"dropout": 0.2}, {}),
+    "zeroes in place": (ZeroesInPlace, {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trains_as_the_emulator_under_ddp(pools: Pools, name: str) -> None:
+    module, of_run, options = TRAINED[name]
+    trainer = {"max_epochs": 2, "gradient_clip_val": 0.4}
+    run = Run(module, "async", {"micro_batches": 2}, trainer=trainer, samples=48, batch_size=4, **of_run)
+    emulated = pools.run(REPLICAS, fit, delayed(run, micro_batches=2))
+    options = run.options | {"data_parallel_size": REPLICAS} | options
+    results = pools.run(2 * REPLICAS, fit, replace(run, options=options))
+    expected = emulated[0]["weights"]
+    held = [name for result in results for name in result["weights"]]  # two stages may share one
+    assert all(held.count(name) >= REPLICAS for name in expected)
+    for result in results:
+        assert_equal_weights(result["weights"], {name: expected[name] for name in result["weights"]})
+
+
+REFUSED: dict[str, tuple[type[Net], str]] = {
+    "over all parameters": (ByProdigy, "Prodigy computes over all of its parameters"),
+    "several gradients": (BySam, "Sam evaluates the loss several times per step"),
+    "sparse": (SparseFirst, "(Looks) has sparse=True"),
+    "clips by torch": (ClipsByTorch, "clip_grad_norm_"),
+    "used directly": (UsesDirectly, "used directly in training_step"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_on_every_rank(pools: Pools, name: str) -> None:
+    module, said = REFUSED[name]
+    run = Run(module, "async", {"micro_batches": 2, "data_parallel_size": REPLICAS}, samples=48, batch_size=4)
+    counts = () if module is ClipsByTorch else ((CountsSteps, {}),)  # it clips where the first update is due
+    outcomes = pools.outcomes(2 * REPLICAS, fit, replace(run, callbacks=counts))
+    assert all(outcome.error for outcome in outcomes)
+    assert any(said in outcome.message for outcome in outcomes)
