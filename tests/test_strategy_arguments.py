@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
+import lightning as L
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_asyncpp import fabric, pytorch
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -60,6 +63,23 @@ def test_all_are_named_at_once(strategy: type) -> None:
 def test_a_partition_says_how_many_stages_there_are() -> None:
     with pytest.raises(ConfigurationError, match=r"micro_batches=2 is smaller than the number of stages \(3\)"):
         pytorch.AsyncPipelineStrategy(partition=[1, 1, 1], micro_batches=2)
+
+
+@pytest.mark.parametrize("package", [pytorch, fabric], ids=lambda package: package.__name__)
+def test_what_does_not_fit_the_ranks_is_found_before_they_connect(
+    package: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks are not there: who waited for them would not come back before the timeout."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "3")
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    strategy = package.AsyncPipelineStrategy(micro_batches=2, timeout=timedelta(seconds=5))
+    run = (L.Trainer if package is pytorch else L.Fabric)(strategy=strategy, devices=3, accelerator="cpu")
+    begin = functools.partial(run.fit, BoringModel()) if isinstance(run, L.Trainer) else run.launch
+    with pytest.raises(ConfigurationError, match=r"micro_batches=2 is smaller than the number of stages \(3\)"):
+        begin()
 
 
 def test_types_hide_nothing_else() -> None:

@@ -23,6 +23,7 @@ class AroundCall:
     """Compares what is set when the step calls the model with what is set where the stages run by themselves.
 
     :meth:`begin` every batch; then for every micro-batch :meth:`look` at the call, and :meth:`judge` after the step.
+    Where the step runs to its end, :meth:`check_model` at the call and :meth:`check_step` after it.
 
     Args:
         stage: this rank's.
@@ -41,6 +42,7 @@ class AroundCall:
         self._once: list[Any] | None = None
         self._seen: list[Any] = []
         self._found: str | None = None
+        self._is_first_step = True
 
     def begin(self, purpose: str) -> None:
         """Read what is set where the stages run by themselves, before a batch.
@@ -53,6 +55,7 @@ class AroundCall:
             self._home = self._read()
             self._once = [setting.read() for setting in REFUSED_ONCE]
         self._model.begin(purpose)
+        self._is_first_step = True
 
     def look(self) -> None:
         """Read what is set now, at the call of the model, and what was changed; nothing raises within the step."""
@@ -89,6 +92,16 @@ class AroundCall:
         """
         if self._home and (found := self._changed()):
             raise ConfigurationError(found)
+
+    def check_step(self) -> None:
+        """Look at what the step did after its call, in the first micro-batch.
+
+        Raises:
+            ConfigurationError: it changed layers of other stages.
+        """
+        if self._home and self._is_first_step and (found := self._model.attribute_set()):
+            raise ConfigurationError(found)
+        self._is_first_step = False
 
     def set_as(self, number: int) -> AbstractContextManager[None]:
         """Have around this stage's layers what the step has around the model."""

@@ -1,8 +1,9 @@
-"""What a user's step does to the model before it calls it: on stages that do not run the step nothing of it happens."""
+"""What a user's step does to the model: on stages that do not run the step, or not to its end, none of it happens."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ class ModelInStep:
         self._modules = list(stage.model.modules())
         self._others = [module for module in self._modules if isinstance(module, OtherStage)]
         self._units = [stage.model, *(unit.module for unit in stage.units), *self._others]
-        middle = range(1, stage.num_stages - 1)
-        self._elsewhere = [module for module in self._others if module.stage in middle]
+        self._middle = range(1, stage.num_stages - 1)
+        # What the step does after its call, only the last stage does.
+        self._unseen = [module for module in self._others if stage.is_last or module.stage in self._middle]
         self._batches: Counter[str] = Counter()
 
     def begin(self, purpose: str) -> None:
@@ -39,7 +41,7 @@ class ModelInStep:
             purpose: ``"train"``, or what is evaluated.
         """
         self._modes, self._unit_modes = _modes(self._modules), _modes(self._units)
-        self._attributes = [dict(vars(module)) for module in self._elsewhere]
+        self._attributes = [(module, dict(vars(module))) for module in self._unseen]
         self._parameters = list(self._stage.parameters.values()) if purpose == "train" else []
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._batches[purpose] += 1
@@ -67,11 +69,22 @@ class ModelInStep:
                 " weight versions of its own; swap weights in hooks that run on every stage (on_validation_start and"
                 " on_validation_end), or compute this in a single process (delayed_gradient)"
             )
-        if name := self._attribute_set():
-            return (
-                f"{name} was set in the step: its layer lives on a stage that does not run the step; set it in a hook"
-                " that runs on every stage, such as on_train_batch_start"
-            )
+        return self.attribute_set(self._middle)
+
+    def attribute_set(self, stages: Container[int] | None = None) -> str | None:
+        """What was set in layers of other stages.
+
+        Args:
+            stages: which; None: all that do not run the step to its end.
+        """
+        for module, before in self._attributes:
+            for key, value in vars(module).items() if stages is None or module.stage in stages else ():
+                if key != "training" and not _same(value, before.get(key, _PLAIN)):
+                    return (
+                        f"{self._name}.{module.name}.{key} was set in the step: its layer lives on a stage that does"
+                        " not run the step to its end; set it in a hook that runs on every stage, such as"
+                        " on_train_batch_start"
+                    )
         return None
 
     def _mode_refusal(self) -> str:
@@ -94,13 +107,6 @@ class ModelInStep:
             samples = [tensor.detach().reshape(-1)[:_SAMPLED] for tensor in held[:_LOOKED_AT]]
             kept += [sample.view(torch.uint8).tolist() for sample in samples]
         return kept
-
-    def _attribute_set(self) -> str | None:
-        for module, before in zip(self._elsewhere, self._attributes):
-            for key, value in vars(module).items():
-                if key != "training" and not _same(value, before.get(key, _PLAIN)):
-                    return f"{self._name}.{module.name}.{key}"
-        return None
 
 
 def _modes(modules: list[nn.Module]) -> list[bool]:

@@ -17,6 +17,7 @@ from lightning_asyncpp.pipeline.boundary import put_together, take_apart
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
 from lightning_asyncpp.pipeline.gradients_in_step import GradientsInStep, refuse_input_gradients
 from lightning_asyncpp.pipeline.header import Header, describe
+from lightning_asyncpp.pipeline.kept_tensors import KeptTensors
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.model_call import ModelCall
 from lightning_asyncpp.pipeline.randomness import derive, generator_states, seed_generators, set_generator_states
@@ -112,10 +113,12 @@ class StageRunner:
     trace: Trace | None = None
     call: ModelCall = field(init=False)
     around: AroundCall = field(init=False)
+    kept: KeptTensors = field(init=False)
 
     def __post_init__(self) -> None:
         self.call = ModelCall(self.stage.model, self.hooks.model_name)
         self.around = AroundCall(self.stage, self.device, self.hooks)
+        self.kept = KeptTensors(self.stage.root)
 
     def begin(self, purpose: str = "train") -> None:
         """Get ready for the micro-batches of a batch; once for each.
@@ -233,7 +236,7 @@ class StageRunner:
         if trains:
             refuse_input_gradients((args, kwargs), self.hooks.model_name)
         header = Header(task.k, weight=weight, fingerprint=task.mark, around=around)
-        with collecting() as said:
+        with collecting() as said, self.kept.watching() if trains else _NOTHING:
             output = self._compute(task, args, kwargs, around)
         return self._departure(task, output, header, (), said)
 
@@ -245,7 +248,8 @@ class StageRunner:
             return None
         with _span(trace, Kind.FORWARD, task.k, task.version):
             inputs, arguments = self._open(arrival)
-            with self.around.set_as(arrival.header.around), collecting() as said:
+            kept = self.kept.watching() if task.purpose == "train" else _NOTHING
+            with self.around.set_as(arrival.header.around), collecting() as said, kept:
                 output = self.stage.forward((arguments,), {}, self.seed, self.mesh.replica, task.k)
             return self._departure(task, output, arrival.header, inputs, said)
 
@@ -300,6 +304,8 @@ class StageRunner:
         gradients = GradientsInStep(self.hooks.model_name)
         with self._step_context(), _NOTHING if arrival is None else gradients.within():
             result = self.call.redirect(lambda: task.step(task.slot, weight), compute)
+        if arrival is not None:
+            self.around.check_step()
         outputs = (self._loss_to_differentiate(result),) if task.purpose == "train" else ()
         return Flight(task.k, task.version, weight, inputs, outputs, result, said)
 

@@ -50,8 +50,10 @@ class PipelineStrategyMixin:
         """Start the process group and connect the mesh, on the interface to be used; a collective call.
 
         Raises:
-            ConfigurationError: there is no such interface.
+            ConfigurationError: there is no such interface, or the settings do not fit the number of ranks.
         """
+        # Before ranks wait for each other: one that failed in the midst of it would leave the others waiting.
+        self.session.settings.resolved(self.num_nodes * self.num_processes)  # type: ignore[attr-defined]
         purpose = "choose the backend for stages that share a GPU"
         given = required(self, "_process_group_backend", purpose)
         self._process_group_backend = backend_of(self.parallel_devices, given)  # type: ignore[attr-defined]

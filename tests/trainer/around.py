@@ -177,6 +177,13 @@ class SetsAnAttribute(Around):
         return self.model(x)
 
 
+class SetsAnAttributeAfterwards(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.model[1].p = 0.5  # type: ignore[index]
+        return loss
+
+
 class RequiresInputGradient(Around):
     def call(self, x: Tensor) -> Tensor:
         return self.model(x.requires_grad_(True))
@@ -229,6 +236,7 @@ REFUSED: list[tuple[type[Net], str, int]] = [
     (OtherWeightsOfTheLast, "other weights in self.model", 3),
     (SwapsValues, "other weights in self.model", 2),
     (SetsAnAttribute, "self.model.4.scale was set in the step", 3),
+    (SetsAnAttributeAfterwards, "self.model.1.p was set in the step", 2),
     (RequiresInputGradient, "the input lives on the first stage of the pipeline and the loss on the last", 3),
     (Backwards, "a backward through self.model in the step", 3),
     (TakesGradientsOfWeights, "torch.autograd.grad(..., parameters) in the step", 2),
@@ -298,3 +306,36 @@ REFUSED += [
     (TooWide, "layer '1' at a cut returned 801 tensors; at most 256 may cross a cut", 2),
     (Complex, "layer '2' returned a tensor of shape (4, 6), dtype torch.complex64", 2),
 ]
+
+
+class Routed(nn.Linear):
+    """Keeps its own loss in an attribute, as many routers do, and an average of it that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.average = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.balance = out.square().mean()
+        self.average = self.balance.detach()
+        return out
+
+
+class SumsBalances(Net):
+    """The first and the last stage hold a router each; the older weight_norm computes an attribute before the call."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        first, last = Routed(), Routed()
+        self.features: dict[str, Tensor] = {}
+        norm = torch.nn.utils.weight_norm(nn.Linear(DIM, DIM))
+        self.model = nn.Sequential(nn.Linear(DIM, DIM), first, norm, nn.Linear(DIM, DIM), last, nn.Linear(DIM, 1))
+        self.model[0].register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.features["first"] = output
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(m.balance for m in self.model.modules() if isinstance(m, Routed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -78,3 +79,18 @@ def test_a_mode_set_in_a_validation(pools: Pools) -> None:
     outcomes = pools.outcomes(3, fit, run)
     assert all(outcome.error for outcome in outcomes)
     assert "train() or eval() on self.model" in outcomes[0].message
+
+
+def fit_and_hear(run: Run) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(run)
+    return [str(warning.message) for warning in caught if "kept, with a gradient" in str(warning.message)]
+
+
+def test_what_layers_keep_for_the_step_is_warned_of(pools: Pools) -> None:
+    for stages, partition in ((2, [3, 3]), (3, [1, 2, 3])):
+        heard = pools.run(stages, fit_and_hear, Run(around.SumsBalances, options={"partition": partition}))[::-1]
+        named = [" ".join(texts).split(":")[0] for texts in heard]  # the first stage's first
+        assert ", ".join(named[:-1]) == "features, model.1.balance"
+        assert named[-1] == ""
