@@ -171,9 +171,10 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
         self.progress.forget()
         self.session.start(UserHooks.of(module, forward_context=self._forward_context), self.root_device, training)
         rank_zero_info(f"Pipeline: {self.session.describe()}")
-        self._conductor = Conductor(trainer, self.session, self.step_metrics, self.drain, self.progress)
-        self._conductor.install(trainer)
         self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
+        drain, meets_gradients = self.drain, self._batch_ends.meets_gradients
+        self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients, self.progress)
+        self._conductor.install(trainer)
         self._batch_ends.install(trainer)
         self._steps_of.clear()
         self.step_metrics.connect(trainer, module, self.in_epoch_end)
