@@ -288,7 +288,7 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
         if private.begins_accumulation(self._module.trainer):
             engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
         with self.session.user_step():
-            output = engine.run(args[0], self._user_step("training_step", args, kwargs))
+            output = self.session.run(args[0], self._user_step("training_step", args, kwargs))
         if not self._mesh.is_last:
             return self._loss.clone()
         loss = output.mean_loss(engine.runner.hooks.loss_reduction)

@@ -103,3 +103,38 @@ def test_callbacks_after_their_own_update_need_not_be_on_all_ranks(pools: Pools)
     assert_equal_weights(joined_weights(pools.run(2, fit_clamped, run, (0, 1)), 2), emulated)
     results = pools.run(2, fit_clamped, run, (1,))  # rank 1 is the first stage, which has gradients in flight
     assert max(abs(weights).max() for weights in results[1]["weights"].values()) < 0.3
+
+
+class ClampsOnce(L.Callback):
+    """Changes weights at one moment, where no strategy can tell which gradients are to see it."""
+
+    def __init__(self, hook: str, batch: int, past_versions: bool = False) -> None:
+        self.batch, self.past_versions = batch, past_versions
+        setattr(self, hook, self._clamp)
+
+    def _clamp(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            for parameter in module.parameters():
+                (parameter.data if self.past_versions else parameter.detach()).clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hook", "batch"),
+    [
+        ("async", "on_train_batch_end", 0),  # the first mini-batch, whose weights are the newest
+        ("async", "on_train_batch_start", 1),
+        ("async", "on_train_batch_end", 2),
+        ("sync", "on_train_batch_end", 2),
+        ("sync", "on_before_backward", 1),
+    ],
+)
+@pytest.mark.parametrize("past_versions", [False, True])
+def test_other_changes_between_two_batches_are_refused(
+    pools: Pools, strategy: str, hook: str, batch: int, past_versions: bool
+) -> None:
+    callback = (ClampsOnce, {"hook": hook, "batch": batch, "past_versions": past_versions})
+    run = replace(accumulating(Net, strategy, {}), callbacks=(callback,))
+    for outcome in pools.outcomes(3, fit, run):
+        assert outcome.error == "ConfigurationError"
+        assert "changed outside the optimizer's step while" in outcome.message
+        assert "on_train_batch_end of the LightningModule" in outcome.message
