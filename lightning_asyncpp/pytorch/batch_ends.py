@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -138,15 +138,15 @@ class BatchEnds(ModuleFirst):
             with (
                 self._session.weights_may_change(),
                 self._step_metrics.of_batch(end.weight, held),
-                drawing_from(self._seed(end.first)) if self._step_metrics.holds else nullcontext(),
+                drawing_from(self._seed(end.first)),
                 private.running_hook(self._module, HOOK),
             ):
                 self._call(self._trainer, end.outputs, end.batch, end.batch_idx)
 
     def _seed(self, k: int) -> int:
-        # Not from the process's generators: how much was drawn there by then depends on when the hook is called.
-        engine = self._session.running()
-        return derive(self._session.seed, "batch end", engine.mesh.replica, k)
+        # Not from the process's generators: how much was drawn there by then depends on when the hook is called, and on
+        # whether the stage reads data. All ranks draw the same, for what a hook writes into weights.
+        return derive(self._session.seed, "batch end", k)
 
     @contextmanager
     def _late(self) -> Iterator[None]:

@@ -35,3 +35,13 @@ class Shrinks(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         for parameter in self.parameters():
             parameter.mul_(1.0 - 0.05 * (batch_idx + 1))
+
+
+class Draws(Net):
+    """What is drawn must be the same on all ranks, and in one process."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        factor = 1.0 - 0.1 * torch.rand(())
+        for parameter in self.parameters():
+            parameter.mul_(factor)

@@ -16,7 +16,7 @@ import torch
 from lightning_asyncpp.pytorch.module_first import after_own_update
 from tests.trainer.delays import delayed, train
 from tests.trainer.pool import Pools
-from tests.trainer.projections import Projected, PutsOtherMemory, Shrinks
+from tests.trainer.projections import Draws, Projected, PutsOtherMemory, Shrinks
 from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Net, Run, fit
 
@@ -47,7 +47,8 @@ def test_every_change_means_what_it_means_in_one_process(pools: Pools, delays: s
         if stages == 1:
             pytest.skip("one stage is the last")
         emulated = emulated | {"stages": stages}
-    for (name, module), accumulate in zip(MODULES.items(), (2, 3, 2)):
+    modules = {**MODULES, "draws": Draws}
+    for (name, module), accumulate in zip(modules.items(), (2, 3, 2, 3)):
         run = accumulating(module, strategy, options, accumulate)
         expected = train(delayed(run, micro_batches=3, **emulated))["weights"]
         for interval in (1, 7):
@@ -64,7 +65,7 @@ def test_with_replicas_as_well(pools: Pools, delays: str) -> None:
     strategy, options, emulated = DELAYS[delays]
     if delays == "fresh last stage":
         emulated = emulated | {"stages": 2}
-    run = accumulating(Shrinks, strategy, options | {"data_parallel_size": 2}, val_check_interval=2)
+    run = accumulating(Draws, strategy, options | {"data_parallel_size": 2}, val_check_interval=2)
     run = replace(run, shuffle=True, samples=80)
     first, second = pools.run(2, fit, delayed(run, micro_batches=3, **emulated))
     assert_equal_weights(second["weights"], first["weights"])
