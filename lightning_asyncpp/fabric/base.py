@@ -256,7 +256,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         if self._recorder is not None:
             self._recorder.begin_batch()
         with self._driving():
-            output = engine.run(batch, self._user_step(step_fn))
+            output = self.session.run(batch, self._user_step(step_fn))
         if not self._mesh.is_last:
             return None
         if (nan := output.nan_losses()) is not None:

@@ -18,7 +18,7 @@ from lightning_asyncpp.pipeline.micro_batch import Slot, cut_batch
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, MiniBatch, Update
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, Task
-from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
+from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, weight_version
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage
 from lightning_asyncpp.pipeline.ticket import Ticket
@@ -107,6 +107,14 @@ class Engine:
     def accumulating(self) -> bool:
         """Whether batches ran that no :meth:`close` has given an update yet."""
         return self.next_forward > self.updates.open.first
+
+    @property
+    def at_newest(self) -> bool:
+        """Whether the open mini-batch runs at the weights that its own update will be applied to: no delay, or not yet.
+
+        The same on all stages: a last stage without delay has nothing in flight between two batches.
+        """
+        return weight_version(self.mini_batch, self.settings.delay, self.settings.synchronous_start) == self.mini_batch
 
     def run(self, batch: Any, step: Step) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.

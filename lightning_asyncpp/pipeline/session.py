@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems, exchange
+from lightning_asyncpp.pipeline.agreement import agree_on_problems, exchange
 from lightning_asyncpp.pipeline.averages import Averages
+from lightning_asyncpp.pipeline.change_guard import ChangeGuard
 from lightning_asyncpp.pipeline.clipping_guard import ClippingGuard
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import (
@@ -25,16 +27,16 @@ from lightning_asyncpp.pipeline.errors import (
 )
 from lightning_asyncpp.pipeline.failing_session import FailingSession
 from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.mini_batch import Update
+from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems
 from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.partition_choice import choose_partition
+from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.stage import Stage, cut
 from lightning_asyncpp.pipeline.step_guard import StepGuard
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
-from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.pipeline.update import clip_coefficient
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
@@ -42,7 +44,6 @@ from lightning_asyncpp.pipeline.whole_model import WholeModel
 
 ApplyStep = Callable[[], None]
 _FINISHED = "finished"
-_LOOKS_TOGETHER = 4
 
 
 def check_norm_type(norm_type: float) -> None:
@@ -89,8 +90,7 @@ class PipelineSession(FailingSession):
         self._office: TicketOffice | None = None
         self._update: Update | None = None
         self._in_step = False
-        self._untouched: Untouched | None = None
-        self._looks = 0
+        self._changes: ChangeGuard | None = None
         self._step_guard: StepGuard | None = None
 
     def connect(self, rank: int, world_size: int) -> Mesh:
@@ -152,6 +152,7 @@ class PipelineSession(FailingSession):
         timeout = None if self.timeout is None else self.timeout.total_seconds()
         resolved = settings.resolved(mesh.world_size)
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
+        self._changes = ChangeGuard(self.engine, self.where_to_change)
         return self.engine
 
     def describe(self) -> str:
@@ -192,7 +193,6 @@ class PipelineSession(FailingSession):
             self._clipping_guard.begin(stage.parameters.values())
         weights = self.running().weights
         weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
-        self._untouched, self._looks = Untouched(weights.parameters), 0
         self._let_anybody_step()
         self._step_guard = StepGuard(optimizer, lambda: self._update is not None)
         self.running().updates.on_left_out = lambda: leave_out(optimizer)
@@ -241,10 +241,23 @@ class PipelineSession(FailingSession):
         if self.failure is not None:
             self.running()
 
+    def run(self, batch: Any, step: Step) -> BatchOutput:
+        """Run a training batch: see :meth:`Engine.run`.
+
+        Raises:
+            ConfigurationError: somebody has changed the weights that gradients of the batch before are taken at.
+        """
+        engine, changes = self._watched()
+        changes.before_batch()
+        output = engine.run(batch, step)
+        changes.after_batch()
+        return output
+
     def close(self, payload: Tensor | None = None) -> None:
-        """End the mini-batch and file its ticket."""
+        """End the mini-batch and file its ticket; raises as :meth:`run` does."""
         assert self._office is not None, "attach() an optimizer before training"
-        engine = self.running()
+        engine, changes = self._watched()
+        changes.before_close()
         if engine.mini_batch == engine.settings.synchronous_start > 0:
             self.tell_delay()  # all earlier updates have been applied: they ended with a flush
         engine.close(self._office.file(), payload)
@@ -259,22 +272,19 @@ class PipelineSession(FailingSession):
         Raises:
             ConfigurationError: somebody else has changed weights since the last call, while an update was outstanding.
         """
-        engine = self.running()
-        if engine.settings.updates_behind(engine.mini_batch - 1):
-            self._check_untouched()
+        engine, changes = self._watched()
+        changes.before_updates()
         updates = engine.apply_due(lambda update: self._apply(update, step))
         afterwards()
-        if self._untouched is not None and engine.updates.applied < engine.mini_batch:
-            self._untouched.note()
+        changes.after_updates()
         return updates
 
     def drain(self, step: ApplyStep, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
-        if error := self._touched():
-            raise error
-        updates = self.running().drain(lambda update: self._apply(update, step))
-        if self._untouched is not None:
-            self._untouched.forget()
+        engine, changes = self._watched()
+        changes.before_drain()
+        updates = engine.drain(lambda update: self._apply(update, step))
+        changes.after_drain()
         afterwards()
         return updates
 
@@ -283,23 +293,6 @@ class PipelineSession(FailingSession):
         """Something runs between two updates that may change the newest weights."""
         yield
         self.running().weights.adopt(unseen=True)
-
-    def _check_untouched(self) -> None:
-        """Refuse what was changed; the first few times on all ranks together."""
-        error, self._looks = self._touched(), self._looks + 1
-        if self._looks <= _LOOKS_TOGETHER:
-            agree_on_error(self._connected(), error)
-        elif error:
-            raise error
-
-    def _touched(self) -> ConfigurationError | None:
-        changed = self._untouched.changed() if self._untouched is not None else []
-        if not changed:
-            return None
-        return ConfigurationError(
-            f"{', '.join(changed[:5])}: changed outside the optimizer's step while an update was outstanding, so how"
-            f" the change and the update mix would depend on the schedule; change weights {self.where_to_change}"
-        )
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the update being applied to a norm over all stages of ``max_norm``.
@@ -399,6 +392,11 @@ class PipelineSession(FailingSession):
                 dist.broadcast(data, source, group=group)
             with torch.no_grad():
                 tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+    def _watched(self) -> tuple[Engine, ChangeGuard]:
+        engine = self.running()
+        assert self._changes is not None
+        return engine, self._changes
 
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"

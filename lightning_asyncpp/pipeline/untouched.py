@@ -1,4 +1,4 @@
-"""Weights that nobody but the optimizer may change: between an update's gradient and the update itself."""
+"""Weights that nobody may change for a while."""
 
 from __future__ import annotations
 

@@ -171,9 +171,10 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
         self.progress.forget()
         self.session.start(UserHooks.of(module, forward_context=self._forward_context), self.root_device, training)
         rank_zero_info(f"Pipeline: {self.session.describe()}")
-        self._conductor = Conductor(trainer, self.session, self.step_metrics, self.drain, self.progress)
-        self._conductor.install(trainer)
         self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
+        drain, meets_gradients = self.drain, self._batch_ends.meets_gradients
+        self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients, self.progress)
+        self._conductor.install(trainer)
         self._batch_ends.install(trainer)
         self._steps_of.clear()
         self.step_metrics.connect(trainer, module, self.in_epoch_end)
@@ -287,7 +288,7 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
         if private.begins_accumulation(self._module.trainer):
             engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
         with self.session.user_step():
-            output = engine.run(args[0], self._user_step("training_step", args, kwargs))
+            output = self.session.run(args[0], self._user_step("training_step", args, kwargs))
         if not self._mesh.is_last:
             return self._loss.clone()
         loss = output.mean_loss(engine.runner.hooks.loss_reduction)

@@ -4,22 +4,29 @@ The update of batch t is applied in the middle of batch t+1, or at the end of ba
 hook that changes weights, as a projection does, would be called before or after it, whichever it happens to be, and so
 would make the training depend on how often the run validates. Called between update t and update t+1 it does to W_{t+1}
 what it does in a single process.
+
+Of batches that share update t (gradient accumulation) only the last one's hook has to wait for it. Those before come
+after update t-1, and so change W_t, which update t is then applied to. Mini-batch t runs at W_{t-1}, so none of its
+gradients sees the change. Without delay, and in the mini-batches before it sets in, it runs at W_t itself: the batches
+after the hook see the change and those before it do not, so the pipeline drains in between.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_asyncpp.pipeline.agreement import exchange
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.session import PipelineSession
@@ -27,6 +34,9 @@ from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.module_first import HOOK, ModuleFirst
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.pytorch.validation_randomness import drawing_from
+
+_READS = "hooks that read weights"
+_MAY_CHANGE = "hooks that may change weights"
 
 
 class _BatchEnd(NamedTuple):
@@ -63,17 +73,29 @@ class BatchEnds(ModuleFirst):
         self._waiting: deque[_BatchEnd] = deque()
         self._is_late = False
         self._has_warned = False
+        self._may_change_weights = False  # on any rank
 
     @override
     def install(self, trainer: L.Trainer) -> None:
+        """Take the place in front of the callbacks that save, if there are hooks to call; a collective call."""
         self._trainer = trainer
         super().install(trainer)
-        self._step_metrics.holds = bool(self._taken) and self._session.running().settings.delay > 0
+        reads_only = all(isinstance(taken.owner, WeightAveraging) for taken in self._taken)
+        engine = self._session.running()
+        # A callback may be on some ranks alone; drains and what is logged must be the same on all.
+        said = exchange(engine.mesh, "" if not self._taken else _READS if reads_only else _MAY_CHANGE)
+        self._may_change_weights = _MAY_CHANGE in said
+        self._step_metrics.holds = any(said) and engine.settings.delay > 0
 
     @override
     def release(self) -> None:
         self._waiting.clear()
         super().release()
+
+    def meets_gradients(self) -> bool:
+        """Whether the hooks after this batch may change weights that its mini-batch is still running at."""
+        engine = self._session.running()
+        return self._may_change_weights and engine.accumulating and engine.at_newest
 
     def check_drain(self) -> None:
         """Refuse a drain by a hook that is called in the middle of another batch: it would meet that batch's update.
@@ -116,15 +138,15 @@ class BatchEnds(ModuleFirst):
             with (
                 self._session.weights_may_change(),
                 self._step_metrics.of_batch(end.weight, held),
-                drawing_from(self._seed(end.first)) if self._step_metrics.holds else nullcontext(),
+                drawing_from(self._seed(end.first)),
                 private.running_hook(self._module, HOOK),
             ):
                 self._call(self._trainer, end.outputs, end.batch, end.batch_idx)
 
     def _seed(self, k: int) -> int:
-        # Not from the process's generators: how much was drawn there by then depends on when the hook is called.
-        engine = self._session.running()
-        return derive(self._session.seed, "batch end", engine.mesh.replica, k)
+        # Not from the process's generators: how much was drawn there by then depends on when the hook is called, and on
+        # whether the stage reads data. All ranks draw the same, for what a hook writes into weights.
+        return derive(self._session.seed, "batch end", k)
 
     @contextmanager
     def _late(self) -> Iterator[None]:

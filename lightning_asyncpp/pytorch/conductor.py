@@ -36,6 +36,7 @@ class Conductor(Callback):
         session: the pipeline, started.
         step_metrics: what its steps logged.
         drain: finishes what is in flight and applies every update.
+        meets_gradients: whether what follows this batch may change weights that gradients in flight are taken at.
         progress: of this rank.
     """
 
@@ -45,11 +46,13 @@ class Conductor(Callback):
         session: PipelineSession,
         step_metrics: StepMetrics,
         drain: Callable[[], None],
+        meets_gradients: Callable[[], bool],
         progress: Progress,
     ) -> None:
         self.session = session
         self.step_metrics = step_metrics
         self.drain = drain
+        self._meets_gradients = meets_gradients
         self._progress = progress
         self.preemption = Preemption(trainer, self.request_stop)
         mesh, settings = session.running().mesh, session.running().settings
@@ -217,7 +220,8 @@ class Conductor(Callback):
         stopping = engine.updates.agreed.interrupted or engine.updates.agreed.finished
         saving = any(private.checkpoint_is_due(c, trainer.global_step) for c in trainer.checkpoint_callbacks)
         plateau = any(c.reduce_on_plateau and c.interval == "step" for c in trainer.lr_scheduler_configs)
-        return last or done or stopping or saving or plateau or private.validation_is_due(trainer)
+        reading = last or done or saving or plateau or private.validation_is_due(trainer)
+        return reading or stopping or self._meets_gradients()
 
 
 def _is_last(trainer: L.Trainer, batch_idx: int) -> bool:

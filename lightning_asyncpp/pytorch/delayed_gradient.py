@@ -205,7 +205,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._statistics_log.install(module.trainer)
         self.emulator.load_state_dict(self._loaded_state)
         self._loaded_state = None
-        if micro_batches is not None and self.settings.delay and self._module_first is not None:
+        if micro_batches is not None and self._module_first is not None:
             self._module_first.around = self._drawing_at_batch_end
         if not self.settings.is_plain:
             self._step_guard = StepGuard(self.optimizers[0], lambda: self._running.updating)
@@ -214,7 +214,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         """What hooks draw there is no part of what the training draws, as in a pipeline."""
         micro_batches = self._running.micro_batches
         assert micro_batches is not None
-        return drawing_from(derive(micro_batches.seed, "batch end", self.global_rank, micro_batches.next_micro_batch))
+        return drawing_from(derive(micro_batches.seed, "batch end", micro_batches.next_micro_batch))
 
     def _example(self, module: LightningModule, network: nn.Module | None) -> Example | None:
         parts = self.settings.micro_batches

@@ -155,6 +155,14 @@ def raw_step() -> None:
     run.optimizer.optimizer.step()
 
 
+def weights_changed_between_two_batches() -> None:
+    run = _after_a_batch()
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(0.5)
+    run.train()
+
+
 def clip_without_batch() -> None:
     run = Run(CASE)
     run.train()

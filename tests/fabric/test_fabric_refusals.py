@@ -33,6 +33,7 @@ CONFIGURATION = [
     (refused.closure, "without a closure"),
     (refused.step_without_batch, "without a batch: call strategy.training_step"),
     (refused.raw_step, "call step.. on what fabric.setup_optimizers"),
+    (refused.weights_changed_between_two_batches, "while gradients were under way at them.*register_step_post_hook"),
     (refused.clip_without_batch, "after strategy.training_step.* and before optimizer.step"),
     (refused.other_norm, "norm_type=inf.*2-norm only"),
     (refused.both_clippings, "clip_val and with max_norm.*use one of them"),

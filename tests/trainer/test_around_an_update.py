@@ -7,33 +7,15 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanSquaredError
 
 from tests.trainer.delays import delayed, train
 from tests.trainer.pool import Pools
+from tests.trainer.projections import Projected, PutsOtherMemory, project
 from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Net, Run, fit, loader, make_trainer, val_loaders
-
-
-@torch.no_grad()
-def project(parameters: Any) -> None:
-    for parameter in parameters:
-        if parameter.ndim == 2:
-            parameter.copy_(F.normalize(parameter, dim=1))
-
-
-class Projected(Net):
-    def on_train_batch_end(self, *_: Any) -> None:
-        project(self.parameters())
-
-
-class PutsOtherMemory(Net):
-    def on_train_batch_end(self, *_: Any) -> None:
-        for parameter in self.parameters():
-            parameter.data = parameter.data.clamp(-0.2, 0.2)
 
 
 class ProjectsInTheStep(Net):
@@ -60,11 +42,7 @@ CASES: dict[str, tuple[type[Net], int, dict[str, Any], dict[str, Any], dict[str,
 }
 
 
-NOT_YET = pytest.mark.xfail(reason="between accumulated batches the emulator's hooks come at another moment")
-NAMES = [pytest.param(n, marks=NOT_YET) if "accumulate_grad_batches" in case[3] else n for n, case in CASES.items()]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(pools: Pools, name: str) -> None:
     module, stages, of_run, trainer, options = CASES[name]
     run = Run(module, "async", {"micro_batches": 3} | options, dropout=0.2, val_samples=(9,), **of_run)

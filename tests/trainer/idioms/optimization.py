@@ -341,7 +341,7 @@ IDIOMS = [
     Idiom(
         "weights changed in the module's `on_train_batch_end`",
         WORKS,
-        "The hook comes once its batch's update has been applied; not exact yet with `accumulate_grad_batches`.",
+        "The hook comes once its batch's update has been applied.",
         Projects,
     ),
     Idiom(
