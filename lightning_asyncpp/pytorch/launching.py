@@ -32,7 +32,7 @@ class Launching(PipelineCheckpoints, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        private.check_launcher(self)
+        private.check_launcher()
         super().setup_environment()
 
     def gather_whole_model(self) -> None:
