@@ -53,14 +53,13 @@ class Shift(nn.Module):
         return x + self.by
 
 
-AVERAGED = replace(PLAIN, module=HasAverage)
 CASES: dict[str, tuple[Run, int]] = {
     "two stages": (PLAIN, 2),
     "three stages, second names, buffers": (SECOND_NAMES, 3),
     "built by the ranks": (replace(PLAIN, module=Lazy), 3),
-    "an average in the module": (AVERAGED, 2),
 }
 SLOW: dict[str, tuple[Run, int]] = {
+    "an average in the module": (replace(PLAIN, module=HasAverage), 2),
     "two replicas": (replace(SECOND_NAMES, options={"micro_batches": 4, "data_parallel_size": 2}), 4),
     "a callback that averages": (replace(PLAIN, callbacks=EMA), 2),
     "sharded checkpoints": (replace(PLAIN, options=PLAIN.options | {"state_dict_type": "sharded"}), 2),

@@ -27,7 +27,6 @@ from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
 
-
 DDP = DDPStrategy()
 
 
