@@ -31,7 +31,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("async_checkpoints", "yes", "True or False"),
     ("fresh_last_stage", 1, "True or False"),
     ("partition", [], "'auto', 'uniform', or a list"),
-    ("start_method", "forks", "'popen' or 'spawn' or 'fork' or 'forkserver'"),
+    ("start_method", "forks", "'popen' or 'spawn' or 'fork'"),
+    ("start_method", "forkserver", "'popen' or 'spawn' or 'fork': processes of a fork server would all train the same"),
     ("process_group_backend", 3, "a backend of torch.distributed"),
 ]
 

@@ -86,7 +86,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         heartbeat: float | None = 60.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

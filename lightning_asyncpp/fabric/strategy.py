@@ -50,7 +50,10 @@ class AsyncPipelineStrategy(PipelineStrategy):
             gives them, so slow ranks do, too; for progress there is ``timeout``. ``None``: nobody watches.
         process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
         timeout: of blocking communication.
-        start_method: how Fabric starts the processes; ``"popen"`` runs the script again.
+        start_method: how Fabric starts the processes; ``"popen"`` runs the script again, ``"fork"`` works in notebooks,
+            ``"spawn"`` where everything can be pickled: with these two ``fabric.launch(function)`` brings back what the
+            function returns on rank 0, and nothing else. A model from outside of it stays as it was: ``fabric.save`` it
+            in the function, and load that.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy; Fabric sets
             them.
 

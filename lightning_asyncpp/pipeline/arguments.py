@@ -8,8 +8,6 @@ from typing import Protocol
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
-
 
 class HasProblems(Protocol):
     """Settings that know what is wrong with them."""
@@ -41,6 +39,12 @@ def _one_of(*values: object) -> Callable[[object], str | None]:
     return lambda value: None if any(value is v or (isinstance(value, str) and value == v) for v in values) else words
 
 
+def _start_method(value: object) -> str | None:
+    wanted = _one_of("popen", "spawn", "fork")(value)
+    # Lightning gives them the model in shared memory, and a copy of it only to those that are spawned.
+    return f"{wanted}: processes of a fork server would all train the same memory" if value == "forkserver" else wanted
+
+
 def _switch(value: object) -> str | None:
     return None if isinstance(value, bool) else "True or False"
 
@@ -63,7 +67,7 @@ _CHECKS: dict[str, Callable[[object], str | None]] = {
     "timeout": _timeout,
     "interface": _name("a network interface, such as 'eth1'"),
     "process_group_backend": _name("a backend of torch.distributed, such as 'nccl' or 'gloo'"),
-    "start_method": _one_of(*_START_METHODS),
+    "start_method": _start_method,
     "state_dict_type": _one_of("full", "sharded"),
     "loss_reduction": _one_of("mean", "sum", None),
     "fresh_last_stage": _switch,

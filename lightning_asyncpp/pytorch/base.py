@@ -39,12 +39,12 @@ from lightning_asyncpp.pipeline.update import clip_values
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.batch_ends import BatchEnds
-from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
 from lightning_asyncpp.pytorch.collectives import Collectives
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.evaluation import EvaluationSteps
 from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
 from lightning_asyncpp.pytorch.last_link import link_when_written
+from lightning_asyncpp.pytorch.launching import Launching
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
@@ -65,7 +65,7 @@ _WHERE_TO_CHANGE = (
 )
 
 
-class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -99,7 +99,7 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
         heartbeat: float | None = 60.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -369,6 +369,8 @@ class PipelineStrategy(PipelineCheckpoints, EvaluationSteps, Collectives, Pipeli
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._started_others:
+            return  # no rank failed here, and the next ones begin anew
         if self._conductor is None or not self._conductor.preemption.ended:  # else all ranks end together
             self.session.fail(exception)
 

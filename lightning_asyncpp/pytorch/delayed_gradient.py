@@ -102,7 +102,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, Strategy, launchers
 
 from lightning_asyncpp.private_names import required
 
@@ -302,3 +303,22 @@ def batches_ahead(trainer: Trainer) -> int:
     progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
     waiting = [] if fetcher is None else required(fetcher, "batches", purpose)  # none after the training
     return len(waiting) + int(progress["ready"]) - int(progress["processed"])
+
+
+def start_method(strategy: DDPStrategy) -> str:
+    """How a strategy starts its processes."""
+    return str(required(strategy, "_start_method", "give the trained model to the process that starts others"))
+
+
+def multiprocessing_launcher() -> Any:
+    """Lightning's launcher of forked and spawned processes, to derive one from."""
+    purpose = "give the trained model to the process that starts others"
+    launcher = required(launchers, "_MultiProcessingLauncher", purpose)
+    required(launcher, "get_extra_results", purpose)
+    required(launcher, "update_main_process_results", purpose)
+    return launcher
+
+
+def check_launcher() -> None:
+    """Make sure that Lightning asks its strategies for their launcher as it did."""
+    required(Strategy, "_configure_launcher", "give the trained model to the process that starts others")

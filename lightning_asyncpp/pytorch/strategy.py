@@ -45,7 +45,9 @@ class AsyncPipelineStrategy(PipelineStrategy):
             gives them, so slow ranks do, too; for progress there is ``timeout``. ``None``: nobody watches.
         process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
         timeout: of blocking communication.
-        start_method: how Lightning starts the processes; ``"popen"`` runs the script again.
+        start_method: how Lightning starts the processes; ``"popen"`` runs the script again, ``"fork"`` works in
+            notebooks, ``"spawn"`` where everything can be pickled: with these two the process that starts the others
+            is no rank, and its module is the whole trained one after ``fit``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
             Trainer sets them.
 

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy, Strategy, launchers
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch.utils.data import SequentialSampler
 from torchmetrics import MeanMetric
@@ -25,6 +26,8 @@ from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
+
+DDP = DDPStrategy()
 
 
 def replace_signal_handlers(trainer: L.Trainer) -> None:
@@ -79,6 +82,13 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_accelerator_connector": (lambda t: t, private.keep_samplers),
     "use_distributed_sampler": (lambda t: t._accelerator_connector, private.keep_samplers),
     "_skip_backward": (lambda t: t.fit_loop.epoch_loop.automatic_optimization, private.skips_backward),
+    "_start_method": (lambda t: DDP, lambda t: private.start_method(DDP)),
+    "_MultiProcessingLauncher": (lambda t: launchers, lambda t: private.multiprocessing_launcher()),
+    "get_extra_results": (lambda t: launchers._MultiProcessingLauncher, lambda t: private.multiprocessing_launcher()),
+    "update_main_process_results": (
+        lambda t: launchers._MultiProcessingLauncher, lambda t: private.multiprocessing_launcher()
+    ),
+    "_configure_launcher": (lambda t: Strategy, lambda t: private.check_launcher()),
     "_current_fx_name": (lambda t: t.lightning_module, lambda t: private.current_hook(t.lightning_module)),
 }  # fmt: skip
 

@@ -63,6 +63,10 @@ class Guard:
         self._at_exit: AtExit | None = None
         weakref.finalize(watched, self.end).atexit = False
 
+    def __reduce__(self) -> tuple:
+        """A copy, as one in a spawned process, watches over nothing yet."""
+        return Guard, (self._limit, self._watched()), {"is_torn_down": self.is_torn_down}
+
     def begin(self, mesh: Mesh) -> None:
         """Watch, unless this is done already or there is nobody else; a collective call.
 

@@ -1,0 +1,67 @@
+"""How a Trainer strategy starts its processes, and what it can say in the process that started them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.tree import map_tensors
+from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
+
+
+class Launching(PipelineCheckpoints, DDPStrategy):
+    """Comes before Lightning's strategy.
+
+    Attributes:
+        whole_model_state: on rank 0, once it has trained, for the process that forked or spawned it.
+    """
+
+    whole_model_state: dict[str, Any] | None = None
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if (method := private.start_method(self)) != "popen":
+            from lightning_asyncpp.pytorch.main_process import MainProcessLauncher  # derived from a private class
+
+            self._launcher = MainProcessLauncher(self, method)
+
+    @override
+    def setup_environment(self) -> None:
+        private.check_launcher()
+        super().setup_environment()
+
+    def gather_whole_model(self) -> None:
+        """Bring the trained model to rank 0; a collective call."""
+        state = self.full_state_dict()
+        if self.is_global_zero:
+            self.whole_model_state = map_tensors(lambda tensor: tensor.detach().cpu(), state)
+
+    @override
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first.
+
+        In the process that forked or spawned the ranks it is the module's own, which took up what they trained.
+        """
+        if self._started_others and getattr(self.launcher, "has_whole_model", False):
+            return dict(self._module.state_dict())
+        return super().full_state_dict()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._started_others:
+            raise ConfigurationError(
+                f"start_method={private.start_method(self)!r}: this process started those that train and has their"
+                " weights, but neither optimizer nor progress; let a ModelCheckpoint save during the training, and to"
+                " keep the weights alone, torch.save(module.state_dict(), path)"
+            )
+        return super().lightning_module_state_dict()
+
+    @property
+    def _started_others(self) -> bool:
+        """Whether this process is no rank, but forks or spawns those that are."""
+        return self.session.mesh is None and private.start_method(self) != "popen"

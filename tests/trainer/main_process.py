@@ -1,0 +1,75 @@
+"""Scenarios in a process of their own that starts the ranks itself, as a notebook does, and what it has afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import torch
+
+from tests.trainer.pool import Outcome
+from tests.trainer.runs import Run, arrays, loader, make_trainer, plain_metrics, val_loaders
+from tests.workers import worker_context
+
+
+def outcome_of(scenario: Callable[..., Any], *args: Any, timeout: float = 40.0) -> Outcome:
+    """Run a scenario; a hang fails the test, and all of its processes end."""
+    context = worker_context()
+    results = context.Queue()
+    process = context.Process(target=_work, args=(results, scenario, args))
+    process.start()
+    try:
+        outcome: Outcome = results.get(timeout=timeout)
+        process.join(timeout)
+        return outcome
+    finally:
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def run(scenario: Callable[..., Any], *args: Any, timeout: float = 40.0) -> Any:
+    """Run a scenario that must not fail."""
+    outcome = outcome_of(scenario, *args, timeout=timeout)
+    assert not outcome.error, outcome.trace
+    return outcome.value
+
+
+def _work(results: Any, scenario: Callable[..., Any], args: tuple) -> None:
+    os.setpgid(0, 0)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        outcome = Outcome(scenario(*args))
+    except BaseException as error:
+        outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
+    results.put(outcome)
+
+
+def starting(run: Run, devices: int, method: str = "fork", nodes: int = 1, **more: Any) -> L.Trainer:
+    """A Trainer that starts its ranks itself."""
+    os.environ.update(WORLD_SIZE=str(devices * nodes), LOCAL_WORLD_SIZE=str(devices))
+    return make_trainer(replace(run, options=run.options | {"start_method": method}), **more)
+
+
+def fit_from_outside(run: Run, devices: int, method: str = "fork") -> dict[str, Any]:
+    """Train; what the process that is no rank has then."""
+    L.seed_everything(run.seed, verbose=False)
+    module = run.module(run)
+    trainer = starting(run, devices, method)
+    own = "train_dataloader" in vars(type(module))
+    trainer.fit(module, None if own else loader(run), val_loaders(run) or None)
+    return {
+        "state": arrays(module.state_dict()),
+        "full": arrays(trainer.strategy.full_state_dict()),  # type: ignore[attr-defined]
+        "callback_metrics": plain_metrics(trainer),
+        "best": getattr(trainer.checkpoint_callback, "best_model_path", ""),
+        "devices": {str(tensor.device) for tensor in module.state_dict().values()},
+    }
