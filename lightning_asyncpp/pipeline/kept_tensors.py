@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline.elsewhere import OtherTensor
+
 _MOST_NAMED = 4
 _NOTHING = nullcontext()
 
@@ -45,8 +47,12 @@ def _kept(root: nn.Module) -> dict[str, None]:
         f"{path}.{key}" if path else key: None
         for path, module in root.named_modules()
         for key, value in vars(module).items()
-        if any(isinstance(part, Tensor) and part.grad_fn is not None for part in _parts(value))
+        if any(map(_has_gradient, _parts(value)))
     }
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, OtherTensor) and value.grad_fn is not None
 
 
 def _parts(value: Any) -> Any:
