@@ -124,6 +124,7 @@ class Engine:
             step: the user's step, called with a micro-batch and its weight.
         """
         count = self.settings.micro_batches
+        self._check_what_is_there()
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
         self._in_evaluation = {module for module in self.stage.modules() if not module.training}
         if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
@@ -339,6 +340,15 @@ class Engine:
         with preserved_generators(self.runner.device):
             for action in self.schedule.drain(self.next_backward, self.next_forward):
                 self._backward(action)
+
+    def _check_what_is_there(self) -> None:
+        """The versions are those of the parameters that the layers had at the start."""
+        if replaced := self.stage.replaced():
+            raise ConfigurationError(
+                f"{', '.join(replaced[:5])}: another parameter, or none, is there since the training started (pruning,"
+                " a parametrization, adapters, a layer's weight that was assigned), and would not be trained; do it"
+                " before the training, in __init__ or configure_model, or between two trainings"
+            )
 
     def _check_what_is_trained(self) -> None:
         """The versions are those of the parameters that were to be trained at the start."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.pipeline.elsewhere import Home, OtherStage, OtherTensor, leave_placeholders
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
+from lightning_asyncpp.pipeline.optimizers.by_position import without_memory
 from lightning_asyncpp.pipeline.randomness import derive, seed_generators
 from lightning_asyncpp.pipeline.second_names import (
     SecondName,
@@ -83,6 +84,8 @@ class Stage:
         root: the model, or the module around it, whose names users and checkpoints know.
         names: every name that a parameter has in the root -> that of the parameter.
         elsewhere: parameters of other stages' units, as long as somebody keeps them -> where they live.
+        layers_elsewhere: name in the model -> other stages' units, which have no memory any more; whoever has looked at
+            them lets them go.
         counting_layers: name in the model -> layer, of those that count.
         buffers: name in the model -> buffer that they change once per update.
         device: where they are.
@@ -108,6 +111,7 @@ class Stage:
         self.whole = whole or WholeModel()
         self.counting_layers = counting_layers(units)
         self.elsewhere: list[tuple[weakref.ref[Tensor], Home]] = []
+        self.layers_elsewhere: dict[str, nn.Module] = {}
         self._outside = outside
         self._weights: dict[str, Tensor] | None = None  # those that the units run on
         self.refresh()
@@ -148,6 +152,11 @@ class Stage:
     def held(self) -> list[Tensor]:
         """What the modules of the units hold now, in the places of their parameters and versioned buffers."""
         return [place.holder[place.key] for place in self._places]
+
+    def replaced(self) -> list[str]:
+        """Names of the parameters that are not any more where they were at the start."""
+        own = ((place, self.parameters.get(self.uses.get(place.name, place.name))) for place in self._places)
+        return [place.name for place, p in own if p is not None and place.holder.get(place.key) is not p]
 
     def under(self, weights: dict[str, Tensor] | None, function: Callable[[], T]) -> T:
         """Call ``function`` while the parameters of the units are ``weights`` (name in the model -> leaf tensor).
@@ -329,6 +338,7 @@ def cut(
     materialize(units, [*own, *_sharing_with(units, own)], seed, device)
     uses |= uses_of(own_units)
     homes = {t: home for t, home in (homes | homes_of(units, stage_of_unit, own)).items() if t not in uses}
+    others = [unit for position, unit in enumerate(units) if position not in own]
     for position, unit in enumerate(units):
         if position not in own:
             _replace(model, unit.name, OtherStage(unit.name, stage_of_unit[position], num_stages, whole))
@@ -338,7 +348,11 @@ def cut(
     )
     outside = second_names(around, own_units, uses)
     stage = Stage(model, index, num_stages, own_units, first, whole, around, outside)
-    stage.elsewhere = [(weakref.ref(t), home) for t, home in homes.items() if t.requires_grad]
+    stand_ins = {tensor: tensor for tensor in uses}
+    stage.layers_elsewhere = {unit.name: without_memory(unit.module, stand_ins) for unit in others}
+    trained = [(t, home) for t, home in homes.items() if t.requires_grad]
+    stage.elsewhere = [(weakref.ref(t), home) for t, home in trained]
+    stage.elsewhere += [(weakref.ref(stand_ins[t]), home) for t, home in trained if t in stand_ins]
     return stage
 
 

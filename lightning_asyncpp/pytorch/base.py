@@ -43,6 +43,7 @@ from lightning_asyncpp.pytorch.collectives import Collectives
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.evaluation import EvaluationSteps
 from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
+from lightning_asyncpp.pytorch.grouping import grouping_problems
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.launching import Launching
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
@@ -189,7 +190,10 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
                 )
             link_when_written(trainer, self.checkpoints.then)
             self.setup_optimizers(trainer)
-            agree_on_problems(self._mesh, optimizer_problems(self.optimizers, module))
+            unfit = optimizer_problems(self.optimizers, module)
+            assert self.session.stage is not None
+            unfit += grouping_problems(self.optimizers, module, self.session.stage)
+            agree_on_problems(self._mesh, unfit)
             self._attach_optimizer(trainer)
         self.setup_precision_plugin()
 

@@ -432,3 +432,21 @@ def test_batches_of_several_loaders_at_once() -> None:
     )
     taken = command._batches(SimpleNamespace(datamodule=data), 5)  # type: ignore[arg-type]
     assert taken == [{"a": 1, "b": 4}, {"a": 2, "b": 5}, {"a": 3, "b": 4}]
+
+
+class DecaysByPosition(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": [p], "lr": 0.05 / (1 + i)} for i, p in enumerate(self.parameters())])
+
+
+class DecaysByName(Net):
+    def configure_optimizers(self) -> Any:
+        named = self.model.named_parameters()
+        return torch.optim.SGD([{"params": [p], "lr": 0.05 / (1 + int(name[0]))} for name, p in named])
+
+
+def test_groups_that_depend_on_the_cut() -> None:
+    batches = [{"x": torch.randn(8, DIM), "y": torch.randn(8, 1)}]
+    assert check_model(DecaysByName(Run(DecaysByName)), batches, stages=3).ok
+    with pytest.raises(ConfigurationError, match="goes by the position or the number of parameters"):
+        check_model(DecaysByPosition(Run(DecaysByPosition)), batches, stages=3)

@@ -172,6 +172,7 @@ class Misusing(Second):
         super().__init__()
         self.kind = kind
         self.listed = [self.begin.scale]
+        self.layers = [self.begin]
 
     def pipeline_layers(self) -> list[Any]:
         use = MISUSES[self.kind][0]
@@ -190,6 +191,10 @@ MISUSES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "module": (lambda model, x: model.statistics(x), "model.statistics holds blocks.0.1.weight"),
     "in a list": (
         lambda module, x: x * module.listed[0],
+        "a parameter that was used here is another name of begin.scale",
+    ),
+    "a layer in a list": (
+        lambda module, x: x * module.layers[0].scale,
         "a parameter that was used here is another name of begin.scale",
     ),
 }

@@ -29,7 +29,14 @@ from lightning_asyncpp.tools.check.calls import compare_calls
 from lightning_asyncpp.tools.check.hooks import largest_gradients, notes_on_hooks
 from lightning_asyncpp.tools.check.problems import Problems, argument_problems, can_run, configured_problems, prepare
 from lightning_asyncpp.tools.check.report import CheckReport, difference_in_change, is_loud
-from lightning_asyncpp.tools.check.trial import MakeOptimizer, StepOf, Trial, default_optimizer, training_step
+from lightning_asyncpp.tools.check.trial import (
+    MakeOptimizer,
+    StepOf,
+    Trial,
+    default_optimizer,
+    network_of,
+    training_step,
+)
 from lightning_asyncpp.tools.check.whole_batch import WholeBatches, compare_whole_batches
 
 
@@ -88,7 +95,10 @@ def check_model(
     if not taken and not found:
         found.append("check_model got no batch: give it one or more")
     prototype = prepare(module, settings, stages if is_whole(stages) else 0, seed, found)
-    of_optimizer, remark = configured_problems(prototype) if optimizer is None else ([], "")
+    counts: Sequence[int] = ()
+    if resolved is not None and not found and can_run(prototype):
+        counts = choose_partition(network_of(prototype), 0, stages, settings.partition).counts
+    of_optimizer, remark = configured_problems(prototype, counts) if optimizer is None else ([], "")
     found += of_optimizer
     step = step or training_step
     if resolved is not None and taken and can_run(prototype):

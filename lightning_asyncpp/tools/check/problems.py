@@ -10,12 +10,17 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.materialize import materialize
+from lightning_asyncpp.pipeline.optimizers.by_position import may_go_by_position, options_of, position_problems
+from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
 from lightning_asyncpp.pipeline.optimizers.fitness import stage_problems
+from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers
 from lightning_asyncpp.pipeline.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
+from lightning_asyncpp.pipeline.stage import cut
 from lightning_asyncpp.pipeline.units import (
     Unit,
     collective_problems,
@@ -27,7 +32,6 @@ from lightning_asyncpp.pipeline.units import (
 from lightning_asyncpp.pipeline.whole_model import WholeModel
 from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems
 from lightning_asyncpp.tools.check.trial import StepOf, copied, name_of, network_of
-from lightning_asyncpp.tools.configured import optimizers_in
 
 T = TypeVar("T")
 
@@ -117,14 +121,38 @@ def can_run(prototype: nn.Module) -> bool:
         return False
 
 
-def configured_problems(module: nn.Module) -> tuple[list[str], str]:
-    """What is wrong with the optimizer that a LightningModule makes, and a note where that cannot be said."""
+def configured_problems(module: nn.Module, counts: Sequence[int] = ()) -> tuple[list[str], str]:
+    """What is wrong with the optimizer that a LightningModule makes, and a note where that cannot be said.
+
+    Args:
+        module: the whole one.
+        counts: layers on each stage; none where it cannot be cut.
+    """
     if not isinstance(module, LightningModule) or not is_overridden("configure_optimizers", module):
         return [], ""
-    module = copy.deepcopy(module)
+    whole, module = module, copy.deepcopy(module)
     try:
         optimizers = optimizers_in(module.configure_optimizers())
     except Exception as error:  # it may ask for its Trainer, or for a stage
         return [], f"configure_optimizers was not looked at: it raised {type(error).__name__}: {error}"
     unfit = [problem for optimizer in optimizers for problem in stage_problems(optimizer, with_closure=True)]
-    return [*unfit, *optimizer_problems(optimizers, module)], ""
+    groups = _grouping_problems(whole, optimizers, module, counts)
+    return [*unfit, *optimizer_problems(optimizers, module), *groups], ""
+
+
+def _grouping_problems(
+    whole: nn.Module, optimizers: Sequence[Optimizer], configured: nn.Module, counts: Sequence[int]
+) -> list[str]:
+    """Whether each stage's parameters get what they get in the whole model; the first problem of any stage."""
+    if len(counts) < 2 or not may_go_by_position(optimizers, [p for p in configured.parameters() if p.requires_grad]):
+        return []
+    in_whole = options_of(optimizers, {parameter: name for name, parameter in configured.named_parameters()})
+    for index in range(len(counts)):
+        module: Any = copy.deepcopy(whole)
+        cut(network_of(module), index, len(counts), 0, torch.device("cpu"), module, counts)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        with EmptyOptimizers():
+            on_stage = options_of(optimizers_in(module.configure_optimizers()), names)
+        if found := position_problems(on_stage, {name: in_whole[name] for name in names.values() if name in in_whole}):
+            return found
+    return []

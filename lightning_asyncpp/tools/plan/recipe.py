@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.micro_batch import number_of_samples
+from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pytorch.base import PipelineStrategy
@@ -32,7 +33,6 @@ from lightning_asyncpp.pytorch.refusals import (
     precision_problems,
     trainer_problems,
 )
-from lightning_asyncpp.tools.configured import optimizers_in
 from lightning_asyncpp.tools.instantiating import instantiated
 
 _STEPS = 1000

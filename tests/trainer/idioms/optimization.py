@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from tests.pipeline.cases import DIM
 from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
@@ -182,6 +183,31 @@ class NewOptimizer(Net):
             self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.5)]
 
 
+class DecaysByPosition(Net):
+    """A learning rate for every parameter."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": [p], "lr": 0.05 / (1 + i)} for i, p in enumerate(self.parameters())])
+
+
+class DecaysByLayer(Net):
+    """A learning rate for every layer."""
+
+    def configure_optimizers(self) -> Any:
+        layers: Any = enumerate(self.model)  # type: ignore[arg-type]
+        return torch.optim.SGD([{"params": list(x.parameters()), "lr": 0.05 / (1 + i)} for i, x in layers])
+
+
+class Prunes(Net):
+    """Masks small weights as the second epoch begins."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            for layer in self.model.modules():
+                if isinstance(layer, nn.Linear):
+                    prune.l1_unstructured(layer, "weight", 0.3)
+
+
 class Unfreezes(Net):
     """A layer that is trained from the second epoch on."""
 
@@ -325,6 +351,14 @@ IDIOMS = [
         TrainedParts,
     ),
     Idiom("groups of parameters with options of their own", WORKS, "", DecaysMatricesOnly),
+    Idiom("... by the position of a layer (`enumerate(self.model)`)", WORKS, "", DecaysByLayer),
+    Idiom(
+        "... by the position of a parameter (`enumerate(self.parameters())`)",
+        REFUSED,
+        "A stage would count from its own first one: go by names, or by the position of a layer.",
+        DecaysByPosition,
+        says="goes by the position or the number of parameters",
+    ),
     Idiom(
         "`trainer.optimizers = [...]` in the middle of a training",
         REFUSED,
@@ -337,6 +371,13 @@ IDIOMS = [
         "Freeze before, or train in two parts.",
         Unfreezes,
         says="frozen or unfrozen",
+    ),
+    Idiom(
+        "`torch.nn.utils.prune` in a hook",
+        REFUSED,
+        "Before the training, or between two.",
+        Prunes,
+        says="another parameter, or none, is there since the training started",
     ),
     Idiom(
         "weights changed in the module's `on_train_batch_end`",

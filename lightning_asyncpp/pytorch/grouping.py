@@ -1,0 +1,44 @@
+"""Whether a module's ``configure_optimizers`` gives a stage's parameters what it would give them in the whole model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_asyncpp.pipeline.optimizers.by_position import (
+    asked_again,
+    may_go_by_position,
+    options_of,
+    position_problems,
+)
+from lightning_asyncpp.pipeline.stage import Stage
+
+
+def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, stage: Stage) -> list[str]:
+    """What is wrong with the groups of a stage that trains for the first time: they go by the position of parameters.
+
+    Args:
+        optimizers: as configure_optimizers made them.
+        module: with the stage in it.
+        stage: its layers of other stages are let go of.
+    """
+    layers, stage.layers_elsewhere = stage.layers_elsewhere, {}
+    trained = [parameter for parameter in stage.parameters.values() if parameter.requires_grad]
+    if not layers or not optimizers or not may_go_by_position(optimizers, trained):
+        return []
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    try:
+        again = asked_again(module, stage.model, layers, module.configure_optimizers)
+    except Exception as error:
+        warnings.warn(
+            "configure_optimizers makes several groups of parameters, or leaves some out. Whether it gives this stage's"
+            f" what it would give them in the whole model was not looked at, for it raised {type(error).__name__}:"
+            f" {error}",
+            stacklevel=2,
+        )
+        return []
+    return position_problems(options_of(optimizers, names), options_of(again, names))
