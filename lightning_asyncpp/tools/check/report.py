@@ -72,8 +72,8 @@ class CheckReport:
         raise ConfigurationError(
             f"the pipeline trained to something else than a single process: {len(wrong)} weights and buffers differ, by"
             f" up to {max(wrong.values()):.1e} of their largest change ({names}); {since}. Likely causes: a step that"
-            " keeps something from one call to the next, sums up what layers keep in attributes, or draws random numbers"
-            " that are not torch's; a function that"
+            " keeps something from one call to the next, sums up what layers keep in attributes, or draws random"
+            " numbers that are not torch's; a function that"
             " pipeline_layers() pairs with a layer, and that draws random numbers before it calls the layer\n\n"
             + "\n".join(self._cuts())
         )
