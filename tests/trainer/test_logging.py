@@ -48,8 +48,10 @@ def test_files_hold_every_step_once(pools: Pools, strategy: str, tmp_path: Path)
     assert [e.value for e in events.Scalars("train_loss_epoch")] == pytest.approx(epochs, rel=1e-6)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("every", "accumulate"),
+    [(1, 2), (3, 1), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)],
+)
 def test_steps_that_are_logged_are_those_of_plain_lightning(pools: Pools, every: int, accumulate: int) -> None:
     trainer = {"logger": "list", "log_every_n_steps": every, "max_epochs": 3, "accumulate_grad_batches": accumulate}
     run = Run(Net, trainer=trainer, val_samples=(8,))
