@@ -7,6 +7,8 @@ import signal
 import torch
 from hypothesis import settings
 
+import tests.spared  # noqa: F401
+
 # The same examples everywhere, and no time limit: machines that run tests are slow at times.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
 settings.load_profile("steady")

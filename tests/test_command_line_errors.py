@@ -68,6 +68,22 @@ def test_a_name_cut_short_is_unknown(capsys: pytest.CaptureFixture[str]) -> None
     assert "unrecognized arguments: --trainer.max_step=3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "lists", "lacks"),
+    [
+        (["--help"], ["    fit ", "    validate ", "    test ", "    predict "], ["--trainer.max_steps"]),
+        (["validate", "--help"], ["--trainer.max_steps", "--model", "--ckpt_path"], ["    predict "]),
+    ],
+)
+def test_help_is_of_what_was_asked_for(
+    arguments: list[str], lists: list[str], lacks: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(*arguments) == 0
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in lists)
+    assert not any(text in printed for text in lacks)
+
+
 def test_an_unknown_subcommand_is_answered_with_all_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("frob") == 2
     choices = ["fit", "validate", "test", "predict", *TOOLS]

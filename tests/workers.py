@@ -15,7 +15,8 @@ from typing import Any
 from torch import multiprocessing as mp
 
 _IMPORTED = [
-    f"tests.{name}" for name in ("faults.script", "fabric.runs", "pipeline.runs", "storage.saves", "trainer.runs")
+    f"tests.{name}"
+    for name in ("spared", "faults.script", "fabric.runs", "pipeline.runs", "storage.saves", "trainer.runs")
 ]
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

@@ -44,7 +44,7 @@ def weights_by_name(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return merged([result["weights"] for result in results])
 
 
-@pytest.mark.parametrize("num_stages", STAGES)
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_the_oracles(pools: Pools, num_stages: int, name: str) -> None:
     case = CASES[name]
@@ -77,7 +77,10 @@ def test_a_fresh_last_stage_has_the_weights_of_the_oracle(pools: Pools, num_stag
     assert_same_norms(results)
 
 
-@pytest.mark.parametrize(("num_stages", "start"), [(1, 0), (2, 0), (3, 0), (2, 2), (2, 3), (2, 4)])
+@pytest.mark.parametrize(
+    ("num_stages", "start"),
+    [(3, 0), (2, 2), (2, 3), (2, 4), *(pytest.param(stages, 0, marks=pytest.mark.slow) for stages in (1, 2))],
+)
 def test_a_loaded_run_goes_on_as_the_uninterrupted_one(
     pools: Pools, num_stages: int, start: int, tmp_path: Path
 ) -> None:
@@ -127,8 +130,17 @@ def test_a_loaded_run_goes_on_with_other_stages(
     assert_same_weights(pools.run(after, runs.load_and_go_on, case, path, (), precision), expected)
 
 
-@pytest.mark.parametrize("start", [0, 2, 4])
-@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+@pytest.mark.parametrize(
+    ("start", "order"),
+    [
+        (0, ("model", "optimizer")),
+        (2, ("optimizer", "model")),
+        (4, ("optimizer", "model")),
+        pytest.param(0, ("optimizer", "model"), marks=pytest.mark.slow),
+        pytest.param(2, ("model", "optimizer"), marks=pytest.mark.slow),
+        pytest.param(4, ("model", "optimizer"), marks=pytest.mark.slow),
+    ],
+)
 def test_model_and_optimizer_may_be_loaded_one_after_the_other(
     pools: Pools, order: tuple[str, str], start: int, tmp_path: Path
 ) -> None:

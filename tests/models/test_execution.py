@@ -214,7 +214,7 @@ def test_inductor(how: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("experts", "none"),
+        pytest.param("experts", "none", marks=SLOW),
         ("experts", "selective"),
         pytest.param("dense", "none", marks=SLOW),
         pytest.param("dense", "block", marks=SLOW),

@@ -7,7 +7,9 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,14 +31,16 @@ OPTIMIZERS = {
 }
 
 
-def parsed(*arguments: str) -> dict:
-    """What the recipe's optimizer becomes; nothing is run.
-
-    In a process in which no other library has put an optimizer of the same name beside the package's.
-    """
+@pytest.fixture(scope="module")
+def clean() -> Iterator[Any]:
+    """A process in which no other library has put an optimizer of the same name beside the package's."""
     with worker_context().Pool(1) as pool:
-        printed = pool.apply(printed_config, arguments)
-    return yaml.safe_load(printed)["model"]["init_args"]["optimizer"]
+        yield pool
+
+
+def parsed(clean: Any, *arguments: str) -> dict:
+    """What the recipe's optimizer becomes; nothing is run."""
+    return yaml.safe_load(clean.apply(printed_config, arguments))["model"]["init_args"]["optimizer"]
 
 
 def printed_config(*arguments: str) -> str:
@@ -54,8 +58,8 @@ def printed_config(*arguments: str) -> str:
         for item in OPTIMIZERS.items()
     ],
 )
-def test_a_short_name_finds_the_class_and_its_arguments(name, path):
-    config = parsed(f"--optimizer={name}", "--optimizer.lr=0.004", "--optimizer.weight_decay=0.2")
+def test_a_short_name_finds_the_class_and_its_arguments(clean, name, path):
+    config = parsed(clean, f"--optimizer={name}", "--optimizer.lr=0.004", "--optimizer.weight_decay=0.2")
     assert config["class_path"] == path
     model = GPT(GPTConfig(vocab_size=8, context_length=4, num_layers=1, dim=8, num_heads=1))
     optimizer = instantiate_class(model.named_parameters(), config)
@@ -63,19 +67,19 @@ def test_a_short_name_finds_the_class_and_its_arguments(name, path):
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SOAP"])
-def test_error_feedback_takes_a_short_name_too(name):
-    config = parsed("--optimizer=ErrorFeedback", f"--optimizer.base={name}", "--optimizer.base.lr=0.004")
+def test_error_feedback_takes_a_short_name_too(clean, name):
+    config = parsed(clean, "--optimizer=ErrorFeedback", f"--optimizer.base={name}", "--optimizer.base.lr=0.004")
     assert config["class_path"] == "lightning_asyncpp.optim.ErrorFeedback"
     assert config["init_args"]["base"]["class_path"] == OPTIMIZERS[name]
     assert config["init_args"]["base"]["init_args"]["lr"] == 0.004
 
 
 @pytest.mark.parametrize(("name", "path"), [("Muon", "MuonAdamW"), ("NorMuon", "NorMuonAdamW")])
-def test_the_name_of_a_rule_for_matrices_means_the_optimizer_of_a_whole_model(name, path):
-    assert parsed(f"--optimizer={name}")["class_path"] == f"lightning_asyncpp.optim.{path}"
-    wrapped = parsed("--optimizer", "ErrorFeedback", "--optimizer.base", name)
+def test_the_name_of_a_rule_for_matrices_means_the_optimizer_of_a_whole_model(clean, name, path):
+    assert parsed(clean, f"--optimizer={name}")["class_path"] == f"lightning_asyncpp.optim.{path}"
+    wrapped = parsed(clean, "--optimizer", "ErrorFeedback", "--optimizer.base", name)
     assert wrapped["init_args"]["base"]["class_path"] == f"lightning_asyncpp.optim.{path}"
-    full = parsed("--optimizer=torch.optim.Muon")
+    full = parsed(clean, "--optimizer=torch.optim.Muon")
     assert full["class_path"] == "torch.optim.Muon"
 
 

@@ -32,9 +32,15 @@ def _pairs(row: dict[str, int]) -> itertools.combinations:
     return itertools.combinations(row.items(), 2)
 
 
-def covering(rows: Sequence[Mapping[str, Hashable]]) -> set[int]:
-    """Indices of few rows in which all pairs of values meet that meet in some row; greedy and deterministic."""
-    pairs = [set(itertools.combinations(row.items(), 2)) for row in rows]
+def covering(rows: Sequence[Mapping[str, Hashable]], of: Sequence[str] = ()) -> set[int]:
+    """Indices of few rows in which all pairs of values meet that meet in some row; greedy and deterministic.
+
+    With ``of``, all those pairs of which one value is of these factors.
+    """
+    pairs = [
+        {(a, b) for a, b in itertools.combinations(row.items(), 2) if not of or a[0] in of or b[0] in of}
+        for row in rows
+    ]
     missing: set[Any] = set().union(*pairs)
     chosen: set[int] = set()
     while missing:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 
 import pytest
+
+from tests.pipeline.alone import run_script
 
 SCRIPT = """
     import sys, threading, time
@@ -45,13 +45,8 @@ SCRIPT = """
 """
 
 
-def end_of(how: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), how]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_threads_are_through_before_the_interpreter_ends() -> None:
-    end = end_of("here")
+    end = run_script(SCRIPT, "here")
     assert end.returncode == 0, end.stderr
     assert sorted(end.stdout.splitlines()) == ["at once", "later", "waited"]
 
@@ -59,6 +54,6 @@ def test_threads_are_through_before_the_interpreter_ends() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="such threads hang there, and end with the process")
 def test_what_would_happen_otherwise() -> None:
-    end = end_of("bare")
+    end = run_script(SCRIPT, "bare")
     assert end.returncode == -6
     assert "terminate called without an active exception" in end.stderr

@@ -106,15 +106,18 @@ def parametrized(cases: list[tuple[int, Case]], marks: Sequence[Any] = ()) -> An
     return pytest.mark.parametrize(("num_stages", "case"), rows)
 
 
-def few_of(cases: list[tuple[int, Case]]) -> Any:
-    """All are tests; those are slow whose pairs of values others have, too."""
+def few_of(cases: list[tuple[int, Case]], of: Sequence[str] = ()) -> Any:
+    """All are tests; those are slow whose pairs of values others have, too.
+
+    ``of``: the pairs that count have one of these options; other tests have the rest.
+    """
     beyond = [case.micro_batches - num_stages for num_stages, case in cases]
     rows = [
         {name: getattr(case, name) for name in (*OPTIONS, "lookahead", "fresh", "start", "drains")}
         | {"num_stages": num_stages, "beyond": more}
         for (num_stages, case), more in zip(cases, beyond, strict=True)
     ]
-    kept = covering(rows)
+    kept = covering(rows, of)
     return parametrized(cases, [() if i in kept else pytest.mark.slow for i in range(len(cases))])
 
 
@@ -146,7 +149,7 @@ def with_fresh_last_stage(num_stages: int) -> list[tuple[int, Case]]:
     return [(num_stages, replace(case, fresh=True, tied=False, drains=(i % 3,))) for i, case in enumerate(kept)]
 
 
-@few_of(over((2, 3), with_fresh_last_stage))
+@few_of(over((2, 3), with_fresh_last_stage), of=["num_stages", "drains"])
 def test_fresh_last_stage(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
@@ -162,7 +165,7 @@ def with_synchronous_start(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-@few_of(over((1, 2, 3), with_synchronous_start))
+@few_of(over((1, 2, 3), with_synchronous_start), of=["start", "fresh", "drains"])
 def test_synchronous_start(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,6 +13,7 @@ from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.watch import guard
 from lightning_asyncpp.pipeline.watch.cause import Cause
 from tests.pipeline import watched
+from tests.pipeline.alone import run_script
 from tests.pipeline.failures import Outcome, run_ranks
 
 RANKS = 3  # rank 2 is the first stage, rank 0 the last
@@ -139,8 +138,7 @@ def test_a_script_that_has_its_error_is_not_ended_when_more_is_learnt(monkeypatc
     ids=["hangs", "ends well"],
 )
 def test_a_rank_that_does_not_end_by_itself_or_ends_well_ends_with_the_cause(end: str, sign: str) -> None:
-    script = textwrap.dedent(HANGS.format(end=end))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    done = run_script(HANGS.format(end=end))
     assert done.returncode == 1
     assert sign in done.stderr
     assert done.stderr.endswith("rank 0 (stage 1) failed first: ValueError: the user's own mistake\n")

@@ -42,11 +42,14 @@ CASES: dict[str, tuple[type[Net], int, dict[str, Any], dict[str, Any], dict[str,
 }
 
 
+@pytest.mark.parametrize("intervals", [(2, 5), pytest.param((1, 3), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(pools: Pools, name: str) -> None:
+def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(
+    pools: Pools, name: str, intervals: tuple[int, ...]
+) -> None:
     module, stages, of_run, trainer, options = CASES[name]
     run = Run(module, "async", {"micro_batches": 3} | options, dropout=0.2, val_samples=(9,), **of_run)
-    for interval in (5,) if name == "before a validation" else (1, 2, 5):
+    for interval in intervals[-1:] if name == "before a validation" else intervals:
         run = replace(run, trainer={"max_epochs": 2, "val_check_interval": interval} | trainer)
         emulated = train(delayed(run, delay=1, micro_batches=3, **options))
         assert_equal_weights(joined_weights(pools.run(stages, fit, run), stages), emulated["weights"])

@@ -50,7 +50,7 @@ RUN = Run(Net, samples=64, val_samples=(16,), options={"micro_batches": STAGES},
     [
         (0, "on_train_batch_end"),
         pytest.param(2, "on_before_optimizer_step", marks=pytest.mark.slow),
-        (1, "on_validation_epoch_end"),
+        pytest.param(1, "on_validation_epoch_end", marks=pytest.mark.slow),
         pytest.param(1, "on_train_batch_start", marks=pytest.mark.slow),
         pytest.param(0, "on_validation_batch_start", marks=pytest.mark.slow),
     ],

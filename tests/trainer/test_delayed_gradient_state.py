@@ -45,7 +45,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(way: str, tmp_path: Path
         trainer={"max_epochs": 2, "gradient_clip_val": 0.5, "enable_checkpointing": True},
     )  # fmt: skip
     whole = train(run)
-    for step in (1, 2, 4, 7):
+    for step in (1, 4):
         resumed = train(replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt")))
         assert_equal_weights(resumed["weights"], whole["weights"])
         assert resumed["losses"] == whole["losses"][step:]

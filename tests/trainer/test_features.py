@@ -31,7 +31,12 @@ from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit
 
 @pytest.mark.parametrize(
     ("precision", "dtype"),
-    [("bf16-mixed", "float32"), ("bf16-true", "bfloat16"), ("32-true", "float32"), ("64-true", "float64")],
+    [
+        ("bf16-mixed", "float32"),
+        ("bf16-true", "bfloat16"),
+        pytest.param("32-true", "float32", marks=pytest.mark.slow),
+        pytest.param("64-true", "float64", marks=pytest.mark.slow),
+    ],
 )
 def test_precision(pools: Pools, precision: str, dtype: str) -> None:
     """Trains in the dtype that was asked for, and bitwise alike for every number of stages."""

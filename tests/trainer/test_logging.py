@@ -49,8 +49,10 @@ def test_files_hold_every_step_once(pools: Pools, strategy: str, tmp_path: Path)
     assert [e.value for e in events.Scalars("train_loss_epoch")] == pytest.approx(epochs, rel=1e-6)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("every", "accumulate"),
+    [(1, 2), (3, 1), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)],
+)
 def test_steps_that_are_logged_are_those_of_plain_lightning(pools: Pools, every: int, accumulate: int) -> None:
     trainer = {"logger": "list", "log_every_n_steps": every, "max_epochs": 3, "accumulate_grad_batches": accumulate}
     run = Run(Net, trainer=trainer, val_samples=(8,))
@@ -61,8 +63,19 @@ def test_steps_that_are_logged_are_those_of_plain_lightning(pools: Pools, every:
         assert sorted((step, sorted(metrics)) for step, metrics in result["records"]) == sorted(names)
 
 
-@pytest.mark.parametrize("module", [Net, MetricNet, SumsAndExtremes, ManyNames])
-@pytest.mark.parametrize(("stages", "replicas"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("module", "stages", "replicas"),
+    [
+        (MetricNet, 3, 1),
+        (SumsAndExtremes, 3, 1),
+        (Net, 2, 2),
+        (MetricNet, 2, 2),
+        (ManyNames, 2, 2),
+        pytest.param(Net, 3, 1, marks=pytest.mark.slow),
+        pytest.param(ManyNames, 3, 1, marks=pytest.mark.slow),
+        pytest.param(SumsAndExtremes, 2, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_all_ranks_know_the_same(pools: Pools, module: Any, stages: int, replicas: int) -> None:
     options = {"data_parallel_size": replicas, "micro_batches": 4}
     run = Run(module, options=options, samples=44, val_samples=(13, 6), shuffle=True, batch_size=8 // replicas)

@@ -94,7 +94,7 @@ def cut_and_go_on(
 @pytest.mark.parametrize(
     ("strategy", "stages", "options", "cutting"),
     [
-        ("async", 3, {}, {"max_steps": CUT}),
+        pytest.param("async", 3, {}, {"max_steps": CUT}, marks=pytest.mark.slow),
         ("async", 3, {}, {"stop": CUT}),
         pytest.param("async", 3, {}, {"max_steps": EPOCH}, marks=pytest.mark.slow),
         ("delayed", 1, {}, {"max_steps": CUT}),

@@ -33,7 +33,7 @@ def indices(run: RecordedRun, kind: Kind | Wait | Beside, stage: int = 0) -> lis
     return sorted(span.index for span in run.ranks[stage].spans if span.kind is kind)
 
 
-@pytest.mark.parametrize("strategy", ["async", "sync"])
+@pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_utilisation_is_that_of_the_wall_clock(pools: Pools, tmp_path: Path, strategy: str) -> None:
     """Layers that sleep tell how long they did, and a clock of its own how long training took.
 

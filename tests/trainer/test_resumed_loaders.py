@@ -31,7 +31,7 @@ SLOW_SAMPLERS = [
     "stateful own sampler torchs seeded workers",
     "stateful own sampler generator workers",
 ]
-STEPS = [3, 5, 7]  # two in mid-epoch, of which the latter has one before it, and the end of one
+STEPS = [5, 7]  # the end of an epoch, and the middle of the next
 
 
 class Paired(Showing):
@@ -136,7 +136,7 @@ def test_several_streams_of_several_workers_are_refused(pools: Pools, tmp_path: 
 
 def test_the_shorter_of_two_loaders_has_ended(pools: Pools, tmp_path: Path) -> None:
     run = run_of(tmp_path, "two stateful", EPOCHS, samples=32)
-    check(pools, run, "two stateful", tmp_path, [1, 3, 5], fit=partial(fit_showing, make=Paired))
+    check(pools, run, "two stateful", tmp_path, [1, 3], fit=partial(fit_showing, make=Paired))
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)], ids=["mid-epoch", "epoch's end"])
@@ -163,4 +163,4 @@ def test_loaders_that_are_made_anew(pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("strategy", "stages"), [("async", 2), ("delayed", 1)])
 def test_wrappers_of_metrics(strategy: str, stages: int, pools: Pools, tmp_path: Path) -> None:
     run = run_of(tmp_path, "stateful", EPOCHS, strategy=strategy)
-    check(pools, run, "stateful", tmp_path, [3, 7], stages, partial(fit_showing, make=Wrapping))
+    check(pools, run, "stateful", tmp_path, [7], stages, partial(fit_showing, make=Wrapping))

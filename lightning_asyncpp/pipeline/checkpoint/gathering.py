@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.storage.tree import (
     STORED,
     entries_of,
+    entry_bytes,
     entry_dtype,
     entry_shape,
     put_together,
@@ -26,12 +27,13 @@ from lightning_asyncpp.storage.tree import (
 
 _TAG = 7
 _SAVED = b"PK"  # how begins what torch saves
+_BUNDLE_BYTES = 2**20  # small tensors travel together, up to as much: each message takes a millisecond
 
 
 def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
     """Gather nested content of every stage of the first replica on rank 0, first stage first; elsewhere an empty list.
 
-    A blocking collective. Tensors travel one by one, so that nobody holds a second copy of all of them.
+    A blocking collective. Tensors travel one by one or few by few, so that nobody holds a second copy of all of them.
 
     Args:
         mesh: this rank's place.
@@ -45,9 +47,9 @@ def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
         return [put_together(skeleton, _receiver(mesh, skeleton, tensors)) for skeleton in skeletons]
     if mesh.replica == 0:
         with lost_peers():
-            for tensor in tensors.values():
-                if tensor.numel():
-                    dist.send(_bytes(tensor), 0, group=mesh.groups.host, tag=_TAG)
+            for names in _bundles({name: tensor.nbytes for name, tensor in tensors.items()}):
+                sent = [_bytes(tensors[name]) for name in names]
+                dist.send(sent[0] if len(sent) == 1 else torch.cat(sent), 0, group=mesh.groups.host, tag=_TAG)
     return []
 
 
@@ -91,20 +93,39 @@ def gather_skeletons(mesh: Mesh, part: Any, name_of: Callable[[int], str] = str)
 
 def _receiver(mesh: Mesh, skeleton: Any, own: dict[str, Tensor]) -> Any:
     """Receives the tensors of a stage in the order in which it sends them, each once."""
-    received: dict[str, Tensor] = {}
     assert mesh.groups is not None
-    for entry in entries_of(skeleton):
-        name, stage = entry[STORED], int(shard_of(entry))
-        if name in received:
-            continue
-        if stage == mesh.stage:
-            received[name] = own[name]
-            continue
-        tensor = received[name] = torch.empty(entry_shape(entry), dtype=entry_dtype(entry), device="cpu")
-        if tensor.numel():
-            with lost_peers():
-                dist.recv(_bytes(tensor), mesh.rank_of(stage, replica=0), group=mesh.groups.host, tag=_TAG)
+    entries = {entry[STORED]: entry for entry in entries_of(skeleton)}
+    stage = next((int(shard_of(entry)) for entry in entries.values()), mesh.stage)
+    if stage == mesh.stage:
+        return lambda entry: own[entry[STORED]]
+    received = {
+        name: torch.empty(entry_shape(entry), dtype=entry_dtype(entry), device="cpu") for name, entry in entries.items()
+    }
+    for names in _bundles({name: entry_bytes(entry) for name, entry in entries.items()}):
+        parts = [_bytes(received[name]) for name in names]
+        message = parts[0] if len(parts) == 1 else torch.empty(sum(map(len, parts)), dtype=torch.uint8)
+        with lost_peers():
+            dist.recv(message, mesh.rank_of(stage, replica=0), group=mesh.groups.host, tag=_TAG)
+        if len(parts) > 1:
+            for part, sent in zip(parts, message.split([len(part) for part in parts])):
+                part.copy_(sent)
     return lambda entry: received[entry[STORED]]
+
+
+def _bundles(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names of tensors that travel in one message, in order; those without elements do not."""
+    names: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if not size:
+            continue
+        if names and total + size > _BUNDLE_BYTES:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    if names:
+        yield names
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -60,10 +60,10 @@ def interrupted(asked: Request, calls: int, module: Any, name: str) -> bool:
     ("calls", "module", "name"),
     [
         (0, run_module, "make_plan"),
-        (0, piece_module, "_tokenise"),
+        pytest.param(0, piece_module, "_tokenise", marks=pytest.mark.slow),
         pytest.param(8, piece_module, "_tokenise", marks=pytest.mark.slow),
         (4, piece_module, "_publish"),
-        (0, run_module, "assemble"),
+        pytest.param(0, run_module, "assemble", marks=pytest.mark.slow),
         (0, assemble_module, "_merge_training"),
         (0, assemble_module, "_write_validation"),
         (0, assemble_module, "write_metadata"),

@@ -1,0 +1,22 @@
+"""What Lightning and torch do anew for every Trainer and every seed, a fifth of the work of a short run: here once."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from types import SimpleNamespace
+
+import torch
+from lightning.fabric.utilities import registry
+
+# Callbacks of other packages are looked for in the metadata of all that are installed.
+if hasattr(registry, "entry_points"):
+    registry.entry_points = functools.cache(registry.entry_points)
+
+# For devices that are not there, torch writes down where they were given a seed.
+if not torch.cuda.is_available():
+    _WITHOUT_STACKS = SimpleNamespace(**{**vars(traceback), "format_stack": list})
+    for name in ("cuda", "xpu", "mtia"):
+        device = getattr(torch, name, None)
+        if hasattr(device, "traceback"):
+            device.traceback = _WITHOUT_STACKS
