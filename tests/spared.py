@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -14,7 +15,7 @@ if hasattr(registry, "entry_points"):
     registry.entry_points = functools.cache(registry.entry_points)
 
 # For devices that are not there, torch writes down where they were given a seed.
-if not torch.cuda.is_available():
+if not Path("/dev/nvidiactl").exists():  # to ask torch would keep what is forked from here from forking in turn
     _WITHOUT_STACKS = SimpleNamespace(**{**vars(traceback), "format_stack": list})
     for name in ("cuda", "xpu", "mtia"):
         device = getattr(torch, name, None)

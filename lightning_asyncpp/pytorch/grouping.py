@@ -16,6 +16,7 @@ from lightning_asyncpp.pipeline.optimizers.by_position import (
     position_problems,
 )
 from lightning_asyncpp.pipeline.stage import Stage
+from lightning_asyncpp.pipeline.ties import names_on
 
 
 def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, stage: Stage) -> list[str]:
@@ -30,7 +31,9 @@ def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, 
     trained = [parameter for parameter in stage.parameters.values() if parameter.requires_grad]
     if not layers or not optimizers or not may_go_by_position(optimizers, trained):
         return []
-    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    # What stages share has another name in the whole; their copies are compared with each other.
+    shared = {stage.parameters[name] for name in names_on(stage.index, stage.whole.ties)}
+    names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p not in shared}
     try:
         again = asked_again(module, stage.model, layers, module.configure_optimizers)
     except Exception as error:

@@ -450,3 +450,17 @@ def test_groups_that_depend_on_the_cut() -> None:
     assert check_model(DecaysByName(Run(DecaysByName)), batches, stages=3).ok
     with pytest.raises(ConfigurationError, match="goes by the position or the number of parameters"):
         check_model(DecaysByPosition(Run(DecaysByPosition)), batches, stages=3)
+
+
+class TiedNet(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = make_model(tied=True)
+
+    def configure_optimizers(self) -> Any:
+        return MuonAdamW(self.named_parameters(), lr=0.02)
+
+
+def test_groups_of_shared_weights() -> None:
+    batches = [{"x": torch.randn(8, DIM), "y": torch.randn(8, 1)}]
+    assert check_model(TiedNet(Run(TiedNet)), batches, stages=2).ok

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -146,11 +146,13 @@ def _grouping_problems(
     """Whether each stage's parameters get what they get in the whole model; the first problem of any stage."""
     if len(counts) < 2 or not may_go_by_position(optimizers, [p for p in configured.parameters() if p.requires_grad]):
         return []
-    in_whole = options_of(optimizers, {parameter: name for name, parameter in configured.named_parameters()})
+    all_names: dict[Tensor, str] = {parameter: name for name, parameter in configured.named_parameters()}
+    in_whole = options_of(optimizers, all_names)
+    known = set(all_names.values())  # what stages share has another name on the later ones
     for index in range(len(counts)):
         module: Any = copy.deepcopy(whole)
         cut(network_of(module), index, len(counts), 0, torch.device("cpu"), module, counts)
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if name in known}
         with EmptyOptimizers():
             on_stage = options_of(optimizers_in(module.configure_optimizers()), names)
         if found := position_problems(on_stage, {name: in_whole[name] for name in names.values() if name in in_whole}):
