@@ -186,6 +186,7 @@ class PipelineSession(FailingSession):
         problems = tied_group_problems(self._connected(), self.whole_model.ties, stage.parameters, optimizer, fresh)
         if problems:
             raise ConfigurationError.from_problems(problems)
+        stage.layers_elsewhere = {}  # whoever groups parameters has done so
         self.optimizer = optimizer
         self._office = TicketOffice(optimizer)
         self.tell_delay()

@@ -84,8 +84,8 @@ class Stage:
         root: the model, or the module around it, whose names users and checkpoints know.
         names: every name that a parameter has in the root -> that of the parameter.
         elsewhere: parameters of other stages' units, as long as somebody keeps them -> where they live.
-        layers_elsewhere: name in the model -> other stages' units, which have no memory any more; whoever has looked at
-            them lets them go.
+        layers_elsewhere: name in the model -> other stages' units, which have no memory any more; until there is an
+            optimizer.
         counting_layers: name in the model -> layer, of those that count.
         buffers: name in the model -> buffer that they change once per update.
         device: where they are.

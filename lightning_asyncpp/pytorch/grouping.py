@@ -25,9 +25,9 @@ def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, 
     Args:
         optimizers: as configure_optimizers made them.
         module: with the stage in it.
-        stage: its layers of other stages are let go of.
+        stage: as it was cut.
     """
-    layers, stage.layers_elsewhere = stage.layers_elsewhere, {}
+    layers = stage.layers_elsewhere
     trained = [parameter for parameter in stage.parameters.values() if parameter.requires_grad]
     if not layers or not optimizers or not may_go_by_position(optimizers, trained):
         return []

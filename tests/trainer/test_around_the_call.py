@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.trainer.delays import delayed
 from tests.trainer.mistakes import CountsSteps
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Run, evaluate, fit
+from tests.trainer.runs import Run, evaluate, fit, fit_and_hear
 
 
 class OtherBackend(around.SetsAll):
@@ -81,16 +80,11 @@ def test_a_mode_set_in_a_validation(pools: Pools) -> None:
     assert "train() or eval() on self.model" in outcomes[0].message
 
 
-def fit_and_hear(run: Run) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(run)
-    return [str(warning.message) for warning in caught if "kept, with a gradient" in str(warning.message)]
-
-
 def test_what_layers_keep_for_the_step_is_warned_of(pools: Pools) -> None:
     for stages, partition in ((2, [3, 3]), (3, [1, 2, 3])):
-        heard = pools.run(stages, fit_and_hear, Run(around.SumsBalances, options={"partition": partition}))[::-1]
-        named = [" ".join(texts).split(":")[0] for texts in heard]  # the first stage's first
+        heard = pools.run(
+            stages, fit_and_hear, Run(around.SumsBalances, options={"partition": partition}), "kept, with a gradient"
+        )[::-1]
+        named = [" ".join(texts).split(":")[0] for _, texts in heard]  # the first stage's first
         assert ", ".join(named[:-1]) == "features, model.1.balance"
         assert named[-1] == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tests.trainer import mistakes as m
 from tests.trainer.delays import delayed, train
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, fit
+from tests.trainer.runs import Net, Run, fit, fit_and_hear
 
 
 class ByProdigy(Net):
@@ -210,18 +209,11 @@ def test_groups_by_position_are_refused(pools: Pools, module: Any, said: str, st
         assert said in outcome.message
 
 
-def fit_and_hear(run: Run) -> tuple[dict[str, Any], list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = fit(run)
-    return result, [str(warning.message) for warning in caught if "several groups" in str(warning.message)]
-
-
 @pytest.mark.parametrize(("module", "warned"), [(DecaysByLayer, 0), (RaisesTheSecondTime, 1)])
 def test_groups_by_layer_are_those_of_the_whole_model(pools: Pools, module: Any, warned: int) -> None:
     """What cannot be compared is said."""
     run = Run(module, options={"micro_batches": 3}, trainer={"max_epochs": 2})
-    heard = pools.run(3, fit_and_hear, run)
+    heard = pools.run(3, fit_and_hear, run, "several groups")
     emulated = train(delayed(replace(run, module=DecaysByLayer), micro_batches=3))
     assert_equal_weights(joined_weights([result for result, _ in heard], 3), emulated["weights"])
     assert [len(said) for _, said in heard] == [warned] * 3
