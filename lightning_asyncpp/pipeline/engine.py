@@ -290,10 +290,10 @@ class Engine:
         agree_on_error(self.mesh, error)
         return slots
 
-    def _forward(self, k: int, slot: Slot, step: Step, expects_gradients: bool = True) -> Flight:
+    def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
         version = self.schedule.weight_version(self.mini_batch)
         task = Task(k, version, self.weights.leaves(version), slot.content, slot.mark, step)
-        flight = self.runner.forward(task, expects_gradients)
+        flight = self.runner.forward(task)
         self._flights[k] = flight
         self.next_forward = k + 1
         self.updates.open.weight += flight.weight
@@ -319,14 +319,13 @@ class Engine:
         """Run the very first micro-batch forward and backward, and let every rank raise what any of them found."""
         flight, error = None, None
         try:
-            flight = self._forward(k, slot, step, expects_gradients=False)
+            flight = self._forward(k, slot, step)
             self.weights.check_unwritten(self.schedule.weight_version(self.mini_batch))
         except Exception as caught:
             error = caught
             self.runner.announce_failure(k, error)
         agree_on_error(self.mesh, None if isinstance(error, StageBeforeFailedError) else error)
         assert flight is not None
-        self.runner.post(flight)
         try:
             self._backward(Action(Kind.BACKWARD, k))
         except ConfigurationError as caught:

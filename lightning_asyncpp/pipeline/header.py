@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError, different_calls
-from lightning_asyncpp.pipeline.memory_order import Order, order_of
+from lightning_asyncpp.pipeline.memory_order import Order, as_stored, empty, order_of
 
 MAX_TENSORS = 256
 MAX_DIMENSIONS = 8
@@ -54,6 +54,19 @@ class TensorInfo(NamedTuple):
     def num_bytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorInfo:
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order_of(tensor))
+
+    def empty(self, device: torch.device) -> Tensor:
+        """An uninitialised tensor that looks so."""
+        return empty(self.shape, self.order, self.dtype, device)
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """A tensor that looks so, as it travels: with its dimensions as they lie in memory."""
+        return as_stored(tensor, self.order)
 
 
 @dataclass(slots=True)
@@ -157,7 +170,7 @@ def describe(tensors: tuple[Tensor, ...], layer: str) -> tuple[TensorInfo, ...]:
                 " and hold real or whole numbers or booleans (torch.view_as_real makes real numbers of complex ones);"
                 " convert it in this layer and back in the next, or cut the model elsewhere (partition=[...])"
             )
-    return tuple(TensorInfo(tuple(t.shape), t.dtype, t.requires_grad, order_of(t)) for t in tensors)
+    return tuple([TensorInfo.of(tensor) for tensor in tensors])
 
 
 @lru_cache(maxsize=64)

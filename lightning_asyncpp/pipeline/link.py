@@ -23,6 +23,8 @@ _PREFIX = struct.Struct("<qqq")
 _BUFFER_BYTES = 8192
 _LOCAL_BUFFER_BYTES = 4 * 2**20
 _DEFAULT_TIMEOUT = 1800.0
+NO_TIMEOUT = 0.0
+"""Seconds, as the kernel takes them: a wait does not end by itself."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -41,7 +43,7 @@ class Link:
     Args:
         connection: a connected stream socket; the link owns it.
         peer: who is at the other end, for messages.
-        timeout: seconds that a wait for the other side may take; None: half an hour.
+        timeout: seconds that a wait for the other side may take, or ``NO_TIMEOUT``; None: half an hour.
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout: float | None = None) -> None:

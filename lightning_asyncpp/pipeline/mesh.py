@@ -116,11 +116,12 @@ class Mesh:
         assert self.groups is not None
         return HostWork(started(dist.irecv(tensor, rank, group=self.groups.host, tag=tag)))
 
-    def connect(self, timeout: timedelta | None = None) -> None:
+    def connect(self, timeout: timedelta | None = None, direct: bool | None = None) -> None:
         """Make every process group up front, in the same order on every rank; a collective call.
 
         Args:
             timeout: of blocking communication in them; default: torch's.
+            direct: whether tensors travel between neighbours by such groups; default: unless the backend is gloo.
 
         The groups between neighbours, for tensors on devices, are made per direction: two ranks that share one
         communicator for both directions can each wait for the other's receive.
@@ -133,7 +134,7 @@ class Mesh:
         # Each group on gloo keeps a thread that wakes a hundred times a second. Only replicas may need the second
         # one: an all-reduce of control messages may still run when another collective starts.
         groups = Groups(control=host if self.num_replicas == 1 else _new_group(timeout, backend="gloo"), host=host)
-        if dist.get_backend() != "gloo":
+        if direct if direct is not None else dist.get_backend() != "gloo":
             self._connect_neighbours(groups, timeout)
         groups.data_parallel = self._one_of([self._stage_ranks(s) for s in range(self.num_stages)], timeout)
         groups.last_stages = self._one_of([self._stage_ranks(self.num_stages - 1)], timeout)

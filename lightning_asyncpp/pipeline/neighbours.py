@@ -22,12 +22,13 @@ class Neighbours(NamedTuple):
     after: Link | None
 
 
-def connect_neighbours(mesh: Mesh, timeout: float | None = None) -> Neighbours:
+def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | None = None) -> Neighbours:
     """Connect the stages of every replica; a collective call.
 
     Args:
         mesh: this rank's place; its groups are connected.
-        timeout: seconds that a wait in the links may take; default: half an hour.
+        before: seconds that a wait for the stage before may take; default: half an hour.
+        after: the same for the stage after.
 
     Raises:
         PeerLostError: a neighbour cannot be reached.
@@ -35,10 +36,10 @@ def connect_neighbours(mesh: Mesh, timeout: float | None = None) -> Neighbours:
     with ExitStack() as closing:
         listener = None if mesh.is_first else closing.enter_context(Listener())
         offers = exchange(mesh, "" if listener is None else listener.offer)
-        after = None
+        there = None
         if not mesh.is_last:
             next_stage = mesh.stage + 1
-            after = call(offers[mesh.rank_of(next_stage)], mesh.name_of(next_stage), f"stage {mesh.stage}")
-        before = None if listener is None else listener.answer(mesh.name_of(mesh.stage - 1))
-    ends = ((before, mesh.stage - 1), (after, mesh.stage + 1))
-    return Neighbours(*(None if c is None else Link(c, mesh.name_of(stage), timeout) for c, stage in ends))
+            there = call(offers[mesh.rank_of(next_stage)], mesh.name_of(next_stage), f"stage {mesh.stage}")
+        here = None if listener is None else listener.answer(mesh.name_of(mesh.stage - 1))
+    ends = ((here, mesh.stage - 1, before), (there, mesh.stage + 1, after))
+    return Neighbours(*(None if c is None else Link(c, mesh.name_of(stage), seconds) for c, stage, seconds in ends))

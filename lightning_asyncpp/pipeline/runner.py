@@ -129,7 +129,7 @@ class StageRunner:
         if self.mesh.num_stages > 1 and (self.mesh.is_first or self.mesh.is_last):
             self.around.begin(purpose)
 
-    def forward(self, task: Task, expects_gradients: bool = False) -> Flight:
+    def forward(self, task: Task) -> Flight:
         """Run the forward of a micro-batch and send the result on.
 
         What can be done before a wait is done there, and as little as possible after a send: whoever is woken by it
@@ -138,13 +138,12 @@ class StageRunner:
 
         Args:
             task: what to run.
-            expects_gradients: call :meth:`post` on the way; else the caller does.
         """
         trace = self.trace if task.purpose == "train" else None
         if not (self.mesh.is_first or self.mesh.is_last):
             with self.hooks.forward_context():
                 departure = self.stage.under(task.weights, lambda: self._pass_through(task, trace))
-            return self._pass_empty(task) if departure is None else self._send(departure, trace, expects_gradients)
+            return self._pass_empty(task) if departure is None else self._send(departure, trace)
         arrival = self._receive(task.k, trace)
         if (task.slot is None and self.mesh.is_first) or (arrival and arrival.header.kind == Header.EMPTY):
             return self._pass_empty(task)
@@ -152,12 +151,7 @@ class StageRunner:
             if self.mesh.is_last:
                 return self._leave(task, arrival)
             departure = self._enter(task)
-        return self._send(departure, trace, expects_gradients)
-
-    def post(self, flight: Flight) -> None:
-        """Expect the gradients of a flight that left this stage."""
-        if self.transport is not None and not self.mesh.is_last and flight.weight:
-            self.transport.expect_gradients(flight.k, flight.outputs)
+        return self._send(departure, trace)
 
     def backward(self, flight: Flight, weights: dict[str, Tensor]) -> None:
         """Run the backward of a flight, adding to the gradients of ``weights``, and send the inputs' gradients."""
@@ -184,7 +178,7 @@ class StageRunner:
             weight = 1.0 if self.hooks.loss_reduction == "sum" else flight.weight
             return [torch.full_like(loss, weight) for loss in flight.outputs]
         with self.span(Wait.GRADIENT, flight.k):
-            return self.transport.receive_gradients(flight.k)
+            return self.transport.receive_gradients(flight.k, flight.outputs)
 
     def send_input_gradients(self, flight: Flight) -> None:
         """Send the gradients of what was received; zeros for what the loss does not depend on."""
@@ -253,11 +247,9 @@ class StageRunner:
                 output = self.stage.forward((arguments,), {}, self.seed, self.mesh.replica, task.k)
             return self._departure(task, output, arrival.header, inputs, said)
 
-    def _send(self, departure: _Departure, trace: Trace | None, expects_gradients: bool) -> Flight:
+    def _send(self, departure: _Departure, trace: Trace | None) -> Flight:
         assert self.transport is not None
         flight, header, tensors = departure
-        if expects_gradients:
-            self.post(flight)
         with _span(trace, Beside.SEND, flight.k, num_bytes=header.num_bytes):
             self.transport.send_activation(header, tensors)
         return flight

@@ -7,16 +7,16 @@ used (several stages on one GPU) they are copied through the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.device_tensors import DeviceTensors
-from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls, different_ends, lost_peers
+from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls, different_ends
 from lightning_asyncpp.pipeline.header import BEGINNING_BYTES, MAX_HEADER_BYTES, Header, TensorInfo
 from lightning_asyncpp.pipeline.link import Bytes, Frame, Link
-from lightning_asyncpp.pipeline.memory_order import Order, as_stored, empty, order_of
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours, connect_neighbours
 
@@ -35,18 +35,6 @@ class Arrival(NamedTuple):
 
     header: Header
     tensors: tuple[Tensor, ...]
-
-
-class _Room(NamedTuple):
-    """Where a gradient goes that the stage after will send."""
-
-    gradient: Tensor
-    order: Order
-
-    @property
-    def stored(self) -> Tensor:
-        """It, as it travels."""
-        return as_stored(self.gradient, self.order)
 
 
 class Transport:
@@ -69,10 +57,9 @@ class Transport:
         neighbours: Neighbours | None = None,
     ) -> None:
         self.mesh, self.device, self.max_message_bytes = mesh, device, max_message_bytes
-        self._before, self._after = neighbours or connect_neighbours(mesh, timeout)
-        self._direct = DeviceTensors.between(mesh, device)
+        self._before, self._after = neighbours or connect_neighbours(mesh, timeout, timeout)
+        self._direct = DeviceTensors.between(mesh, device, timeout)
         self._header = memoryview(bytearray(MAX_HEADER_BYTES))
-        self._expected: dict[int, list[_Room]] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
         self._closed = False
         self._sent = self._received = 0  # one past the micro-batch of the newest activation
@@ -91,15 +78,14 @@ class Transport:
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or the header alone, to the stage after."""
         assert self._after is not None, "nothing comes after the last stage"
-        stored = [as_stored(tensor, info.order) for tensor, info in zip(tensors, header.tensors)]
+        stored = [info.stored(tensor) for tensor, info in zip(tensors, header.tensors)]
         parts: list[Bytes] = [header.pack()]
         if self._direct is None:
             parts += [_bytes_of(tensor) for tensor in stored]
+        else:  # before it is announced
+            self._direct.put_activation(header.k, stored)
         self._after.write(_ACTIVATION, header.k, parts)
         self._sent = header.k + 1
-        if self._direct is not None:
-            with lost_peers(self._after.peer):
-                self._direct.send_activation(stored)
 
     def receive_activation(self, k: int) -> Arrival:
         """Return the activation of micro-batch ``k``, the next to come, waiting for it; not on the first stage.
@@ -120,50 +106,48 @@ class Transport:
             )
         self._received = k + 1
         if self._direct is not None:
-            with lost_peers(link.peer):
-                return Arrival(header, self._direct.receive_activation(header.tensors))
+            return Arrival(header, tuple(self._direct.take_activation(k, header.tensors)))
         return Arrival(header, tuple([self._read(link, info) for info in header.tensors]))
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def expect_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
-        """Make room for the gradients of ``outputs`` (those that need one), which the stage after will send."""
-        assert self._after is not None, "nothing comes after the last stage"
-        wanted = [(tensor, order_of(tensor)) for tensor in outputs if tensor.requires_grad]
-        expected = [_Room(empty(t.shape, order, t.dtype, t.device), order) for t, order in wanted]
-        self._expected[k] = expected
-        if self._direct is not None:
-            with lost_peers(self._after.peer):
-                self._direct.post_gradients(k, [room.stored for room in expected])
+    def receive_gradients(self, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of micro-batch ``k``, waiting until the stage after has sent them.
 
-    def receive_gradients(self, k: int) -> list[Tensor]:
-        """Return the gradients of micro-batch ``k`` in the order of the outputs that need one."""
-        link, expected = self._after, self._expected.pop(k)
-        gradients = [room.gradient for room in expected]
+        Args:
+            k: the micro-batch.
+            outputs: what was sent there and needs a gradient, in this order.
+
+        Raises:
+            PeerLostError: the stage after is gone.
+            ProtocolError: what came is not what was agreed on.
+        """
+        link, infos = self._after, [TensorInfo.of(tensor) for tensor in outputs]
         assert link is not None, "nothing comes after the last stage"
-        if self._direct is not None:
-            with lost_peers(link.peer):
-                self._direct.wait_gradients(k)
-            return gradients
-        frame = self._next(link, _GRADIENT)
+        # Before the wait, which everything that comes after it prolongs.
+        gradients = [] if self._direct is not None else [info.empty(self.device) for info in infos]
         size = sum([gradient.nbytes for gradient in gradients])
+        frame = self._next(link, _GRADIENT)
         if frame.number != k or frame.num_bytes != size:
             raise ProtocolError(
                 f"expected the gradient of micro-batch {k} with {size} bytes, got that of {frame.number} with"
                 f" {frame.num_bytes}"
             )
-        for room in expected:
-            self._read_into(link, room.stored)
+        if self._direct is not None:
+            return self._direct.take_gradients(k, infos)
+        for info, gradient in zip(infos, gradients):
+            self._read_into(link, info.stored(gradient))
         return gradients
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
         """Send the gradients of micro-batch ``k``, each as its activation lies in memory, to the stage before."""
         assert self._before is not None, "nothing comes before the first stage"
+        parts: list[Bytes] = []
         if self._direct is None:
-            self._before.write(_GRADIENT, k, [_bytes_of(gradient) for gradient in gradients])
-            return
-        with lost_peers(self._before.peer):
-            self._direct.send_gradients(gradients)
+            parts = [_bytes_of(gradient) for gradient in gradients]
+        else:
+            self._direct.put_gradients(k, gradients)
+        self._before.write(_GRADIENT, k, parts)
 
     # -- control messages -----------------------------------------------------------------------------------------
 
@@ -240,18 +224,21 @@ class Transport:
         """Wait until no more than ``backlog`` parts of messages to the stage after are unsent."""
         if self._after is not None:
             self._after.wait_for_backlog(backlog)
+        if self._direct is not None:
+            self._direct.wait_for_stage_after(backlog)
 
     def settle(self) -> None:
         """Wait until tensors that are sent from device to device have left, and let go of them."""
         if self._direct is not None:
-            with lost_peers("a neighbour"):
-                self._direct.settle()
+            self._direct.settle()
 
     def hang_up(self) -> None:
         """End both connections, from any thread: neighbours that wait get an error."""
         for link in (self._before, self._after):
             if link is not None:
                 link.hang_up()
+        if self._direct is not None:
+            self._direct.close()
 
     def close(self) -> None:
         """Let go of the connections; what was sent still arrives."""
@@ -259,6 +246,8 @@ class Transport:
         for link in (self._before, self._after):
             if link is not None:
                 link.close()
+        if self._direct is not None:
+            self._direct.close()
 
     def _next(self, link: Link, kind: int) -> Frame:
         """The frame of the next message of ``kind``; control messages before it are put aside."""
@@ -303,8 +292,8 @@ class Transport:
         return Header.read(self._header[:size], k, self.max_message_bytes), size
 
     def _read(self, link: Link, info: TensorInfo) -> Tensor:
-        tensor = empty(info.shape, info.order, info.dtype, self.device)
-        self._read_into(link, as_stored(tensor, info.order))
+        tensor = info.empty(self.device)
+        self._read_into(link, info.stored(tensor))
         return tensor
 
     def _read_into(self, link: Link, tensor: Tensor) -> None:

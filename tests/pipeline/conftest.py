@@ -10,14 +10,19 @@ import torch
 
 from lightning_asyncpp.pipeline.mesh import Mesh
 from tests.pipeline.cases import Case
-from tests.pipeline.pool import WorkerPool
+from tests.pipeline.pool import Prepare, WorkerPool
 from tests.pipeline.runs import run_case
 
 
 class Pools:
-    """One pool per number of processes, started when first needed and replaced when a rank failed."""
+    """One pool per number of processes, started when first needed and replaced when a rank failed.
 
-    def __init__(self) -> None:
+    Args:
+        prepare: see :class:`WorkerPool`.
+    """
+
+    def __init__(self, prepare: Prepare | None = None) -> None:
+        self._prepare = prepare
         self._pools: dict[int, WorkerPool] = {}
 
     def run(self, case: Case, num_stages: int) -> list[dict[str, Any]]:
@@ -26,7 +31,7 @@ class Pools:
         if world_size == 1:
             return [run_case(case, Mesh(1, 1, 0))]
         if world_size not in self._pools:
-            self._pools[world_size] = WorkerPool(world_size)
+            self._pools[world_size] = WorkerPool(world_size, self._prepare)
         try:
             return self._pools[world_size].run(case)
         except BaseException:

@@ -22,7 +22,6 @@ class Loopback:
     def __init__(self, arriving: Header | None) -> None:
         self.arriving = arriving
         self.sent: Header | None = None
-        self._expected: dict[int, list[Tensor]] = {}
 
     def receive_activation(self, k: int) -> Arrival:
         """New tensors as the stage before sends them."""
@@ -34,14 +33,9 @@ class Loopback:
         """Note what is sent."""
         self.sent = header
 
-    def expect_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> None:
-        """Make room, as the transport does."""
-        wanted = [t for t in outputs if t.requires_grad]
-        self._expected[k] = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
-
-    def receive_gradients(self, k: int) -> list[Tensor]:
-        """What room was made for."""
-        return self._expected.pop(k)
+    def receive_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """New tensors as the stage after sends them."""
+        return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in outputs]
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
         """They leave."""

@@ -189,7 +189,7 @@ class _Run:
     def forward(self) -> Flight:
         task = Task(self.count, self.version, self.weights.leaves(self.version), self.job.slot, 0, self.job.step)
         self.count += 1
-        flight = self.runner.forward(task, expects_gradients=True)
+        flight = self.runner.forward(task)
         flight.said.take_statistics()
         return flight
 

@@ -1,0 +1,206 @@
+"""How a tensor goes from GPU to GPU over NCCL, so that nothing that waits for a whole device can hang.
+
+A message of NCCL is two kernels, and each lies on its stream until the other one runs. Whatever waits for the whole
+device (``torch.cuda.synchronize()``, ``empty_cache()``, the allocator near the limit, the end of a profile) waits for
+such a kernel, too; so does whatever shares its hardware queue. If its host waits there while the counterpart is still
+to be launched by a host that waits likewise, nobody goes on. Hence the rule: **neither kernel is launched before both
+hosts are launching theirs.**
+
+    sender, where it is computed          receiver, where it is used
+        put(k) ...............................  take(k): asks for k, and waits for the answer alone
+        a thread launches the send, answers ..  launches the receive
+
+The thread answers at once, whatever its process waits for; so the receiver's host loses a round trip, and its device
+nothing as long as it has work. Each side launches from a stream of its own, which waits for the tensor of this message
+and not for what is being computed now.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_asyncpp.pipeline import background
+from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
+from lightning_asyncpp.pipeline.header import TensorInfo
+from lightning_asyncpp.pipeline.link import Link
+from lightning_asyncpp.pipeline.mesh import started
+
+_TAKE, _SENT = 1, 2
+
+
+class Way(NamedTuple):
+    """One direction between two neighbours.
+
+    Attributes:
+        peer: rank of the other side.
+        group: of the two; the other direction has its own.
+        device: of this rank.
+        stream: from which messages are launched; None where the device has none.
+    """
+
+    peer: int
+    group: dist.ProcessGroup
+    device: torch.device
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def to(cls, peer: int, group: dist.ProcessGroup | None, device: torch.device) -> Way:
+        """That to a rank, or from it."""
+        assert group is not None
+        return cls(peer, group, device, torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    def launching(self) -> AbstractContextManager[object]:
+        """What is launched inside does not wait for what this thread has under way."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A moment of what is computed here, for which a message can wait."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+
+    def send(self, tensors: Sequence[Tensor], ready: torch.cuda.Event | None) -> list[dist.Work]:
+        """Launch a send of each, for the moment when they are ready."""
+        with self.launching():
+            if self.stream is not None and ready is not None:
+                self.stream.wait_event(ready)
+            return [started(dist.isend(tensor, self.peer, group=self.group)) for tensor in tensors]
+
+    def receive(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
+        """Launch receives; what is computed from now on waits for them, the host does not."""
+        with self.launching():
+            # Allocated from this stream's memory, which nothing that is being computed may still read.
+            tensors = [info.empty(self.device) for info in infos]
+            stored = [info.stored(tensor) for info, tensor in zip(infos, tensors)]
+            works = [started(dist.irecv(tensor, self.peer, group=self.group)) for tensor in stored]
+        for work in works:
+            work.wait()
+        if self.stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+        return tensors
+
+
+class _Put(NamedTuple):
+    """What lies in an outbox."""
+
+    tensors: list[Tensor]
+    ready: torch.cuda.Event | None
+
+
+class Outbox:
+    """Where the tensors of one direction wait until the neighbour takes them.
+
+    Args:
+        way: to the neighbour.
+        link: on which it asks for them; a wait in it must not end by itself.
+    """
+
+    def __init__(self, way: Way, link: Link) -> None:
+        self._way, self._link = way, link
+        self._changed = threading.Condition()
+        self._waiting: dict[int, _Put] = {}
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()  # what is sent must live until it is done
+        self._error: BaseException | None = None
+        self._closed = False
+        background.run(self._serve, "outbox")
+        atexit.register(self.close)
+
+    def put(self, k: int, tensors: Sequence[Tensor]) -> None:
+        """Let the neighbour take the tensors of micro-batch ``k``; it has to be told that they are there.
+
+        Raises:
+            PeerLostError: it is gone.
+            RuntimeError: a send failed.
+        """
+        put = _Put([tensor.contiguous() for tensor in tensors], self._way.mark())
+        with self._changed:
+            self._raise_error()
+            while self._sends and self._sends[0][0].is_completed():
+                self._sends.popleft()
+            if put.tensors:
+                self._waiting[k] = put
+
+    def wait_until_taken(self, limit: int = 0) -> None:
+        """Wait until no more than ``limit`` micro-batches are still to be taken; raises as :meth:`put` does."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or len(self._waiting) <= limit)
+            self._raise_error()
+
+    def settle(self) -> None:
+        """Wait until everything is taken, and let go of it when it has been sent."""
+        self.wait_until_taken()
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+    def close(self) -> None:
+        """End the connection: nobody takes anything any more."""
+        self._closed = True
+        self._link.hang_up()
+        atexit.unregister(self.close)
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                kind, k, size = self._link.read_frame()
+                with self._changed:
+                    put = self._waiting.pop(k, None)
+                if kind != _TAKE or size or put is None:
+                    raise ProtocolError(f"{self._link.peer} asked for tensors that were not put out: {kind}, {k}")
+                works = self._way.send(put.tensors, put.ready)
+                with self._changed:
+                    self._sends += zip(works, put.tensors)
+                    self._changed.notify_all()
+                self._link.write(_SENT, k, [])
+        except BaseException as error:  # raised for whoever puts or waits
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            self._link.hang_up()  # the other side may be waiting for an answer
+        if self._closed:
+            self._link.close()
+
+    def _raise_error(self) -> None:
+        if isinstance(self._error, (PeerLostError, ProtocolError)):
+            raise type(self._error)(*self._error.args)
+        if self._error is not None:
+            raise RuntimeError(f"sending to {self._link.peer} failed: {self._error}") from self._error
+
+
+class Inbox:
+    """Takes the tensors of one direction.
+
+    Args:
+        way: from the neighbour.
+        link: to its outbox.
+    """
+
+    def __init__(self, way: Way, link: Link) -> None:
+        self._way, self._link = way, link
+
+    def take(self, k: int, infos: Sequence[TensorInfo]) -> list[Tensor]:
+        """Return the tensors of micro-batch ``k``, which were put out and look so; the host does not wait for them.
+
+        Raises:
+            PeerLostError: the neighbour is gone, or failed to send.
+            ProtocolError: it answered something else.
+        """
+        if not infos:
+            return []
+        self._link.write(_TAKE, k, [])
+        frame = self._link.read_frame()
+        if frame != (_SENT, k, 0):
+            raise ProtocolError(f"{self._link.peer} did not send the tensors of micro-batch {k}: {frame}")
+        return self._way.receive(infos)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._link.hang_up()
+        self._link.close()

@@ -1,0 +1,70 @@
+"""Ways to send from device to device that break the rule of the handover: as plausible as they hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_asyncpp.pipeline import handover
+from lightning_asyncpp.pipeline.handover import Inbox, Outbox
+from lightning_asyncpp.pipeline.header import Header, TensorInfo
+from lightning_asyncpp.pipeline.transport import Transport
+from tests.nccl_rules import emulated
+
+SECONDS = 3.0
+
+
+def send_at_once(rank: int) -> Callable[[], None]:
+    """Sends are launched where the tensor is made, receives when they are announced: no receive is early.
+
+    Two neighbours that both wait for their devices, each with a send under way, wait for ever.
+    """
+    emulated.HANG_SECONDS = SECONDS
+    check = emulated.emulate(rank, share_of_waits=0.3)
+    Outbox.put = _put_at_once  # type: ignore[method-assign]
+    Inbox.take = _take_unasked  # type: ignore[method-assign]
+    return check
+
+
+def receive_early(rank: int) -> Callable[[], None]:
+    """The receive of a gradient is launched with the activation, long before the gradient is made."""
+    emulated.HANG_SECONDS = SECONDS
+    check = emulated.emulate(rank, share_of_waits=0.1)
+    Outbox.put = _put_at_once  # type: ignore[method-assign]
+    Inbox.take = _take_unasked  # type: ignore[method-assign]
+    send_activation, receive_gradients = Transport.send_activation, Transport.receive_gradients
+    posted: dict[int, list[Tensor]] = {}
+    works: dict[int, list[dist.Work]] = {}
+
+    def send_and_expect(self: Transport, header: Header, tensors: tuple[Tensor, ...]) -> None:
+        infos = [info for info in header.tensors if info.needs_gradient]
+        if self._direct is not None and infos:
+            way = self._direct._from_next._way  # type: ignore[union-attr]
+            posted[header.k] = [info.empty(self.device) for info in infos]
+            receives = [handover.dist.irecv(tensor, way.peer, group=way.group) for tensor in posted[header.k]]
+            works[header.k] = receives  # type: ignore[assignment]
+        send_activation(self, header, tensors)
+
+    def receive_expected(self: Transport, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
+        if k not in posted:
+            return receive_gradients(self, k, outputs)
+        self._next(self._after, 2)  # type: ignore[arg-type]
+        for work in works.pop(k):
+            work.wait()
+        return posted.pop(k)
+
+    Transport.send_activation = send_and_expect  # type: ignore[method-assign]
+    Transport.receive_gradients = receive_expected  # type: ignore[method-assign]
+    return check
+
+
+def _put_at_once(self: Outbox, k: int, tensors: Sequence[Tensor]) -> None:
+    whole = [tensor.contiguous() for tensor in tensors]
+    self._sends += zip(self._way.send(whole, self._way.mark()), whole)
+
+
+def _take_unasked(self: Inbox, k: int, infos: Sequence[TensorInfo]) -> Any:
+    return self._way.receive(infos)

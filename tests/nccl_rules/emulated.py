@@ -1,0 +1,222 @@
+"""NCCL's rules on gloo, so that a run on CPUs meets them.
+
+What gloo forgives and NCCL does not:
+
+* each group has one stream, on which its messages run one after the other, in the order in which they were issued;
+* a message lies on its stream until the other side issues its counterpart: only then do both end;
+* ``wait()`` does not wait for a send, and the bytes are read when the message runs, not when it was issued;
+* nobody may read what is received before ``wait()``: until then it holds NaN;
+* a wait for the whole device (``torch.cuda.synchronize()``, ``empty_cache()``, the end of a profile) waits for every
+  message that was issued. So a receive must not be issued before its send is: its host may be in such a wait.
+
+Here a thread per group stands for its stream. Waits for the whole device come at random moments: in layers, around
+backwards and in the optimizer.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_asyncpp.pipeline import handover, reduction
+from lightning_asyncpp.pipeline.device_tensors import DeviceTensors
+from lightning_asyncpp.pipeline.runner import StageRunner
+
+HANG_SECONDS = 20.0
+_SLOWEST_SECONDS = 0.002
+_delays = random.Random()  # not torch's or Python's own generator, which a run looks after
+
+
+class Device:
+    """What a rank has issued, and when it waits for all of it.
+
+    Args:
+        rank: seeds the random moments.
+        share_of_waits: probability of a wait for the whole device at every place where there may be one.
+    """
+
+    def __init__(self, rank: int, share_of_waits: float) -> None:
+        self.violations: list[str] = []
+        self.is_connecting = False
+        self._share = share_of_waits
+        self._random = random.Random(rank)
+        self._streams: dict[int, _Stream] = {}
+        self._issued: list[Message] = []
+
+    def issue(self, message: Message) -> Message:
+        """Put a message on its group's stream."""
+        self._issued = [other for other in self._issued if not other.is_completed()] + [message]
+        self._streams.setdefault(id(message.group), _Stream()).run(message)
+        return message
+
+    def maybe_wait(self, *_: Any) -> None:
+        """At a place where users, torch or its allocator may wait for the whole device."""
+        if self._random.random() < self._share:
+            self.wait()
+
+    def wait(self) -> None:
+        """``torch.cuda.synchronize()``.
+
+        Raises:
+            RuntimeError: a message does not end: its counterpart comes after this wait.
+        """
+        for message in self._issued:
+            if not message.done.wait(HANG_SECONDS):
+                raise RuntimeError(f"a wait for the whole device hangs: {message.kind} was issued too early")
+        self._issued = []
+
+    def check(self) -> None:
+        """Raise what was found in the case that ran."""
+        found, self.violations = self.violations, []
+        if found:
+            raise AssertionError(f"{len(found)} times: {found[0]}")
+
+
+class Message:
+    """Stands for the ``dist.Work`` of a message.
+
+    Args:
+        device: that issues it.
+        kind: ``"send"``, ``"receive"`` or ``"all-reduce"``.
+        tensor: whose bytes it is about.
+        peer: the other side; -1 with an all-reduce.
+        group: whose stream it goes on.
+    """
+
+    def __init__(self, device: Device, kind: str, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+        self.kind, self.group, self.done = kind, group, threading.Event()
+        self._device, self._tensor, self._peer = device, tensor.detach(), peer
+        self._issued = time.monotonic()  # the same clock in all processes of a machine
+        self._may_be_early = device.is_connecting  # two hosts at their first message, who wait for each other
+        self._result: Tensor | None = None
+        self._error: Exception | None = None
+        if kind == "receive":
+            _poison(self._tensor)
+
+    def run(self) -> None:
+        """What its stream does."""
+        time.sleep(_SLOWEST_SECONDS * _delays.random())
+        try:
+            {"send": self._send, "receive": self._receive, "all-reduce": self._reduce}[self.kind]()
+        except Exception as error:
+            self._error = error
+        self.done.set()
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let what comes after it wait: here that is the host itself, but for a send."""
+        if self.kind != "send":
+            self.done.wait()
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        if self._result is not None:
+            self._tensor.copy_(self._result)
+            self._result = None
+        return True
+
+    def get_future(self) -> Message:
+        """Itself, which has the one method of a future that is used."""
+        return self
+
+    def add_done_callback(self, call: Callable[[object], None]) -> None:
+        threading.Thread(target=lambda: (self.done.wait(), call(None)), daemon=True).start()
+
+    def _send(self) -> None:
+        issued = torch.tensor([self._issued], dtype=torch.float64)
+        dist.send(issued, self._peer, group=self.group)
+        if self._tensor.numel():
+            dist.send(self._tensor, self._peer, group=self.group)
+        dist.recv(issued, self._peer, group=self.group)
+
+    def _receive(self) -> None:
+        issued = torch.zeros(1, dtype=torch.float64)
+        dist.recv(issued, self._peer, group=self.group)
+        if issued.item() > self._issued and not self._may_be_early:
+            self._device.violations.append("a receive was issued before its send")
+        result = torch.empty_like(self._tensor)
+        if result.numel():
+            dist.recv(result, self._peer, group=self.group)
+        self._result = result
+        dist.send(issued, self._peer, group=self.group)
+
+    def _reduce(self) -> None:
+        result = self._tensor.clone()
+        _poison(self._tensor)
+        dist.all_reduce(result, group=self.group)
+        self._result = result
+
+
+class _Stream:
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def run(self, message: Message) -> None:
+        self._messages.put(message)
+
+    def _run(self) -> None:
+        while True:
+            self._messages.get().run()
+
+
+class _Distributed:
+    """Stands for ``torch.distributed`` in the modules that give tensors on devices to it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def isend(self, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> Message:
+        return self._device.issue(Message(self._device, "send", tensor, peer, group))
+
+    def irecv(self, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> Message:
+        return self._device.issue(Message(self._device, "receive", tensor, peer, group))
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> Message:
+        assert async_op, "it would wait for the other replicas"
+        return self._device.issue(Message(self._device, "all-reduce", tensor, -1, group))
+
+
+def emulate(rank: int, share_of_waits: float = 0.03) -> Callable[[], None]:
+    """Let this process live by NCCL's rules from now on; returns what raises if the rules were broken."""
+    device = Device(rank, share_of_waits)
+    handover.dist = reduction.dist = _Distributed(device)  # type: ignore[assignment]
+    nn.modules.module.register_module_forward_pre_hook(device.maybe_wait)
+    register_optimizer_step_pre_hook(device.maybe_wait)
+    backward = StageRunner.backward
+
+    def with_waits(*args: Any) -> None:
+        device.maybe_wait()
+        backward(*args)
+        device.maybe_wait()
+
+    StageRunner.backward = with_waits  # type: ignore[method-assign]
+    connect = DeviceTensors._try
+
+    def while_connecting(*args: Any) -> None:
+        device.is_connecting = True
+        connect(*args)
+        device.is_connecting = False
+
+    DeviceTensors._try = while_connecting  # type: ignore[method-assign]
+    return device.check
+
+
+def _poison(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype != torch.bool:
+        tensor.fill_(99)

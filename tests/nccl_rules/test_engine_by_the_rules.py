@@ -1,0 +1,79 @@
+"""The engine equals the oracle, and never hangs, where its tensors travel by NCCL's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.nccl_rules.broken import receive_early, send_at_once
+from tests.nccl_rules.emulated import emulate
+from tests.pipeline.cases import Case
+from tests.pipeline.compare import assert_same_norms, assert_same_weights
+from tests.pipeline.conftest import Pools
+from tests.pipeline.pool import Prepare
+from tests.pipeline.runs import run_oracle
+from tests.pipeline.test_random_cases import check
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
+
+CASES = {
+    "clip": Case(7, lookahead=2, max_norm=0.3, scheduler=True),
+    "no-lookahead": Case(5, lookahead=0, random_input=True),
+    "drains": Case(5, drains=(0, 2), evaluates=(1, 3), resumes=(3,)),
+    "partial": Case(6, batch_sizes=(8, 5, 2, 1), unequal_weights=True, accumulate=2),
+    "tied": Case(5, tied=True, error_feedback=1.0),
+    "routed": Case(5, routed=True, dropout=0.3),
+    "checkpointing": Case(5, checkpointing=True, start=1),
+    "fresh": Case(5, fresh=True, max_norm=0.5),
+    "synchronous": Case(3, delay=0, max_norm=0.3),
+}
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Pools]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pools = Pools(emulate)
+    yield pools
+    pools.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("stages", [2, 3, pytest.param(4, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_the_oracle(emulated: Pools, name: str, stages: int) -> None:
+    case = CASES[name]
+    results = emulated.run(case, stages)
+    expected, _ = run_oracle(case, stages)
+    assert_same_weights(results, expected)
+    assert_same_norms(results)
+
+
+@pytest.mark.parametrize("seed", range(1000, 1008))
+def test_random_case(emulated: Pools, seed: int) -> None:
+    """With replicas, too, whose reductions are then NCCL's."""
+    check(emulated, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1008, 1100))
+def test_more_random_cases(emulated: Pools, seed: int) -> None:
+    check(emulated, seed)
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (send_at_once, "a wait for the whole device hangs"),
+        (receive_early, "hangs|a receive was issued before its send"),
+    ],
+)
+def test_a_broken_rule_is_found(broken: Prepare, found: str) -> None:
+    pools = Pools(broken)
+    try:
+        with pytest.raises(AssertionError, match=found):
+            pools.run(Case(5), 3)
+    finally:
+        pools.close()
