@@ -22,6 +22,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("micro_batches", 0, "at least 1"),
     ("micro_batches", 2.5, "a whole number"),
     ("partition", [2, 0], "at least 1"),
+    ("neighbour_ctas", 0, "1 to 64, or None to leave it to NCCL"),
     ("heartbeat", -1, "above 0, or None"),
     ("timeout", 5, "a datetime.timedelta above 0"),
     ("timeout", timedelta(seconds=-1), "a datetime.timedelta above 0"),

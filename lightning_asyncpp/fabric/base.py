@@ -84,6 +84,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         state_dict_type: Literal["full", "sharded"] = "full",
         async_checkpoints: bool = False,
         heartbeat: float | None = 60.0,
+        neighbour_ctas: int | None = 4,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork"] = "popen",
@@ -118,6 +119,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             placement=placement,
             max_message_bytes=max_message_bytes,
             heartbeat=heartbeat,
+            neighbour_ctas=neighbour_ctas,
         )
         check_arguments(
             settings, timeout=timeout, interface=interface, state_dict_type=state_dict_type, start_method=start_method,

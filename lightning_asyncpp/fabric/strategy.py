@@ -48,6 +48,8 @@ class AsyncPipelineStrategy(PipelineStrategy):
         async_checkpoints: write checkpoints while training goes on; costs a copy of what is saved, on the host.
         heartbeat: seconds after which a rank that gives no sign of life is taken for lost, and all ranks end. A thread
             gives them, so slow ranks do, too; for progress there is ``timeout``. ``None``: nobody watches.
+        neighbour_ctas: over NCCL, how many thread blocks (CTAs) of a GPU a message between neighbouring stages may take
+            beside what is computed; more carry large activations faster. ``None`` leaves it to NCCL.
         process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
         timeout: of blocking communication.
         start_method: how Fabric starts the processes; ``"popen"`` runs the script again, ``"fork"`` works in notebooks,

@@ -6,6 +6,7 @@ else knows how ranks follow each other.
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from contextlib import suppress
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.host_work import HostWork
+from lightning_asyncpp.pipeline.process_groups import disjoint_groups, neighbour_options, new_group
 
 Placement = Literal["pipeline_within_node", "pipeline_across_nodes"]
 """Which ranks are neighbours: the stages of a replica, or the replicas of a stage."""
@@ -116,11 +118,14 @@ class Mesh:
         assert self.groups is not None
         return HostWork(started(dist.irecv(tensor, rank, group=self.groups.host, tag=tag)))
 
-    def connect(self, timeout: timedelta | None = None, direct: bool | None = None) -> None:
+    def connect(
+        self, timeout: timedelta | None = None, most_ctas: int | None = None, direct: bool | None = None
+    ) -> None:
         """Make every process group up front, in the same order on every rank; a collective call.
 
         Args:
             timeout: of blocking communication in them; default: torch's.
+            most_ctas: thread blocks of a message between neighbours; default: as many as NCCL wants.
             direct: whether tensors travel between neighbours by such groups; default: unless the backend is gloo.
 
         The groups between neighbours, for tensors on devices, are made per direction: two ranks that share one
@@ -130,14 +135,14 @@ class Mesh:
             return
         destroy_retired()
         # Headers, control messages and checks are host data whatever the device is.
-        host = _new_group(timeout, backend="gloo")
+        host = new_group(timeout, backend="gloo")
         # Each group on gloo keeps a thread that wakes a hundred times a second. Only replicas may need the second
         # one: an all-reduce of control messages may still run when another collective starts.
-        groups = Groups(control=host if self.num_replicas == 1 else _new_group(timeout, backend="gloo"), host=host)
+        groups = Groups(control=host if self.num_replicas == 1 else new_group(timeout, backend="gloo"), host=host)
         if direct if direct is not None else dist.get_backend() != "gloo":
-            self._connect_neighbours(groups, timeout)
-        groups.data_parallel = self._one_of([self._stage_ranks(s) for s in range(self.num_stages)], timeout)
-        groups.last_stages = self._one_of([self._stage_ranks(self.num_stages - 1)], timeout)
+            self._connect_neighbours(groups, timeout, most_ctas)
+        groups.data_parallel = disjoint_groups([self._stage_ranks(s) for s in range(self.num_stages)], timeout)
+        groups.last_stages = disjoint_groups([self._stage_ranks(self.num_stages - 1)], timeout)
         self.groups = groups
         weakref.finalize(groups, _retire, groups.on_host())
 
@@ -148,32 +153,27 @@ class Mesh:
             timeout: of blocking communication in it; default: torch's.
         """
         if self.groups is not None and self.groups.saving is None:
-            self.groups.saving = _new_group(timeout, backend="gloo")
+            self.groups.saving = new_group(timeout, backend="gloo")
             weakref.finalize(self.groups, _retire, [self.groups.saving])
         return None if self.groups is None else self.groups.saving
 
-    def _connect_neighbours(self, groups: Groups, timeout: timedelta | None) -> None:
-        for replica in range(self.num_replicas):
-            for stage in range(self.num_stages - 1):
-                pair = [self.rank_of(stage, replica), self.rank_of(stage + 1, replica)]
-                forward, backward = _new_group(timeout, pair), _new_group(timeout, pair)
-                if replica != self.replica:
-                    continue
-                if stage == self.stage:
-                    groups.to_next, groups.from_next = forward, backward
-                if stage + 1 == self.stage:
-                    groups.forward, groups.backward = forward, backward
+    def _connect_neighbours(self, groups: Groups, timeout: timedelta | None, most_ctas: int | None) -> None:
+        """Groups of two for each direction: first the pairs that begin with an even stage, then the others."""
+        for parity in (0, 1):
+            pairs = [
+                [self.rank_of(stage, replica), self.rank_of(stage + 1, replica)]
+                for replica in range(self.num_replicas)
+                for stage in range(parity, self.num_stages - 1, 2)
+            ]
+            options = functools.partial(neighbour_options, most_ctas)
+            there, back = disjoint_groups(pairs, timeout, options), disjoint_groups(pairs, timeout, options)
+            if self.stage % 2 == parity:
+                groups.to_next, groups.from_next = there, back
+            else:
+                groups.forward, groups.backward = there, back
 
     def _stage_ranks(self, stage: int) -> list[int]:
         return [self.rank_of(stage, replica) for replica in range(self.num_replicas)]
-
-    def _one_of(self, lists_of_ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup | None:
-        mine = None
-        for ranks in lists_of_ranks:
-            group = _new_group(timeout, ranks) if len(ranks) > 1 else None
-            if self.rank in ranks:
-                mine = group
-        return mine
 
 
 @dataclass
@@ -212,14 +212,6 @@ class Groups:
         """The groups on NCCL that this rank is in."""
         groups = [self.forward, self.backward, self.to_next, self.from_next, self.data_parallel, self.last_stages]
         return [group for group in groups if group is not None and dist.get_backend(group) == "nccl"]
-
-
-def _new_group(
-    timeout: timedelta | None, ranks: list[int] | None = None, backend: str | None = None
-) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, timeout=timeout, backend=backend)
-    # Ranks outside a group get a placeholder, which no caller here ever uses.
-    return group  # type: ignore[return-value]
 
 
 def _retire(groups: list[dist.ProcessGroup]) -> None:

@@ -36,7 +36,7 @@ def join_again(backend: str, device: torch.device, timeout: timedelta | None) ->
     own = dist.PrefixStore(f"restart_{restarts}", store)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, timeout=timeout, world_size=int(environment["WORLD_SIZE"]), rank=int(environment["RANK"]), store=own,
-        device_id=None if device.type == "cpu" else device,
+        device_id=device if "nccl" in backend else None,
     )  # fmt: skip
     if "nccl" in backend:
         atexit.register(_leave)  # as Lightning does

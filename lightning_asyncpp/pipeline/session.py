@@ -103,7 +103,7 @@ class PipelineSession(FailingSession):
         if self.mesh is None or self.mesh.rank != rank or self.mesh.world_size != world_size:
             self.resolved = resolved
             self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank, placement=resolved.placement)
-            self.mesh.connect(self.timeout)
+            self.mesh.connect(self.timeout, self.settings.neighbour_ctas)
         self.guard.begin(self.mesh)
         return self.mesh
 

@@ -13,6 +13,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import PLACEMENTS, Placement
 from lightning_asyncpp.pipeline.schedule import depth, largest_lookahead, updates_behind
 
+_MOST_CTAS = 64  # channels of a communicator
 _MOST_METRIC_SLOTS = 2**16  # far below what a control message may hold
 
 
@@ -100,6 +101,7 @@ class PipelineSettings:
         metric_slots: how many values ``self.log`` may hand over per batch.
         max_message_bytes: largest activation message that a stage accepts, in bytes.
         heartbeat: seconds without a sign of life after which a rank is gone; ``None``: nobody watches.
+        neighbour_ctas: thread blocks that a message between two GPUs may take; ``None``: as many as NCCL wants.
     """
 
     micro_batches: int | None = None
@@ -115,6 +117,7 @@ class PipelineSettings:
     partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
     placement: Placement = "pipeline_within_node"
     heartbeat: float | None = 60.0
+    neighbour_ctas: int | None = 4
 
     def problems(self) -> list[str]:
         """What is wrong whatever the number of processes is, each with its mend."""
@@ -168,7 +171,7 @@ class PipelineSettings:
         )
 
     def _type_problems(self) -> dict[str, str]:
-        optional = ("micro_batches", "lookahead")
+        optional = ("micro_batches", "lookahead", "neighbour_ctas")
         whole = (*optional, "data_parallel_size", "delay", "metric_slots", "max_message_bytes", "synchronous_start")
         values = {name: getattr(self, name) for name in whole}
         return {
@@ -204,6 +207,10 @@ class PipelineSettings:
             )
         if self.max_message_bytes < 1:
             problems.append(f"max_message_bytes={self.max_message_bytes} must be at least 1")
+        if self.neighbour_ctas is not None and not 1 <= self.neighbour_ctas <= _MOST_CTAS:
+            problems.append(
+                f"neighbour_ctas={self.neighbour_ctas} must be 1 to {_MOST_CTAS}, or None to leave it to NCCL"
+            )
         if self.metric_slots < 1:
             problems.append(f"metric_slots={self.metric_slots} must be at least 1")
         if self.metric_slots > _MOST_METRIC_SLOTS:

@@ -19,6 +19,7 @@ from lightning_asyncpp.pipeline.interfaces import use_interface
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.partition import Partition
 from lightning_asyncpp.pipeline.partition_choice import choose_partition
+from lightning_asyncpp.pipeline.process_groups import unbind_default_group
 from lightning_asyncpp.pipeline.randomness import seed_of_run
 from lightning_asyncpp.pipeline.restarts import join_again
 from lightning_asyncpp.pipeline.session import PipelineSession
@@ -61,6 +62,7 @@ class PipelineStrategyMixin:
         with self._on_interface():
             join_again(chosen, self.root_device, self.session.timeout)  # type: ignore[attr-defined]
             super().setup_environment()  # type: ignore[misc]
+        unbind_default_group()
         self.session.guard.children = launched_processes(self)
         mesh = self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
         if mesh.num_stages == 1:

@@ -98,6 +98,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         async_checkpoints: bool = False,
         inexact_resume: bool = False,
         heartbeat: float | None = 60.0,
+        neighbour_ctas: int | None = 4,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork"] = "popen",
@@ -133,6 +134,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
             metric_slots=metric_slots,
             max_message_bytes=max_message_bytes,
             heartbeat=heartbeat,
+            neighbour_ctas=neighbour_ctas,
         )
         check_arguments(
             settings, timeout=timeout, interface=interface, state_dict_type=state_dict_type, start_method=start_method,

@@ -1,0 +1,111 @@
+"""Groups: made in few calls, the right ones on every rank, also where the default group is bound to a device."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_asyncpp.pipeline import mesh as mesh_module
+from lightning_asyncpp.pipeline import process_groups
+from lightning_asyncpp.pipeline.mesh import PLACEMENTS, Mesh, Placement
+from tests.workers import end_with_parent, free_port, worker_context
+
+SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (5, 3), (8, 4), (1, 4)]
+
+
+class Splitting:
+    """Stands for ``torch.distributed`` over NCCL, on one rank: a group is the list of its ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.splits: list[list[list[int]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def get_rank(self) -> int:
+        return self.rank
+
+    def get_backend(self, group: object = None) -> str:
+        return "fake"
+
+    def new_group(self, ranks: list[int] | None, timeout: object, backend: str | None) -> str:
+        assert ranks is None, "every other rank would have to split, too"
+        return "gloo"
+
+    def split_group(self, split_ranks: list[list[int]], timeout: object, pg_options: Any) -> list[int] | None:
+        ranks = [rank for part in split_ranks for rank in part]
+        assert len(ranks) == len(set(ranks)), "a rank would be in two groups of one split"
+        self.splits.append(split_ranks)
+        return next((part for part in split_ranks if self.rank in part), None)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("stages", "replicas"), SHAPES)
+def test_nccl_splits_as_rarely_as_can_be(
+    stages: int, replicas: int, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for rank in range(stages * replicas):
+        fake = Splitting(rank)
+        for module in (mesh_module, process_groups):
+            monkeypatch.setattr(module, "dist", fake)
+        monkeypatch.setattr(process_groups, "splits", lambda: True)
+        monkeypatch.setattr(mesh_module, "neighbour_options", lambda most_ctas: most_ctas)
+        mesh = Mesh(stages, replicas, rank, placement=placement)
+        mesh.connect(direct=stages > 1)
+        groups: Any = mesh.groups
+        for there, back, other in (
+            (groups.to_next, groups.from_next, mesh.stage + 1), (groups.forward, groups.backward, mesh.stage - 1)
+        ):  # fmt: skip
+            pair = {rank, mesh.rank_of(other)} if 0 <= other < stages else None
+            assert [None if group is None else set(group) for group in (there, back)] == [pair, pair]
+        same_stage = [mesh.rank_of(mesh.stage, replica) for replica in range(replicas)]
+        assert groups.data_parallel == (same_stage if replicas > 1 else None)
+        assert groups.last_stages == (same_stage if replicas > 1 and mesh.is_last else None)
+        calls.append(fake.splits)
+        mesh.groups = None
+    assert all(splits == calls[0] for splits in calls), "all ranks make the same splits in the same order"
+    most = {1: 0, 2: 2}.get(stages, 4) + (2 if replicas > 1 else 0)
+    assert len(calls[0]) == most
+
+
+def test_options_for_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.high, self.config = is_high_priority_stream, type("Config", (), {})()
+
+    fake = type("NCCL", (), {"Options": Options})
+    monkeypatch.setattr(process_groups.dist, "ProcessGroupNCCL", fake, raising=False)
+    assert process_groups.neighbour_options(3).config.max_ctas == 3
+    assert process_groups.neighbour_options(None).high
+    assert not hasattr(process_groups.neighbour_options(None).config, "max_ctas")
+
+
+def test_ranks_that_share_a_gpu_may_have_replicas() -> None:
+    """Lightning binds the default group to the GPU; with three ranks a group of two has somebody outside."""
+    context = worker_context()
+    results, port = context.Queue(), free_port()
+    processes = [context.Process(target=_bound, args=(rank, port, results), daemon=True) for rank in range(3)]
+    for process in processes:
+        process.start()
+    assert sorted(results.get(timeout=60) for _ in processes) == ["", "", ""]
+
+
+def _bound(rank: int, port: int, results: Any) -> None:
+    end_with_parent()
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
+        dist.init_process_group("gloo", rank=rank, world_size=3, store=store, timeout=datetime.timedelta(seconds=30))
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.bound_device_id = torch.device("cuda:0")
+        process_groups.unbind_default_group()
+        dist.new_group([0, 1])
+        dist.barrier()
+        results.put("")
+    except Exception as error:
+        results.put(repr(error))
