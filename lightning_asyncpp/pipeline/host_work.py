@@ -7,6 +7,7 @@ then. Who polled them would keep what was sent for ever, and never take up what 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -17,10 +18,10 @@ class HostWork:
     """Stands for the ``Work`` of a send or a receive of host data.
 
     Args:
-        work: of gloo; nobody else waits for it.
+        work: of gloo, which nobody else waits for; or what begins it, to be called in the thread.
     """
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work | Callable[[], dist.Work]) -> None:
         self._error: BaseException | None = None
         self._done = threading.Event()
         # The thread alone keeps gloo's object, which keeps the tensor: both go when it is done.
@@ -40,9 +41,9 @@ class HostWork:
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work | Callable[[], dist.Work]) -> None:
         try:
-            work.wait()
+            (work() if callable(work) else work).wait()
         except BaseException as error:  # raised again for whoever waits
             self._error = error
         self._done.set()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import PeerLostError
+from lightning_asyncpp.pipeline.host_copies import HostCopy
 from lightning_asyncpp.pipeline.link import Link
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours
@@ -97,8 +98,8 @@ class _MeshInTurns(Mesh):
         self._turns = turns
         self._received: Counter[tuple[int, int]] = Counter()
 
-    def send(self, tensor: Tensor, rank: int, tag: int) -> Any:
-        box = self._turns.boxes[self.rank, rank, tag]
+    def send(self, copy: HostCopy, rank: int, tag: int) -> Any:
+        box, tensor = self._turns.boxes[self.rank, rank, tag], copy.wait()
         box.append(tensor.clone())
         return _Mail(box, len(box) - 1, tensor, self._turns)
 

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_asyncpp.pipeline.host_copies import HostCopy
 from lightning_asyncpp.pipeline.host_work import HostWork
 from lightning_asyncpp.pipeline.process_groups import disjoint_groups, neighbour_options, new_group
 
@@ -108,10 +109,13 @@ class Mesh:
         """How messages call the rank of a stage of this replica."""
         return f"rank {self.rank_of(stage)} (stage {stage})"
 
-    def send(self, tensor: Tensor, rank: int, tag: int) -> HostWork:
-        """Start to send host data to a rank, in the background; the tensor must live until that is done."""
+    def send(self, copy: HostCopy, rank: int, tag: int) -> HostWork:
+        """Send what is on the host, or on its way there, to a rank, in the background."""
         assert self.groups is not None
-        return HostWork(started(dist.isend(tensor, rank, group=self.groups.host, tag=tag)))
+        group = self.groups.host
+        if not copy.is_done():
+            return HostWork(lambda: started(dist.isend(copy.wait(), rank, group=group, tag=tag)))
+        return HostWork(started(dist.isend(copy.tensor, rank, group=group, tag=tag)))
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> HostWork:
         """Start to receive host data from a rank into ``tensor``, in the background."""

@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.buckets import Bucket, Gradients
 from lightning_asyncpp.pipeline.errors import lost_peers
+from lightning_asyncpp.pipeline.host_copies import HostCopy, empty_on_host
 from lightning_asyncpp.pipeline.host_work import HostWork
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.units import Unit, first_names
 
 _TAG = 5
+_MOST_TAGS = 16  # of other messages
+_MOST_MINI_BATCHES = 8  # under way at a time, and more
 
 
 class Tie(NamedTuple):
@@ -88,24 +90,26 @@ class TiedGradients:
         mesh: this rank's place, connected.
         ties: of this stage.
         parameters: name -> parameter of this stage.
+        tags: of the messages of each tie, others than those of mini-batches that may be under way meanwhile: from a GPU
+            messages leave as soon as they have come to the host, in any order.
 
     Attributes:
         names: of the parameters on this stage.
         counted_elsewhere: those of them that another stage counts in the norm of the gradient.
     """
 
-    def __init__(self, mesh: Mesh, ties: Sequence[Tie], parameters: dict[str, Tensor]) -> None:
+    def __init__(self, mesh: Mesh, ties: Sequence[Tie], parameters: dict[str, Tensor], tags: Sequence[int]) -> None:
         self.names = names_on(mesh.stage, ties)
         self.counted_elsewhere = names_on(mesh.stage, [tie for tie in ties if tie.stages[0] != mesh.stage])
-        self._mesh, self._ties, self._parameters = mesh, ties, parameters
+        self._mesh, self._ties, self._parameters, self._tags = mesh, ties, parameters, tags
         self._buckets = [Bucket([tie.name_on(mesh.stage)], parameters) for tie in ties]
         # Posted before anybody sends: what comes need not be stored on its way. Between two ranks all in the same
         # order: sums of the stages behind travel one way, whole sums the other.
         with lost_peers():
-            self._from_behind = [self._receive(tie.behind(mesh.stage), bucket) for tie, bucket in self._pairs()]
+            self._from_behind = [self._receive(n, tie.behind(mesh.stage)) for n, tie in enumerate(ties)]
             firsts = [None if tie.before(mesh.stage) is None else tie.stages[0] for tie in ties]
-            self._whole = [self._receive(first, bucket) for first, (_, bucket) in zip(firsts, self._pairs())]
-        self._sends: list[tuple[HostWork, Tensor]] = []
+            self._whole = [self._receive(n, first) for n, first in enumerate(firsts)]
+        self._sends: list[HostWork] = []
         self._passed_on = False
 
     def have_arrived(self) -> bool:
@@ -129,8 +133,7 @@ class TiedGradients:
             before = tie.before(self._mesh.stage)
             if before is None:
                 gradients[name] = total
-            with lost_peers():
-                self._send(bucket.pack({name: total}).cpu(), tie.stages[1:] if before is None else (before,))
+            self._send(number, bucket.pack({name: total}), tie.stages[1:] if before is None else (before,))
 
     def take_whole_sums(self, gradients: Gradients) -> None:
         """Replace this stage's gradients by the sums over all stages, waiting for those that others count.
@@ -144,25 +147,25 @@ class TiedGradients:
 
     def have_left(self) -> bool:
         """Whether nothing of what was sent is on its way; it is let go of then."""
-        self._sends = [(work, flat) for work, flat in self._sends if not work.is_completed()]
+        self._sends = [work for work in self._sends if not work.is_completed()]
         return not self._sends
 
     def settle(self) -> None:
         """Wait until what was sent has left."""
         with lost_peers():
-            for work, _ in self._sends:
+            for work in self._sends:
                 work.wait()
         self._sends = []
 
     def _pairs(self) -> Iterator[tuple[Tie, Bucket]]:
         return zip(self._ties, self._buckets)
 
-    def _receive(self, stage: int | None, bucket: Bucket) -> _Received | None:
+    def _receive(self, number: int, stage: int | None) -> _Received | None:
         if stage is None:
             return None
-        like = self._parameters[bucket.names[0]]
-        flat = torch.empty(like.numel() + 1, dtype=like.dtype, device="cpu")  # on the host, whatever the device is
-        return _Received(self._mesh.receive(flat, self._mesh.rank_of(stage), _TAG), flat)
+        like = self._parameters[self._buckets[number].names[0]]
+        flat = empty_on_host(like.numel() + 1, like)
+        return _Received(self._mesh.receive(flat, self._mesh.rank_of(stage), self._tags[number]), flat)
 
     def _taken(self, received: list[_Received | None], number: int) -> Tensor | None:
         """A gradient that was received, waiting for it; it is let go of, being as large as the parameter."""
@@ -173,11 +176,12 @@ class TiedGradients:
             arriving.work.wait()
         bucket = self._buckets[number]
         (gradient,) = bucket.unpack(arriving.flat).values()
-        return None if gradient is None else gradient.to(bucket.device)
+        return None if gradient is None else gradient.to(bucket.device, non_blocking=True)
 
-    def _send(self, flat: Tensor, stages: Sequence[int]) -> None:
-        for stage in stages:
-            self._sends.append((self._mesh.send(flat, self._mesh.rank_of(stage), _TAG), flat))
+    def _send(self, number: int, flat: Tensor, stages: Sequence[int]) -> None:
+        copy = HostCopy(flat)
+        with lost_peers():
+            self._sends += [self._mesh.send(copy, self._mesh.rank_of(stage), self._tags[number]) for stage in stages]
 
 
 class _Received(NamedTuple):
@@ -202,6 +206,12 @@ def trained_on(stage: int, ties: Sequence[Tie], trained: Container[str]) -> list
         trained: names of the stage's parameters that are.
     """
     return [tie for tie in ties if stage in tie.stages and tie.name_on(stage) in trained]
+
+
+def tags_of(ties: Sequence[Tie], whole: Sequence[Tie], mini_batch: int) -> list[int]:
+    """Tags for the messages of some of a model's ties in a mini-batch, the same on all stages."""
+    turn = mini_batch % _MOST_MINI_BATCHES * len(whole)
+    return [_TAG + (turn + whole.index(tie)) * _MOST_TAGS for tie in ties]
 
 
 def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:

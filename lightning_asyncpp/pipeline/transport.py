@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.device_tensors import DeviceTensors
 from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls, different_ends
 from lightning_asyncpp.pipeline.header import BEGINNING_BYTES, MAX_HEADER_BYTES, Header, TensorInfo
+from lightning_asyncpp.pipeline.host_copies import HostCopy
 from lightning_asyncpp.pipeline.link import Bytes, Frame, Link
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours, connect_neighbours
@@ -316,8 +317,7 @@ def _unexpected(peer: str, frame: Frame, expected: int, received: int) -> Protoc
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; those on a GPU come to the host first."""
-    tensor = tensor.detach().contiguous()
-    return _view(tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor))
+    return _view(HostCopy(tensor.detach().contiguous()).wait())
 
 
 def _view(tensor: Tensor) -> memoryview:

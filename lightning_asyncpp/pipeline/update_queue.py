@@ -23,7 +23,7 @@ from lightning_asyncpp.pipeline.runner import StageRunner
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.ticket import Ticket
-from lightning_asyncpp.pipeline.ties import TiedGradients, names_on, trained_on
+from lightning_asyncpp.pipeline.ties import TiedGradients, names_on, tags_of, trained_on
 from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
 from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, gradient_norm, message_length
 from lightning_asyncpp.pipeline.weights import WeightVersions
@@ -87,7 +87,8 @@ class UpdateQueue:
                 length = message_length(self.mesh, mini_batch.payload, self.runner.stage.whole.statistics.length)
                 mini_batch.exchange = control_sum(self.mesh, self.runner.transport, mini_batch.index, length)
         if self._ties:
-            mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters))
+            tags = tags_of(self._ties, self.runner.stage.whole.ties, mini_batch.index)
+            mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters), tags)
         self.closed.append(mini_batch)
         self.open = MiniBatch(mini_batch.index + 1, end)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.agreement import exchange_bytes
 from lightning_asyncpp.pipeline.errors import different_calls, lost_peers
+from lightning_asyncpp.pipeline.host_copies import pieces_on_host
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.storage.tree import (
     STORED,
@@ -49,7 +50,8 @@ def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
         with lost_peers():
             for names in _bundles({name: tensor.nbytes for name, tensor in tensors.items()}):
                 sent = [_bytes(tensors[name]) for name in names]
-                dist.send(sent[0] if len(sent) == 1 else torch.cat(sent), 0, group=mesh.groups.host, tag=_TAG)
+                for piece in pieces_on_host(sent[0] if len(sent) == 1 else torch.cat(sent)):
+                    dist.send(piece, 0, group=mesh.groups.host, tag=_TAG)
     return []
 
 
@@ -105,7 +107,8 @@ def _receiver(mesh: Mesh, skeleton: Any, own: dict[str, Tensor]) -> Any:
         parts = [_bytes(received[name]) for name in names]
         message = parts[0] if len(parts) == 1 else torch.empty(sum(map(len, parts)), dtype=torch.uint8)
         with lost_peers():
-            dist.recv(message, mesh.rank_of(stage, replica=0), group=mesh.groups.host, tag=_TAG)
+            for piece in pieces_on_host(message):  # of this very memory
+                dist.recv(piece, mesh.rank_of(stage, replica=0), group=mesh.groups.host, tag=_TAG)
         if len(parts) > 1:
             for part, sent in zip(parts, message.split([len(part) for part in parts])):
                 part.copy_(sent)
@@ -130,4 +133,4 @@ def _bundles(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 def _bytes(tensor: Tensor) -> Tensor:
     # Backends know few dtypes.
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

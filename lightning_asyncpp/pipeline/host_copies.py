@@ -1,0 +1,56 @@
+"""Copies of tensors on the host, through pinned memory; a tensor that is there already stands for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_PIECE_BYTES = 64 * 2**20
+
+
+class HostCopy:
+    """A copy on its way to the host, beside what is computed.
+
+    Args:
+        tensor: on any device; it may be let go of, but not changed before :meth:`is_done`.
+
+    Attributes:
+        tensor: the copy, with dimensions as they lie in the tensor's memory; not to be read before then.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._ready: torch.cuda.Event | None = None
+        self.tensor = tensor.detach()
+        if tensor.is_cpu:
+            return
+        self.tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream, computing = torch.cuda.Stream(tensor.device), torch.cuda.current_stream(tensor.device)
+        stream.wait_stream(computing)
+        with torch.cuda.stream(stream):
+            self.tensor.copy_(tensor.detach(), non_blocking=True)
+            self._ready = stream.record_event()
+        tensor.record_stream(stream)
+
+    def is_done(self) -> bool:
+        """Whether the copy is there."""
+        return self._ready is None or self._ready.query()
+
+    def wait(self) -> Tensor:
+        """The copy; waits for it."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self.tensor
+
+
+def pieces_on_host(tensor: Tensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[Tensor]:
+    """The elements of a tensor in order, as flat contiguous pieces on the host; one or two of them exist at a time."""
+    flat = tensor.detach().contiguous().view(-1)
+    for piece in flat.split(max(1, piece_bytes // flat.element_size())):
+        yield HostCopy(piece).wait()
+
+
+def empty_on_host(elements: int, like: Tensor) -> Tensor:
+    """Room for what is copied to where ``like`` is: (elements,), of its dtype."""
+    return torch.empty(elements, dtype=like.dtype, device="cpu", pin_memory=not like.is_cpu)
