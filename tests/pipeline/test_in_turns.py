@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from lightning_asyncpp.pipeline.host_copies import HostCopy
 from lightning_asyncpp.pipeline.in_turns import run_in_turns
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.neighbours import Neighbours
@@ -72,7 +73,7 @@ def test_messages_between_any_two_stages_keep_their_order() -> None:
         receives = [mesh.receive(room, rank, tag=7) for room, rank in zip(rooms, [*others, *others])]
         for number in range(2):
             for rank in others:
-                mesh.send(torch.tensor([mesh.rank, number]), rank, tag=7)
+                mesh.send(HostCopy(torch.tensor([mesh.rank, number])), rank, tag=7)
         for receive in reversed(receives):
             receive.wait()
             assert receive.is_completed()
