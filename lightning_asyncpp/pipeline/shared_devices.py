@@ -1,4 +1,4 @@
-"""Several stages on one GPU: NCCL refuses that, so their messages take the way over the host."""
+"""What GPUs allow: several stages on one, which NCCL refuses, and one queue for all that runs, which slows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def backend_of(devices: Sequence[torch.device] | None, given: str | None) -> str | None:
@@ -29,3 +31,18 @@ def backend_of(devices: Sequence[torch.device] | None, given: str | None) -> str
             " give every stage a GPU of its own"
         )
     return given or "gloo"
+
+
+def queue_warning(device: torch.device, connections: str | None) -> str | None:
+    """What to tell somebody whose GPU has one hardware queue for everything.
+
+    Args:
+        device: of this rank.
+        connections: what the environment variable ``CUDA_DEVICE_MAX_CONNECTIONS`` says.
+    """
+    if device.type != "cuda" or connections != "1":
+        return None
+    return (
+        f"{QUEUES_VARIABLE}=1 gives a GPU one queue, in which messages between stages and what is computed wait"
+        " for each other: unset it, unless something else here needs it (Megatron's tensor parallelism does)"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from lightning_asyncpp.pipeline.process_groups import unbind_default_group
 from lightning_asyncpp.pipeline.randomness import seed_of_run
 from lightning_asyncpp.pipeline.restarts import join_again
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.shared_devices import backend_of
+from lightning_asyncpp.pipeline.shared_devices import QUEUES_VARIABLE, backend_of, queue_warning
 from lightning_asyncpp.pipeline.store import store_listening_on
 from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.private_names import required
@@ -65,6 +66,8 @@ class PipelineStrategyMixin:
         unbind_default_group()
         self.session.guard.children = launched_processes(self)
         mesh = self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
+        if mesh.num_stages > 1 and (warning := queue_warning(self.root_device, os.environ.get(QUEUES_VARIABLE))):  # type: ignore[attr-defined]
+            rank_zero_warn(warning)
         if mesh.num_stages == 1:
             rank_zero_warn(
                 f"{type(self).__name__} has one stage, and cuts nothing: devices={mesh.world_size} was given or found"

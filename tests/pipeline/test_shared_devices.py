@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.shared_devices import backend_of
+from lightning_asyncpp.pipeline.shared_devices import backend_of, queue_warning
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -22,3 +22,12 @@ def test_a_shared_gpu_needs_gloo() -> None:
     assert backend_of([FIRST, FIRST], "gloo") == "gloo"
     with pytest.raises(ConfigurationError, match=r"process_group_backend='nccl'.*\['cuda:0', 'cuda:0'\].*leave the"):
         backend_of([FIRST, FIRST], "nccl")
+
+
+@pytest.mark.parametrize(
+    ("device", "connections", "warns"),
+    [("cuda:0", "1", True), ("cuda:0", "8", False), ("cuda:0", None, False), ("cpu", "1", False)],
+)
+def test_one_hardware_queue_is_warned_of(device: str, connections: str | None, warns: bool) -> None:
+    warning = queue_warning(torch.device(device), connections)
+    assert (warning is not None and "CUDA_DEVICE_MAX_CONNECTIONS=1" in warning and "unset it" in warning) == warns
