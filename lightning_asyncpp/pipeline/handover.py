@@ -131,7 +131,7 @@ class Outbox:
     def wait_until_taken(self, limit: int = 0) -> None:
         """Wait until no more than ``limit`` micro-batches are still to be taken; raises as :meth:`put` does."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or len(self._waiting) <= limit)
+            self._changed.wait_for(lambda: self._error or self._closed or len(self._waiting) <= limit)
             self._raise_error()
 
     def settle(self) -> None:
@@ -142,7 +142,9 @@ class Outbox:
 
     def close(self) -> None:
         """End the connection: nobody takes anything any more."""
-        self._closed = True
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._link.hang_up()
         atexit.unregister(self.close)
 
@@ -168,6 +170,8 @@ class Outbox:
             self._link.close()
 
     def _raise_error(self) -> None:
+        if self._closed:  # by this side, which needs nothing any more
+            return
         if isinstance(self._error, (PeerLostError, ProtocolError)):
             raise type(self._error)(*self._error.args)
         if self._error is not None:
