@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
 from lightning_asyncpp.pipeline.trace import Trace
@@ -28,6 +28,7 @@ from lightning_asyncpp.tools.bench.names import (
     ASYNC_FRESH,
     ASYNC_MONITORED,
     ASYNC_TRACED,
+    ASYNC_USER,
     FLOOR,
     RIVALS,
     SYNC,
@@ -99,13 +100,21 @@ def _fit(job: Job, system: str, callbacks: list[L.Callback], layers: list[nn.Mod
     trainer = L.Trainer(
         accelerator="cpu", devices=job.stages // job.hosts, num_nodes=job.hosts, plugins=[LightningEnvironment()],
         callbacks=callbacks, strategy=_strategy(job, system),
-        gradient_clip_val=1e-3 if system == ASYNC_CLIPPED else None, max_epochs=1, logger=False,
+        gradient_clip_val=1e-3 if system in (ASYNC_CLIPPED, ASYNC_USER) else None, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
+        use_distributed_sampler=system == ASYNC_USER,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(BenchModule(layers), DataLoader(job.batches(), batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(BenchModule(layers), _loader(job, system))
+
+
+def _loader(job: Job, system: str) -> DataLoader:
+    """Whole batches that are there already, as all systems get them; or, as users have them, samples to be collated."""
+    if system != ASYNC_USER:
+        return DataLoader(job.batches(), batch_size=None)  # type: ignore[arg-type]
+    inputs, targets = (torch.cat(tensors) for tensors in zip(*job.batches()))
+    return DataLoader(TensorDataset(inputs, targets), batch_size=job.micro_batches * job.rows)
 
 
 def _strategy(job: Job, system: str) -> SyncPipelineStrategy | AsyncPipelineStrategy:
@@ -154,6 +163,7 @@ def run_floor(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
 
 RUNNERS: dict[str, Callable[[Job, str, LayerFactory], RankRun]] = {
     ASYNC: run_trainer,
+    ASYNC_USER: run_trainer,
     ASYNC_CLIPPED: run_trainer,
     ASYNC_FRESH: run_trainer,
     ASYNC_TRACED: run_trainer,
