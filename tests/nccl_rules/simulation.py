@@ -1,0 +1,369 @@
+"""The hosts of a pipeline over NCCL, simulated on the engine's own action lists: who waits for whom, and nothing else.
+
+Modelled, on the devices of ``devices.py``:
+
+* :class:`Direction`: the protocol of ``handover.py``. A tensor lies in an outbox; the receiver asks for it; a thread at
+  the sender launches the send and answers; the receiver launches the receive.
+* :class:`Host`: what ``engine.py``, ``transport.py`` and ``update_queue.py`` do. The actions of a ``Schedule``; frames,
+  read in the order in which they were written; parts and totals of control messages; all-reduces of replicas; updates;
+  drains. At any of its moments (:meth:`Host.moment`: before it asks for memory, around what it launches, after each
+  action) a host may wait for its whole device, which is all that any wait of a host can be.
+
+Each simulation draws anew how long everything takes, how fast each host is, and whether its waits keep other threads of
+its process from launching, as a lock of the driver would. Between any two things that a thread does, others may go on.
+
+Not modelled: the very first micro-batch, after which all hosts meet; evaluation, which has forwards alone; tied weights
+and loaded batches, which travel between hosts; a stage that steps ahead; several buckets per all-reduce; how kernels
+slow each other down; waits that keep the interpreter, so that no other thread of the process can run at all. A way's own
+stream and that of its communicator are one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple, TypeAlias
+
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule
+from tests.nccl_rules.devices import Clock, Device, Meeting, Operation, Signal, Thread
+
+FORWARD_TIME, BACKWARD_TIME, UPDATE_TIME, FRAME_TIME = 1.0, 2.0, 0.3, 0.02
+HOST_TIMES = (0.001, 0.02, 0.5)  # between two things that a host does: far ahead of its device, or behind it
+STREAMS = ("compute", "from_before", "to_before", "to_next", "from_next")
+REPLICAS = "replicas"  # the stream of all-reduces
+ACTIVATION, GRADIENT, PART, TOTAL, END = "activation", "gradient", "part", "total", "end"
+
+Waits: TypeAlias = Callable[[Random, int], bool]
+"""Whether a host waits for its whole device, at a moment of micro-batch k."""
+
+
+class Case(NamedTuple):
+    """What is run: ``runs`` counts mini-batches, and a drain ends each run."""
+
+    stages: int
+    micro_batches: int
+    lookahead: int
+    runs: tuple[int, ...] = (3, 2)
+    replicas: int = 1
+    synchronous_start: int = 0
+
+
+class Link:
+    """One way of a socket: what is written arrives, in order."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._written: deque[tuple[str, int]] = deque()
+        self._arrived: deque[tuple[str, int]] = deque()
+        self._signal = Signal(clock)
+
+    def write(self, kind: str, index: int) -> None:
+        self._written.append((kind, index))
+        self._clock.at(FRAME_TIME, self._arrive)
+
+    def read(self) -> Thread:
+        """Return the next frame, waiting for it."""
+        while not self._arrived:
+            self._signal = Signal(self._clock)
+            yield self._signal
+        return self._arrived.popleft()
+
+    def _arrive(self) -> None:
+        self._arrived.append(self._written.popleft())
+        self._signal.set()
+
+
+class Direction:
+    """Tensors and frames from one host to a neighbour.
+
+    Args:
+        sender: whose outbox this is.
+        receiver: who takes from it.
+        leaves_on: the sender's stream.
+        arrives_on: the receiver's stream.
+    """
+
+    def __init__(self, sender: Host, receiver: Host, leaves_on: str, arrives_on: str) -> None:
+        self.sender, self.receiver, self.leaves_on, self.arrives_on = sender, receiver, leaves_on, arrives_on
+        clock = self.clock = sender.clock
+        self.frames, self._asked, self._answered = Link(clock), Link(clock), Link(clock)
+        self._outbox: dict[int, Operation] = {}  # micro-batch -> what makes its tensor
+        self._taken = Signal(clock)
+        self._sends: list[Operation] = []
+        self._meetings = defaultdict[int, Meeting](lambda: Meeting(clock, 2))
+        clock.resume(self._serve())
+
+    def put(self, k: int) -> Thread:
+        """``Outbox.put``."""
+        self._outbox[k] = self.sender.device.newest["compute"]
+        yield self.sender.step
+
+    def take(self, k: int) -> Thread:
+        """``Inbox.take``."""
+        yield from self.receiver.moment(k)  # the memory for it
+        self._asked.write("take", k)
+        yield from self._answered.read()
+        yield from self.receive(k)
+
+    def settle(self) -> Thread:
+        """``Outbox.settle``."""
+        while self._outbox:
+            self._taken = Signal(self.clock)
+            yield self._taken
+        for send in self._sends:
+            self.sender.device.launch("compute", send)
+            yield self.sender.step
+        self._sends = []
+
+    def send(self, k: int, ready: Operation) -> Thread:
+        """``Way.send``, from any thread."""
+        yield from self.sender.may_launch()
+        self.sender.device.launch(self.leaves_on, ready)
+        yield self.sender.step
+        yield from self.sender.may_launch()
+        self._sends.append(self.sender.device.launch(self.leaves_on, meeting=self._meetings[k]))
+        yield self.sender.step
+
+    def receive(self, k: int) -> Thread:
+        """``Way.receive``."""
+        yield self.receiver.step
+        receive = self.launch_receive(k)
+        yield self.receiver.step
+        self.receiver.device.launch("compute", receive)
+        yield self.receiver.step
+
+    def launch_receive(self, k: int) -> Operation:
+        return self.receiver.device.launch(self.arrives_on, meeting=self._meetings[k])
+
+    def _serve(self) -> Thread:
+        """``Outbox._serve``, in a thread of its own."""
+        while True:
+            _, k = yield from self._asked.read()
+            yield self.sender.step
+            yield from self.send(k, self._outbox.pop(k))
+            self._taken.set()
+            self._answered.write("sent", k)
+
+
+class Host:
+    """The training thread of one rank."""
+
+    def __init__(self, simulation: Simulation, stage: int, queue_of: Callable[[str], str], waits: Waits) -> None:
+        case = simulation.case
+        self.simulation, self.case, self.clock, self.stage = simulation, case, simulation.clock, stage
+        self.device, self._waits = Device(self.clock, queue_of), waits
+        self.schedule = Schedule(stage, case.stages, case.lookahead, 1, case.synchronous_start)
+        self.step, self._locks = self.clock.random.choice(HOST_TIMES), self.clock.random.random() < 0.5
+        self._wait: Signal | None = None  # the end of the one under way
+        self.to_next: Direction | None = None
+        self.from_next: Direction | None = None
+        self.to_before: Direction | None = None
+        self.from_before: Direction | None = None
+        self.is_done, self.doing = False, "nothing"
+        self._forwards = self._backwards = 0  # how many are done
+        self._closed: deque[int] = deque()  # mini-batches without an update
+        self._sums: set[tuple[str, int]] = set()  # control messages that were read
+        self._reductions: dict[int, Operation] = {}  # mini-batch -> its all-reduce
+        self._launched: set[int] = set()  # mini-batches whose control message was sent
+        self._agreed: dict[int, Signal] = {}  # mini-batch -> that those of all ranks are there
+
+    def run(self) -> Thread:
+        """All runs of the case, as ``Engine`` runs them."""
+        for t_after in itertools.accumulate(self.case.runs):
+            while self._forwards < t_after * self.case.micro_batches:
+                yield from self._mini_batch(self._forwards // self.case.micro_batches)
+            yield from self._drain()
+        yield from self.device.wait()
+        self.is_done = True
+
+    def moment(self, k: int) -> Thread:
+        """Where this host may wait for its whole device."""
+        yield self.step
+        if self._waits(self.clock.random, k):
+            self._wait = Signal(self.clock)
+            yield from self.device.wait()
+            self._wait.set()
+            self._wait = None
+
+    def may_launch(self) -> Thread:
+        """In other threads of this process: wait while a wait of this host keeps them from it."""
+        while self._locks and self._wait is not None:
+            yield self._wait
+
+    def _mini_batch(self, t: int) -> Thread:
+        for action in self.schedule.batch(self._forwards, self.case.micro_batches, self._backwards):
+            yield from self._forward(action.index) if action.kind is Kind.FORWARD else self._backward(action.index)
+        self._closed.append(t)
+        if flushes := self.schedule.updates_behind(t) == 0:
+            yield from self._finish_backwards()
+        yield from self._launch_complete()
+        while self._closed and self._closed[0] < t + flushes:
+            yield from self._apply(self._closed.popleft())
+
+    def _drain(self) -> Thread:
+        if self.to_next is not None:
+            self.to_next.frames.write(END, self._forwards)
+        yield from self._finish_backwards()
+        yield from self._launch_complete()
+        if self.from_before is not None:
+            yield from self._frame(self.from_before, END, self._forwards)
+        while self._closed:
+            yield from self._apply(self._closed.popleft())
+        for direction in (self.to_before, self.to_next):
+            if direction is not None:
+                yield from direction.settle()
+
+    def _forward(self, k: int) -> Thread:
+        self.doing = f"F{k}"
+        yield from self.moment(k)
+        if self.from_before is not None:
+            yield from self._frame(self.from_before, ACTIVATION, k)
+            yield from self.from_before.take(k)
+        yield from self._compute(FORWARD_TIME)
+        yield from self.moment(k)
+        if self.to_next is not None:
+            yield from self.to_next.put(k)
+            self.to_next.frames.write(ACTIVATION, k)
+        self._forwards = k + 1
+        yield from self.moment(k)
+        yield from self._poll()
+
+    def _backward(self, k: int) -> Thread:
+        self.doing = f"B{k}"
+        yield from self.moment(k)
+        if self.from_next is not None:
+            yield from self._frame(self.from_next, GRADIENT, k)
+            yield from self.from_next.take(k)
+        yield from self._compute(BACKWARD_TIME)
+        t, is_last = divmod(k + 1, self.case.micro_batches)
+        if not is_last and t - 1 in self._closed:
+            yield from self._reduce(t - 1)  # its buckets leave during the backward
+        yield from self.moment(k)
+        if self.to_before is not None:
+            yield from self.to_before.put(k)
+            self.to_before.frames.write(GRADIENT, k)
+        self._backwards = k + 1
+        yield from self.moment(k)
+        yield from self._launch_complete()
+
+    def _finish_backwards(self) -> Thread:
+        for action in self.schedule.drain(self._backwards, self._forwards):
+            yield from self._backward(action.index)
+
+    def _compute(self, duration: float) -> Thread:
+        self.device.launch("compute", duration=duration)
+        yield self.step
+
+    # -- messages of hosts --
+
+    def _frame(self, direction: Direction, kind: str, index: int) -> Thread:
+        """``Transport._next``: the next frame must be this one; control messages before it are put aside."""
+        while (frame := (yield from direction.frames.read())) != (kind, index):
+            self._put_aside(frame)
+
+    def _sum(self, direction: Direction, kind: str, t: int) -> Thread:
+        while (kind, t) not in self._sums:
+            self._put_aside((yield from direction.frames.read()))
+
+    def _put_aside(self, frame: tuple[str, int]) -> None:
+        kind, t = frame
+        assert kind in (PART, TOTAL), f"{frame} came, which nobody expected"
+        self._sums.add(frame)
+        if kind == TOTAL and self.to_next is not None:
+            self.to_next.frames.write(TOTAL, t)
+
+    # -- updates --
+
+    def _launch_complete(self) -> Thread:
+        """``UpdateQueue.launch_complete``."""
+        for t in self._closed:
+            if self._backwards >= (t + 1) * self.case.micro_batches and t not in self._launched:
+                if self.case.replicas == 1:
+                    yield from self._launch_message(t)
+                elif t not in self._reductions:
+                    yield from self._reduce(t)
+        yield from self._poll()
+
+    def _poll(self) -> Thread:
+        """``UpdateQueue.poll``: with replicas, what is reduced sends its message."""
+        for t in self._reductions:
+            if t not in self._launched:
+                if not self._reductions[t].is_set:
+                    return
+                yield from self._launch_message(t)
+
+    def _reduce(self, t: int) -> Thread:
+        """Launch the all-reduce of the gradients."""
+        if self.case.replicas > 1:
+            self.device.launch(REPLICAS, self.device.newest["compute"])
+            yield self.step
+            meeting = self.simulation.reductions[self.stage, t]
+            self._reductions[t] = self.device.launch(REPLICAS, meeting=meeting)
+            yield self.step
+
+    def _launch_message(self, t: int) -> Thread:
+        """``PendingUpdate._launch_message``: the norm, for which the host waits, and the control message."""
+        self._launched.add(t)
+        if t in self._reductions:
+            self.device.launch("compute", self._reductions[t])
+            yield self.step
+        yield self.device.newest["compute"]
+        yield self.step
+        if self.case.replicas > 1:
+            self._agreed[t] = Signal(self.clock)
+            self.simulation.exchanges[t].start(self._agreed[t].set)
+            return
+        if self.from_next is not None:
+            yield from self._sum(self.from_next, PART, t)
+        if self.to_before is not None:
+            self.to_before.frames.write(PART, t)
+        else:
+            self._put_aside((TOTAL, t))
+
+    def _apply(self, t: int) -> Thread:
+        """``UpdateQueue._apply``, once all ranks have said what they have to."""
+        self.doing = f"U{t}"
+        if t not in self._launched:
+            yield from self._launch_message(t)
+        if self.case.replicas > 1:
+            yield self._agreed[t]
+        elif self.from_before is not None:
+            yield from self._sum(self.from_before, TOTAL, t)
+        yield from self._compute(UPDATE_TIME)
+        yield from self.moment(self._forwards)
+
+
+class Simulation:
+    """All hosts of a case.
+
+    Args:
+        case: what they run.
+        queue_of: stream -> its hardware queue.
+        waits: when hosts wait for their devices.
+        seed: of all that is drawn.
+        direction: the protocol.
+    """
+
+    def __init__(
+        self, case: Case, queue_of: Callable[[str], str], waits: Waits, seed: int = 0, direction: type = Direction
+    ) -> None:
+        self.case, clock = case, Clock(seed)
+        self.clock = clock
+        self.reductions = defaultdict[tuple[int, int], Meeting](lambda: Meeting(clock, case.replicas))
+        self.exchanges = defaultdict[int, Meeting](lambda: Meeting(clock, case.replicas * case.stages))
+        self.hosts: list[Host] = []
+        for _ in range(case.replicas):
+            pipeline = [Host(self, stage, queue_of, waits) for stage in range(case.stages)]
+            for before, after in itertools.pairwise(pipeline):
+                before.to_next = after.from_before = direction(before, after, "to_next", "from_before")
+                after.to_before = before.from_next = direction(after, before, "to_before", "from_next")
+            self.hosts += pipeline
+
+    def run(self) -> list[str]:
+        """Run to the end, or until nothing moves any more; returns which hosts are stuck, and where."""
+        for host in self.hosts:
+            self.clock.resume(host.run())
+        self.clock.run()
+        return [f"stage {host.stage} at {host.doing}" for host in self.hosts if not host.is_done]
