@@ -73,8 +73,8 @@ class Meeting:
         """One of them has started; ``end`` is called when it ends."""
         self._ends.append(end)
         if len(self._ends) == self._size:
-            for end in self._ends:
-                self._clock.at(TRANSFER_TIME, end)
+            while self._ends:
+                self._clock.at(TRANSFER_TIME, self._ends.pop())
 
 
 class Operation(Signal):
@@ -109,7 +109,7 @@ class Device:
     """
 
     def __init__(self, clock: Clock, queue_of: Callable[[str], str]) -> None:
-        self._clock, self._queue_of = clock, queue_of
+        self.clock, self._queue_of = clock, queue_of
         self._queues: defaultdict[str, deque[Operation]] = defaultdict(deque)
         self.newest: dict[str, Operation] = {}  # stream -> what was launched there last
 
@@ -118,7 +118,7 @@ class Device:
     ) -> Operation:
         """Put a kernel on a stream, or a wait for ``after``."""
         queue = self._queues[self._queue_of(stream)]
-        operation = Operation(self._clock, queue, duration, meeting)
+        operation = Operation(self.clock, queue, duration, meeting)
         for before in (after, self.newest.get(stream)):
             if before is not None:
                 operation.follow(before)
@@ -139,12 +139,13 @@ class Device:
             if operation.meeting is not None:
                 operation.meeting.start(partial(self._end, operation))
             elif operation.duration:
-                self._clock.at(operation.duration, partial(self._end, operation))
+                self.clock.at(operation.duration, partial(self._end, operation))
             else:
                 self._end(operation)
 
     def _end(self, operation: Operation) -> None:
         operation.set()
-        for follower in operation.followers:
+        while operation.followers:
+            follower = operation.followers.pop(0)
             follower.blockers -= 1
             self._hand_over(follower.queue)

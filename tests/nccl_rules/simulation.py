@@ -35,6 +35,8 @@ STREAMS = ("compute", "from_before", "to_before", "to_next", "from_next")
 REPLICAS = "replicas"  # the stream of all-reduces
 ACTIVATION, GRADIENT, PART, TOTAL, END = "activation", "gradient", "part", "total", "end"
 
+Queues: TypeAlias = Callable[[str], str]
+"""Stream -> its hardware queue."""
 Waits: TypeAlias = Callable[[Random, int], bool]
 """Whether a host waits for its whole device, at a moment of micro-batch k."""
 
@@ -45,7 +47,7 @@ class Case(NamedTuple):
     stages: int
     micro_batches: int
     lookahead: int
-    runs: tuple[int, ...] = (3, 2)
+    runs: tuple[int, ...] = (2, 1)
     replicas: int = 1
     synchronous_start: int = 0
 
@@ -88,7 +90,7 @@ class Direction:
     def __init__(self, sender: Host, receiver: Host, leaves_on: str, arrives_on: str) -> None:
         self.sender, self.receiver, self.leaves_on, self.arrives_on = sender, receiver, leaves_on, arrives_on
         clock = self.clock = sender.clock
-        self.frames, self._asked, self._answered = Link(clock), Link(clock), Link(clock)
+        self.frames, self.asked, self.answered = Link(clock), Link(clock), Link(clock)
         self._outbox: dict[int, Operation] = {}  # micro-batch -> what makes its tensor
         self._taken = Signal(clock)
         self._sends: list[Operation] = []
@@ -98,13 +100,13 @@ class Direction:
     def put(self, k: int) -> Thread:
         """``Outbox.put``."""
         self._outbox[k] = self.sender.device.newest["compute"]
-        yield self.sender.step
+        yield from ()
 
     def take(self, k: int) -> Thread:
         """``Inbox.take``."""
         yield from self.receiver.moment(k)  # the memory for it
-        self._asked.write("take", k)
-        yield from self._answered.read()
+        self.asked.write("take", k)
+        yield from self.answered.read()
         yield from self.receive(k)
 
     def settle(self) -> Thread:
@@ -124,11 +126,9 @@ class Direction:
         yield self.sender.step
         yield from self.sender.may_launch()
         self._sends.append(self.sender.device.launch(self.leaves_on, meeting=self._meetings[k]))
-        yield self.sender.step
 
     def receive(self, k: int) -> Thread:
         """``Way.receive``."""
-        yield self.receiver.step
         receive = self.launch_receive(k)
         yield self.receiver.step
         self.receiver.device.launch("compute", receive)
@@ -140,17 +140,16 @@ class Direction:
     def _serve(self) -> Thread:
         """``Outbox._serve``, in a thread of its own."""
         while True:
-            _, k = yield from self._asked.read()
-            yield self.sender.step
+            _, k = yield from self.asked.read()
             yield from self.send(k, self._outbox.pop(k))
             self._taken.set()
-            self._answered.write("sent", k)
+            self.answered.write("sent", k)
 
 
 class Host:
     """The training thread of one rank."""
 
-    def __init__(self, simulation: Simulation, stage: int, queue_of: Callable[[str], str], waits: Waits) -> None:
+    def __init__(self, simulation: Simulation, stage: int, queue_of: Queues, waits: Waits) -> None:
         case = simulation.case
         self.simulation, self.case, self.clock, self.stage = simulation, case, simulation.clock, stage
         self.device, self._waits = Device(self.clock, queue_of), waits
@@ -221,7 +220,7 @@ class Host:
         if self.from_before is not None:
             yield from self._frame(self.from_before, ACTIVATION, k)
             yield from self.from_before.take(k)
-        yield from self._compute(FORWARD_TIME)
+        self.device.launch("compute", duration=FORWARD_TIME)
         yield from self.moment(k)
         if self.to_next is not None:
             yield from self.to_next.put(k)
@@ -236,7 +235,7 @@ class Host:
         if self.from_next is not None:
             yield from self._frame(self.from_next, GRADIENT, k)
             yield from self.from_next.take(k)
-        yield from self._compute(BACKWARD_TIME)
+        self.device.launch("compute", duration=BACKWARD_TIME)
         t, is_last = divmod(k + 1, self.case.micro_batches)
         if not is_last and t - 1 in self._closed:
             yield from self._reduce(t - 1)  # its buckets leave during the backward
@@ -251,10 +250,6 @@ class Host:
     def _finish_backwards(self) -> Thread:
         for action in self.schedule.drain(self._backwards, self._forwards):
             yield from self._backward(action.index)
-
-    def _compute(self, duration: float) -> Thread:
-        self.device.launch("compute", duration=duration)
-        yield self.step
 
     # -- messages of hosts --
 
@@ -331,7 +326,7 @@ class Host:
             yield self._agreed[t]
         elif self.from_before is not None:
             yield from self._sum(self.from_before, TOTAL, t)
-        yield from self._compute(UPDATE_TIME)
+        self.device.launch("compute", duration=UPDATE_TIME)
         yield from self.moment(self._forwards)
 
 
@@ -347,7 +342,7 @@ class Simulation:
     """
 
     def __init__(
-        self, case: Case, queue_of: Callable[[str], str], waits: Waits, seed: int = 0, direction: type = Direction
+        self, case: Case, queue_of: Queues, waits: Waits, seed: int = 0, direction: type[Direction] = Direction
     ) -> None:
         self.case, clock = case, Clock(seed)
         self.clock = clock
