@@ -23,6 +23,9 @@ TRANSFER_TIME = 0.1  # of a message from device to device
 Thread: TypeAlias = Generator[Union[float, "Signal"], Any, Any]
 """It yields the time that something takes, or the signal that it waits for."""
 
+Queues: TypeAlias = Callable[[str], str]
+"""Stream -> its hardware queue."""
+
 
 class Signal:
     """Something that happens once, and for which threads wait."""
@@ -108,7 +111,7 @@ class Device:
         queue_of: stream -> its hardware queue.
     """
 
-    def __init__(self, clock: Clock, queue_of: Callable[[str], str]) -> None:
+    def __init__(self, clock: Clock, queue_of: Queues) -> None:
         self.clock, self._queue_of = clock, queue_of
         self._queues: defaultdict[str, deque[Operation]] = defaultdict(deque)
         self.newest: dict[str, Operation] = {}  # stream -> what was launched there last

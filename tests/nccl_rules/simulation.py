@@ -1,44 +1,34 @@
-"""The hosts of a pipeline over NCCL, simulated on the engine's own action lists: who waits for whom, and nothing else.
+"""A pipeline over NCCL, simulated on the engine's own action lists: who waits for whom, and nothing else.
 
-Modelled, on the devices of ``devices.py``:
-
-* :class:`Direction`: the protocol of ``handover.py``. A tensor lies in an outbox; the receiver asks for it; a thread at
-  the sender launches the send and answers; the receiver launches the receive.
-* :class:`Host`: what ``engine.py``, ``transport.py`` and ``update_queue.py`` do. The actions of a ``Schedule``; frames,
-  read in the order in which they were written; parts and totals of control messages; all-reduces of replicas; updates;
-  drains. At any of its moments (:meth:`Host.moment`: before it asks for memory, around what it launches, after each
-  action) a host may wait for its whole device, which is all that any wait of a host can be.
+Three files: ``devices.py`` has streams and hardware queues, ``directions.py`` the protocol by which tensors change hands,
+and this one the hosts, who do what ``engine.py``, ``transport.py`` and ``update_queue.py`` do: the actions of a
+``Schedule``; frames, read in the order in which they were written; parts and totals of control messages; all-reduces of
+replicas; updates; drains. At any of its moments (before and after each action, before it asks for memory, before what it
+has computed leaves) a host may wait for its whole device: no wait for a device can be for more.
 
 Each simulation draws anew how long everything takes, how fast each host is, and whether its waits keep other threads of
 its process from launching, as a lock of the driver would. Between any two things that a thread does, others may go on.
 
 Not modelled: the very first micro-batch, after which all hosts meet; evaluation, which has forwards alone; tied weights
 and loaded batches, which travel between hosts; a stage that steps ahead; several buckets per all-reduce; how kernels
-slow each other down; waits that keep the interpreter, so that no other thread of the process can run at all. A way's own
-stream and that of its communicator are one.
+slow each other down; waits that keep the interpreter, so that no other thread of the process runs. The stream of a way
+and that of its communicator are one.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable
-from random import Random
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
-from tests.nccl_rules.devices import Clock, Device, Meeting, Operation, Signal, Thread
+from tests.nccl_rules.devices import Clock, Meeting, Operation, Queues, Signal, Thread
+from tests.nccl_rules.directions import Direction, Process, Waits
 
-FORWARD_TIME, BACKWARD_TIME, UPDATE_TIME, FRAME_TIME = 1.0, 2.0, 0.3, 0.02
-HOST_TIMES = (0.001, 0.02, 0.5)  # between two things that a host does: far ahead of its device, or behind it
+FORWARD_TIME, BACKWARD_TIME, UPDATE_TIME = 1.0, 2.0, 0.3
 STREAMS = ("compute", "from_before", "to_before", "to_next", "from_next")
 REPLICAS = "replicas"  # the stream of all-reduces
 ACTIVATION, GRADIENT, PART, TOTAL, END = "activation", "gradient", "part", "total", "end"
-
-Queues: TypeAlias = Callable[[str], str]
-"""Stream -> its hardware queue."""
-Waits: TypeAlias = Callable[[Random, int], bool]
-"""Whether a host waits for its whole device, at a moment of micro-batch k."""
 
 
 class Case(NamedTuple):
@@ -52,110 +42,14 @@ class Case(NamedTuple):
     synchronous_start: int = 0
 
 
-class Link:
-    """One way of a socket: what is written arrives, in order."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._written: deque[tuple[str, int]] = deque()
-        self._arrived: deque[tuple[str, int]] = deque()
-        self._signal = Signal(clock)
-
-    def write(self, kind: str, index: int) -> None:
-        self._written.append((kind, index))
-        self._clock.at(FRAME_TIME, self._arrive)
-
-    def read(self) -> Thread:
-        """Return the next frame, waiting for it."""
-        while not self._arrived:
-            self._signal = Signal(self._clock)
-            yield self._signal
-        return self._arrived.popleft()
-
-    def _arrive(self) -> None:
-        self._arrived.append(self._written.popleft())
-        self._signal.set()
-
-
-class Direction:
-    """Tensors and frames from one host to a neighbour.
-
-    Args:
-        sender: whose outbox this is.
-        receiver: who takes from it.
-        leaves_on: the sender's stream.
-        arrives_on: the receiver's stream.
-    """
-
-    def __init__(self, sender: Host, receiver: Host, leaves_on: str, arrives_on: str) -> None:
-        self.sender, self.receiver, self.leaves_on, self.arrives_on = sender, receiver, leaves_on, arrives_on
-        clock = self.clock = sender.clock
-        self.frames, self.asked, self.answered = Link(clock), Link(clock), Link(clock)
-        self._outbox: dict[int, Operation] = {}  # micro-batch -> what makes its tensor
-        self._taken = Signal(clock)
-        self._sends: list[Operation] = []
-        self._meetings = defaultdict[int, Meeting](lambda: Meeting(clock, 2))
-        clock.resume(self._serve())
-
-    def put(self, k: int) -> Thread:
-        """``Outbox.put``."""
-        self._outbox[k] = self.sender.device.newest["compute"]
-        yield from ()
-
-    def take(self, k: int) -> Thread:
-        """``Inbox.take``."""
-        yield from self.receiver.moment(k)  # the memory for it
-        self.asked.write("take", k)
-        yield from self.answered.read()
-        yield from self.receive(k)
-
-    def settle(self) -> Thread:
-        """``Outbox.settle``."""
-        while self._outbox:
-            self._taken = Signal(self.clock)
-            yield self._taken
-        for send in self._sends:
-            self.sender.device.launch("compute", send)
-            yield self.sender.step
-        self._sends = []
-
-    def send(self, k: int, ready: Operation) -> Thread:
-        """``Way.send``, from any thread."""
-        yield from self.sender.may_launch()
-        self.sender.device.launch(self.leaves_on, ready)
-        yield self.sender.step
-        yield from self.sender.may_launch()
-        self._sends.append(self.sender.device.launch(self.leaves_on, meeting=self._meetings[k]))
-
-    def receive(self, k: int) -> Thread:
-        """``Way.receive``."""
-        receive = self.launch_receive(k)
-        yield self.receiver.step
-        self.receiver.device.launch("compute", receive)
-        yield self.receiver.step
-
-    def launch_receive(self, k: int) -> Operation:
-        return self.receiver.device.launch(self.arrives_on, meeting=self._meetings[k])
-
-    def _serve(self) -> Thread:
-        """``Outbox._serve``, in a thread of its own."""
-        while True:
-            _, k = yield from self.asked.read()
-            yield from self.send(k, self._outbox.pop(k))
-            self._taken.set()
-            self.answered.write("sent", k)
-
-
-class Host:
+class Host(Process):
     """The training thread of one rank."""
 
     def __init__(self, simulation: Simulation, stage: int, queue_of: Queues, waits: Waits) -> None:
-        case = simulation.case
-        self.simulation, self.case, self.clock, self.stage = simulation, case, simulation.clock, stage
-        self.device, self._waits = Device(self.clock, queue_of), waits
+        super().__init__(simulation.clock, queue_of, waits)
+        self.simulation, self.case, self.stage = simulation, simulation.case, stage
+        case = self.case
         self.schedule = Schedule(stage, case.stages, case.lookahead, 1, case.synchronous_start)
-        self.step, self._locks = self.clock.random.choice(HOST_TIMES), self.clock.random.random() < 0.5
-        self._wait: Signal | None = None  # the end of the one under way
         self.to_next: Direction | None = None
         self.from_next: Direction | None = None
         self.to_before: Direction | None = None
@@ -176,20 +70,6 @@ class Host:
             yield from self._drain()
         yield from self.device.wait()
         self.is_done = True
-
-    def moment(self, k: int) -> Thread:
-        """Where this host may wait for its whole device."""
-        yield self.step
-        if self._waits(self.clock.random, k):
-            self._wait = Signal(self.clock)
-            yield from self.device.wait()
-            self._wait.set()
-            self._wait = None
-
-    def may_launch(self) -> Thread:
-        """In other threads of this process: wait while a wait of this host keeps them from it."""
-        while self._locks and self._wait is not None:
-            yield self._wait
 
     def _mini_batch(self, t: int) -> Thread:
         for action in self.schedule.batch(self._forwards, self.case.micro_batches, self._backwards):
