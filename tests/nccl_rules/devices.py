@@ -1,9 +1,9 @@
 """A model of CUDA's devices: streams, hardware queues, and kernels that wait for each other.
 
 What is launched on a stream runs in order. It goes through the hardware queue of its stream, which hands over in the
-order of launching: its head, until what it waits for is done, blocks everything behind it, whatever the stream. A kernel
-that has started blocks its queue no more, but its stream for as long as it runs. The kernels of a message, and of an
-all-reduce, end together, once all of them have started.
+order of launching: its head, until what it waits for is done, blocks everything behind it, whatever the stream. A
+kernel that has started blocks its queue no more, but its stream for as long as it runs. The kernels of a message, and
+of an all-reduce, end together, once all of them have started.
 
 Threads of hosts are generators. How long anything takes is drawn around the time that is named.
 """

@@ -89,13 +89,13 @@ class Direction:
         clock.resume(self._serve())
 
     def put(self, k: int) -> Thread:
-        """``Outbox.put``."""
+        """``Outbox.put``; nobody asks before the frame that follows it."""
         self._outbox[k] = self.sender.device.newest["compute"]
         yield from ()
 
     def take(self, k: int) -> Thread:
         """``Inbox.take``."""
-        yield from self.receiver.moment(k)  # the memory for it
+        yield from self.receiver.moment(k)  # the allocator may wait when it looks for memory
         self.asked.write("take", k)
         yield from self.answered.read()
         yield from self.receive(k)

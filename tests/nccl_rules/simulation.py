@@ -1,10 +1,10 @@
 """A pipeline over NCCL, simulated on the engine's own action lists: who waits for whom, and nothing else.
 
-Three files: ``devices.py`` has streams and hardware queues, ``directions.py`` the protocol by which tensors change hands,
-and this one the hosts, who do what ``engine.py``, ``transport.py`` and ``update_queue.py`` do: the actions of a
+Three files: ``devices.py`` has streams and hardware queues, ``directions.py`` the protocol by which tensors change
+hands, and this one the hosts, who do what ``engine.py``, ``transport.py`` and ``update_queue.py`` do: the actions of a
 ``Schedule``; frames, read in the order in which they were written; parts and totals of control messages; all-reduces of
-replicas; updates; drains. At any of its moments (before and after each action, before it asks for memory, before what it
-has computed leaves) a host may wait for its whole device: no wait for a device can be for more.
+replicas; updates; drains. At any of its moments (before and after each action, before it asks for a tensor, before what
+it has computed leaves) a host may wait for its whole device: no wait for a device can be for more.
 
 Each simulation draws anew how long everything takes, how fast each host is, and whether its waits keep other threads of
 its process from launching, as a lock of the driver would. Between any two things that a thread does, others may go on.
@@ -47,8 +47,8 @@ class Host(Process):
 
     def __init__(self, simulation: Simulation, stage: int, queue_of: Queues, waits: Waits) -> None:
         super().__init__(simulation.clock, queue_of, waits)
-        self.simulation, self.case, self.stage = simulation, simulation.case, stage
-        case = self.case
+        case = simulation.case
+        self.simulation, self.case, self.stage = simulation, case, stage
         self.schedule = Schedule(stage, case.stages, case.lookahead, 1, case.synchronous_start)
         self.to_next: Direction | None = None
         self.from_next: Direction | None = None
@@ -64,8 +64,8 @@ class Host(Process):
 
     def run(self) -> Thread:
         """All runs of the case, as ``Engine`` runs them."""
-        for t_after in itertools.accumulate(self.case.runs):
-            while self._forwards < t_after * self.case.micro_batches:
+        for end in itertools.accumulate(self.case.runs):
+            while self._forwards < end * self.case.micro_batches:
                 yield from self._mini_batch(self._forwards // self.case.micro_batches)
             yield from self._drain()
         yield from self.device.wait()
@@ -116,9 +116,9 @@ class Host(Process):
             yield from self._frame(self.from_next, GRADIENT, k)
             yield from self.from_next.take(k)
         self.device.launch("compute", duration=BACKWARD_TIME)
-        t, is_last = divmod(k + 1, self.case.micro_batches)
-        if not is_last and t - 1 in self._closed:
-            yield from self._reduce(t - 1)  # its buckets leave during the backward
+        t, rest = divmod(k + 1, self.case.micro_batches)
+        if rest == 0 and t - 1 in self._closed:
+            yield from self._reduce(t - 1)  # its buckets leave during the last backward
         yield from self.moment(k)
         if self.to_before is not None:
             yield from self.to_before.put(k)
