@@ -30,6 +30,8 @@ Queues: TypeAlias = Callable[[str], str]
 class Signal:
     """Something that happens once, and for which threads wait."""
 
+    __slots__ = ("_clock", "is_set", "threads")
+
     def __init__(self, clock: Clock) -> None:
         self._clock, self.is_set = clock, False
         self.threads: list[Thread] = []
@@ -37,7 +39,7 @@ class Signal:
     def set(self) -> None:
         self.is_set = True
         for thread in self.threads:
-            self._clock.at(0.0, partial(self._clock.resume, thread))
+            self._clock.soon(thread)
         self.threads = []
 
 
@@ -46,23 +48,32 @@ class Clock:
 
     def __init__(self, seed: int) -> None:
         self.now, self.random = 0.0, Random(seed)
+        self._soon: deque[Thread] = deque()
         self._later: list[tuple[float, int, Callable[[], object]]] = []
         self._count = itertools.count()
 
     def at(self, delay: float, call: Callable[[], object]) -> None:
         heappush(self._later, (self.now + delay * (0.2 + 1.6 * self.random.random()), next(self._count), call))
 
-    def resume(self, thread: Thread) -> None:
-        for waits_for in thread:
-            if isinstance(waits_for, float):
-                return self.at(waits_for, partial(self.resume, thread))
-            if not waits_for.is_set:
-                return waits_for.threads.append(thread)
+    def soon(self, thread: Thread) -> None:
+        """Let a thread go on when the others have done what they can at this time."""
+        self._soon.append(thread)
 
     def run(self) -> None:
-        while self._later:
-            self.now, _, call = heappop(self._later)
-            call()
+        """Until nothing moves any more."""
+        while self._soon or self._later:
+            if self._soon:
+                self._resume(self._soon.popleft())
+            else:
+                self.now, _, call = heappop(self._later)
+                call()
+
+    def _resume(self, thread: Thread) -> None:
+        for waits_for in thread:
+            if isinstance(waits_for, float):
+                return self.at(waits_for, partial(self._resume, thread))
+            if not waits_for.is_set:
+                return waits_for.threads.append(thread)
 
 
 class Meeting:
@@ -89,6 +100,8 @@ class Operation(Signal):
         duration: of a kernel that waits for no other.
         meeting: of a kernel that does.
     """
+
+    __slots__ = ("blockers", "duration", "followers", "meeting", "queue")
 
     def __init__(self, clock: Clock, queue: deque[Operation], duration: float, meeting: Meeting | None) -> None:
         super().__init__(clock)

@@ -86,7 +86,7 @@ class Direction:
         self._taken = Signal(clock)
         self._sends: list[Operation] = []
         self._meetings = defaultdict[int, Meeting](lambda: Meeting(clock, 2))
-        clock.resume(self._serve())
+        clock.soon(self._serve())
 
     def put(self, k: int) -> Thread:
         """``Outbox.put``; nobody asks before the frame that follows it."""

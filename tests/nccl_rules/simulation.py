@@ -239,6 +239,6 @@ class Simulation:
     def run(self) -> list[str]:
         """Run to the end, or until nothing moves any more; returns which hosts are stuck, and where."""
         for host in self.hosts:
-            self.clock.resume(host.run())
+            self.clock.soon(host.run())
         self.clock.run()
         return [f"stage {host.stage} at {host.doing}" for host in self.hosts if not host.is_done]
