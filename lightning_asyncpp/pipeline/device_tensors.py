@@ -111,7 +111,8 @@ class DeviceTensors:
                 continue
             there, back = ways
             sends = there.send([number], there.mark()) if begins else []
-            (heard,) = back.receive([TensorInfo.of(number)])
+            infos = [TensorInfo.of(number)]
+            (heard,) = back.receive(infos, back.allocate(infos))
             sends += [] if begins else there.send([number], there.mark())
             for work in sends:
                 work.wait()

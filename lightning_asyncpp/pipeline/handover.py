@@ -4,10 +4,10 @@ A message of NCCL is two kernels, and each lies on its stream until the other on
 device (``torch.cuda.synchronize()``, ``empty_cache()``, the allocator near the limit, the end of a profile) waits for
 such a kernel, too; so does whatever shares its hardware queue. If its host waits there while the counterpart is still
 to be launched by a host that waits likewise, nobody goes on. Hence the rule: **neither kernel is launched before both
-hosts are launching theirs.**
+hosts are launching theirs**, and nothing between the two may wait for a device, not even for memory.
 
     sender, where it is computed          receiver, where it is used
-        put(k) ...............................  take(k): asks for k, and waits for the answer alone
+        put(k) ...............................  take(k): allocates, asks for k, and waits for the answer alone
         a thread launches the send, answers ..  launches the receive
 
 The thread answers at once, whatever its process waits for; so the receiver's host loses a round trip, and its device
@@ -73,11 +73,14 @@ class Way(NamedTuple):
                 self.stream.wait_event(ready)
             return [started(dist.isend(tensor, self.peer, group=self.group)) for tensor in tensors]
 
-    def receive(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
-        """Launch receives; what is computed from now on waits for them, the host does not."""
+    def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
+        """Memory to receive into; the host may have to wait for its whole device to get it."""
+        with self.launching():  # this stream's memory, which nothing that is being computed may still read
+            return [info.empty(self.device) for info in infos]
+
+    def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
+        """Launch receives into tensors; what is computed from now on waits for them, the host does not."""
         with self.launching():
-            # Allocated from this stream's memory, which nothing that is being computed may still read.
-            tensors = [info.empty(self.device) for info in infos]
             stored = [info.stored(tensor) for info, tensor in zip(infos, tensors)]
             works = [started(dist.irecv(tensor, self.peer, group=self.group)) for tensor in stored]
         for work in works:
@@ -198,11 +201,14 @@ class Inbox:
         """
         if not infos:
             return []
+        # Before the send is launched: two hosts that each have a send under way, and wait for their devices while they
+        # look for memory, would wait for ever.
+        tensors = self._way.allocate(infos)
         self._link.write(_TAKE, k, [])
         frame = self._link.read_frame()
         if frame != (_SENT, k, 0):
             raise ProtocolError(f"{self._link.peer} did not send the tensors of micro-batch {k}: {frame}")
-        return self._way.receive(infos)
+        return self._way.receive(infos, tensors)
 
     def close(self) -> None:
         """End the connection."""

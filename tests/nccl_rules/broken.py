@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline import handover
-from lightning_asyncpp.pipeline.handover import Inbox, Outbox
+from lightning_asyncpp.pipeline.handover import Inbox, Outbox, Way
 from lightning_asyncpp.pipeline.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.transport import Transport
 from tests.nccl_rules import emulated
@@ -61,10 +61,20 @@ def receive_early(rank: int) -> Callable[[], None]:
     return check
 
 
+def allocate_late(rank: int) -> Callable[[], None]:
+    """The memory for a tensor is allocated once the neighbour has launched its send: the allocator may wait then."""
+    emulated.HANG_SECONDS = SECONDS
+    check = emulated.emulate(rank, share_of_waits=0.5)
+    allocate, receive = Way.allocate, Way.receive
+    Way.allocate = lambda *_: []  # type: ignore[method-assign]
+    Way.receive = lambda self, infos, _: receive(self, infos, allocate(self, infos))  # type: ignore[method-assign]
+    return check
+
+
 def _put_at_once(self: Outbox, k: int, tensors: Sequence[Tensor]) -> None:
     whole = [tensor.contiguous() for tensor in tensors]
     self._sends += zip(self._way.send(whole, self._way.mark()), whole)
 
 
 def _take_unasked(self: Inbox, k: int, infos: Sequence[TensorInfo]) -> Any:
-    return self._way.receive(infos)
+    return self._way.receive(infos, self._way.allocate(infos))

@@ -10,7 +10,7 @@ What gloo forgives and NCCL does not:
   message that was issued. So a receive must not be issued before its send is: its host may be in such a wait.
 
 Here a thread per group stands for its stream. Waits for the whole device come at random moments: in layers, around
-backwards and in the optimizer.
+backwards, in the optimizer, and where memory for messages is allocated.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_asyncpp.pipeline import handover, reduction
 from lightning_asyncpp.pipeline.device_tensors import DeviceTensors
+from lightning_asyncpp.pipeline.header import TensorInfo
 from lightning_asyncpp.pipeline.runner import StageRunner
 
 HANG_SECONDS = 20.0
@@ -212,6 +213,13 @@ def emulate(rank: int, share_of_waits: float = 0.03) -> Callable[[], None]:
         device.is_connecting = False
 
     DeviceTensors._try = while_connecting  # type: ignore[method-assign]
+    allocate = TensorInfo.empty
+
+    def with_wait(*args: Any) -> Tensor:
+        device.maybe_wait()
+        return allocate(*args)
+
+    TensorInfo.empty = with_wait  # type: ignore[method-assign]
     return device.check
 
 

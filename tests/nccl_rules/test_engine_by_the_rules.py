@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.nccl_rules.broken import receive_early, send_at_once
+from tests.nccl_rules.broken import allocate_late, receive_early, send_at_once
 from tests.nccl_rules.emulated import emulate
 from tests.pipeline.cases import Case
 from tests.pipeline.compare import assert_same_norms, assert_same_weights
@@ -68,6 +68,7 @@ def test_more_random_cases(emulated: Pools, seed: int) -> None:
     [
         (send_at_once, "a wait for the whole device hangs"),
         (receive_early, "hangs|a receive was issued before its send"),
+        (allocate_late, "a wait for the whole device hangs"),
     ],
 )
 def test_a_broken_rule_is_found(broken: Prepare, found: str) -> None:
