@@ -1,0 +1,116 @@
+"""Scenarios: Trainer runs whose waits of the host are counted, over a few mini-batches far from start and end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+
+from lightning_asyncpp import AsyncPipelineStrategy, GPTModule, SyncPipelineStrategy, TokensPerSecond
+from lightning_asyncpp.models import GPTConfig, MoEConfig
+from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait
+from tests.trainer.runs import ListLogger, Net, Run, loader
+
+FIRST, LAST = 5, 8  # of the mini-batches that are counted
+MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A run of it.
+
+    Attributes:
+        module: ``"net"``, an ordinary LightningModule; ``"gpt"``; or ``"experts"``.
+        options: of the strategy.
+        logs: with a logger and the progress bar.
+        clip: the gradient's largest norm.
+        synchronous: without a delay.
+        optimizer: a name in :mod:`tests.trainer.runs`.
+    """
+
+    module: str = "net"
+    options: dict[str, Any] = field(default_factory=dict)
+    logs: bool = False
+    clip: float | None = None
+    synchronous: bool = False
+    optimizer: str = "adamw"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was counted on a rank.
+
+    Attributes:
+        waits: place -> waits per mini-batch.
+        mixed: places that a GPU refuses.
+        early: places that read what is being copied.
+    """
+
+    waits: dict[Wait, float]
+    mixed: dict[Wait, int]
+    early: dict[Wait, int]
+
+
+class _Async(AsyncPipelineStrategy):
+    root_device = DEVICE  # type: ignore[assignment]
+
+
+class _Sync(SyncPipelineStrategy):
+    root_device = DEVICE  # type: ignore[assignment]
+
+
+class _Window(L.Callback):
+    """Counts from the end of a batch to the end of another one."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        self._waits = waits
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._waits.counting = FIRST - 1 <= batch_idx < LAST
+
+
+
+def count(counted: Counted) -> Found:
+    """Train, and return what was counted on this rank."""
+    dataset = "tokens" if counted.module in ("gpt", "experts") else "samples"
+    run = Run(MODULES[counted.module], optimizer=counted.optimizer, dataset=dataset, batch_size=8)
+    waits, kind = HostWaits(), _Sync if counted.synchronous else _Async
+    world, quiet = int(os.environ["WORLD_SIZE"]), {"enable_checkpointing": False, "enable_model_summary": False}
+    callbacks = [_Window(waits)] + ([TokensPerSecond()] if dataset == "tokens" else [])
+    with waits.watching():
+        L.seed_everything(5, verbose=False)
+        strategy = kind(**{"micro_batches": MICRO_BATCHES, **counted.options})
+        trainer = L.Trainer(
+            accelerator="cpu", devices=world, strategy=strategy, callbacks=callbacks, max_epochs=1, **quiet,
+            logger=ListLogger() if counted.logs else False, enable_progress_bar=counted.logs, log_every_n_steps=1,
+            gradient_clip_val=counted.clip, use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(run.module(run), loader(run, count=(LAST + 3) * run.batch_size))
+    per_batch = {wait: number / (LAST - FIRST + 1) for wait, number in waits.waits.items()}
+    return Found(per_batch, dict(waits.mixed), dict(waits.early))
+
+
+def _gpt(run: Run, moe: MoEConfig | None = None) -> GPTModule:
+    config = GPTConfig(vocab_size=32, context_length=8, num_layers=4, dim=16, num_heads=2, mlp_dim=32, moe=moe)
+    return GPTModule(config, optimizer=run.make_optimizer, decay="constant")
+
+
+def _experts(run: Run) -> GPTModule:
+    return _gpt(run, MoEConfig(num_experts=4, top_k=2, expert_dim=8, router="sigmoid", balance_loss=0.1,
+                               balance_bias_rate=0.01))  # fmt: skip
+
+
+class Weighted(Net):
+    """Weighs a micro-batch by what it holds."""
+
+    def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> float:
+        return float((micro_batch["y"] > -9).sum())
+
+
+MODULES: dict[str, Callable[[Run], L.LightningModule]] = {
+    "net": Net, "weighted": Weighted, "gpt": _gpt, "experts": _experts,
+}  # fmt: skip
