@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
+import torch
 from torch import Tensor
 
 from lightning_asyncpp import AsyncPipelineStrategy, GPTModule, SyncPipelineStrategy, TokensPerSecond
 from lightning_asyncpp.models import GPTConfig, MoEConfig
-from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait
+from lightning_asyncpp.pipeline.transport import Arrival, Transport
+from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, put_on_device
 from tests.trainer.runs import ListLogger, Net, Run, loader
 
-FIRST, LAST = 5, 8  # of the mini-batches that are counted
+FIRST, LAST = 4, 6  # of the mini-batches that are counted; the first few are looked at more closely
 MICRO_BATCHES = 4
 
 
@@ -73,7 +77,6 @@ class _Window(L.Callback):
         self._waits.counting = FIRST - 1 <= batch_idx < LAST
 
 
-
 def count(counted: Counted) -> Found:
     """Train, and return what was counted on this rank."""
     dataset = "tokens" if counted.module in ("gpt", "experts") else "samples"
@@ -81,7 +84,7 @@ def count(counted: Counted) -> Found:
     waits, kind = HostWaits(), _Sync if counted.synchronous else _Async
     world, quiet = int(os.environ["WORLD_SIZE"]), {"enable_checkpointing": False, "enable_model_summary": False}
     callbacks = [_Window(waits)] + ([TokensPerSecond()] if dataset == "tokens" else [])
-    with waits.watching():
+    with waits.watching(), _received_on_device():
         L.seed_everything(5, verbose=False)
         strategy = kind(**{"micro_batches": MICRO_BATCHES, **counted.options})
         trainer = L.Trainer(
@@ -94,6 +97,26 @@ def count(counted: Counted) -> Found:
     return Found(per_batch, dict(waits.mixed), dict(waits.early))
 
 
+@contextmanager
+def _received_on_device() -> Iterator[None]:
+    """What comes over sockets lies in the host's memory on a CPU."""
+    activation, gradients = Transport.receive_activation, Transport.receive_gradients
+
+    def receive_activation(*args: Any) -> Arrival:
+        arrival = activation(*args)
+        put_on_device(arrival.tensors)
+        return arrival
+
+    def receive_gradients(*args: Any) -> list[Tensor]:
+        return put_on_device(gradients(*args))
+
+    with (
+        patch.object(Transport, "receive_activation", receive_activation),
+        patch.object(Transport, "receive_gradients", receive_gradients),
+    ):
+        yield
+
+
 def _gpt(run: Run, moe: MoEConfig | None = None) -> GPTModule:
     config = GPTConfig(vocab_size=32, context_length=8, num_layers=4, dim=16, num_heads=2, mlp_dim=32, moe=moe)
     return GPTModule(config, optimizer=run.make_optimizer, decay="constant")
@@ -104,6 +127,19 @@ def _experts(run: Run) -> GPTModule:
                                balance_bias_rate=0.01))  # fmt: skip
 
 
+class Waits(Net):
+    """Waits as a user's code may."""
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        torch.tensor([1.0, 2.0], device=self.device)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if loss > 100 or float(batch["x"][batch["x"] > 0].sum()) < 0:
+            raise ArithmeticError
+        return loss
+
+
 class Weighted(Net):
     """Weighs a micro-batch by what it holds."""
 
@@ -112,5 +148,5 @@ class Weighted(Net):
 
 
 MODULES: dict[str, Callable[[Run], L.LightningModule]] = {
-    "net": Net, "weighted": Weighted, "gpt": _gpt, "experts": _experts,
+    "net": Net, "waits": Waits, "weighted": Weighted, "gpt": _gpt, "experts": _experts,
 }  # fmt: skip

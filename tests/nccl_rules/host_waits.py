@@ -11,6 +11,8 @@ made there, and all that is computed from it, is marked as lying on the device. 
 
 Two kinds of errors that only a GPU shows are noted as well: a host tensor among operands on the device, and reading
 what is copied to the host before the copy's event.
+
+What is sent over sockets is read where it lies, on a CPU: that is left out, as NCCL takes it from the device.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ _SHAPED_BY_VALUES = frozenset(
     ["nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount", "_linalg_eigh"]
 )
 _READ_AT_ONCE = {getattr(Tensor, name): name for name in ("tolist", "numpy", "__array__")}
+_FROM_HOST = frozenset([torch.tensor, torch.as_tensor, torch.asarray])
+_BY_SOCKET = "pipeline/transport.py"
+_ON_BEHALF_OF_OTHERS = ("pipeline/reading.py", "pipeline/foreach.py")
 _MAY_MIX = frozenset(["copy_", "_to_copy", "index", "index_put_", "set_", "lift_fresh", "_foreach_copy_"])
 
 
@@ -48,7 +53,7 @@ class Wait(NamedTuple):
     Attributes:
         per: what it is part of: ``"micro-batch"`` (its forward or its backward on a stage) or ``"mini-batch"``.
         what: the operation.
-        place: the innermost function in this package or in Lightning.
+        place: the innermost function in this package or in Lightning, but for those that only help others to read.
     """
 
     per: str
@@ -71,6 +76,7 @@ class HostWaits:
         self.waits: Counter[Wait] = Counter()
         self.mixed: Counter[Wait] = Counter()
         self.early: Counter[Wait] = Counter()
+        self.recorded = self.reached = 0  # events on the stream, and which of them have happened
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -79,13 +85,20 @@ class HostWaits:
         def event(*_: Any, **__: Any) -> _Event:
             return _Event(self)
 
-        with patch("torch.cuda.Event", event), _Operations(self), _Calls(self):
+        # To other devices than these Lightning copies without blocking.
+        blocking = patch("lightning.fabric.utilities.apply_func._BLOCKING_DEVICE_TYPES", ("mps",))
+        with patch("torch.cuda.Event", event), blocking, _Operations(self), _Calls(self):
             yield
 
     def note(self, what: str, kind: Counter[Wait] | None = None) -> None:
         """Count a wait of the code that runs."""
-        if self.counting:
-            (self.waits if kind is None else kind)[_where(what)] += 1
+        if self.counting and not (wait := _where(what)).place.startswith(_BY_SOCKET):
+            (self.waits if kind is None else kind)[wait] += 1
+
+    def check_arrived(self, tensor: Tensor, what: str) -> None:
+        """Note that a host tensor is read before an event has happened that was recorded after the copy to it."""
+        if _get(tensor, "_arriving") > self.reached:
+            self.note(what, self.early)
 
 
 class _Event:
@@ -93,24 +106,22 @@ class _Event:
 
     def __init__(self, waits: HostWaits) -> None:
         self._waits = waits
-        self._happened = False
-        self._copies: list[Tensor] = []
+        self._place = 0  # on the stream, from 1
 
     def record(self, *_: object) -> None:
         """Stand behind the copies so far."""
-        self._copies, _copying[:] = list(_copying), []
+        self._waits.recorded += 1
+        self._place = self._waits.recorded
 
     def query(self) -> bool:
-        return self._happened
+        """Whether what stands before it is done: if somebody has waited for it, or for what comes after it."""
+        return self._place <= self._waits.reached
 
     def synchronize(self) -> None:
-        self._happened = True
-        for copy in self._copies:
-            _set(copy, "_arriving", False)
-        self._waits.note("Event.synchronize")
-
-
-_copying: list[Tensor] = []
+        """Wait for it."""
+        if not self.query():
+            self._waits.note("Event.synchronize")
+            self._waits.reached = self._place
 
 
 class _Operations(TorchDispatchMode):
@@ -148,19 +159,16 @@ class _Operations(TorchDispatchMode):
         elif name == "copy_" and there[0] != there[1] and not _non_blocking(args, kwargs, 2):
             self._waits.note("copy_")
         elif name == "copy_" and there[1] and not there[0]:
-            _set(given[0], "_arriving", True)
-            _copying.append(given[0])
-        elif name == "_to_copy" and "device" in kwargs and there[0] != _is_device(kwargs["device"]):
-            if not kwargs.get("non_blocking"):
-                self._waits.note("copy")
+            _set(given[0], "_arriving", self._waits.recorded + 1)
+        elif name == "_to_copy" and not kwargs.get("non_blocking") and there[0] != _is_device(kwargs.get("device", "")):
+            self._waits.note("copy")
         if any(there) and name not in _MAY_MIX and any(t.ndim and not on for t, on in zip(given, there)):
             self._waits.note(name, self._waits.mixed)
 
     def _read(self, tensor: Tensor, what: str) -> None:
         if is_on_device(tensor):
             self._waits.note(what)
-        if _get(tensor, "_arriving"):
-            self._waits.note(what, self._waits.early)
+        self._waits.check_arrived(tensor, what)
 
 
 class _Calls(TorchFunctionMode):
@@ -182,19 +190,29 @@ class _Calls(TorchFunctionMode):
         if func in _READ_AT_ONCE and _is_plain(args[0]):
             if is_on_device(args[0]):
                 self._waits.note(_READ_AT_ONCE[func])
-            if _get(args[0], "_arriving"):
-                self._waits.note(_READ_AT_ONCE[func], self._waits.early)
+            self._waits.check_arrived(args[0], _READ_AT_ONCE[func])
         if func is Tensor.cpu:
             return self._to_host(args[0], lambda: args[0])
         if func is Tensor.to and _is_plain(args[0]):
             return self._to(*args, **kwargs)
+        if func in _FROM_HOST and _is_device(kwargs.get("device")):
+            return self._copied(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _copied(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """A tensor that is made of host data, and copied to the device."""
+        if not (isinstance(args[0], Tensor) and is_on_device(args[0])):
+            self._waits.note(f"{func.__name__}(..., device=)")
+        result = func(*args, **kwargs)
+        _set(result, "_on_device", True)
+        return result
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         other = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)), None)
         if other is not None:
             target: Any = DEVICE if is_on_device(other) else torch.device("cpu")
-            return self._to(tensor, target, other.dtype, *args[1:])
+            rest = {key: value for key, value in kwargs.items() if value is not other}
+            return self._to(tensor, target, other.dtype, *args[1:], **rest)
         named = [_as_device(value) for value in (*args, *kwargs.values())]
         target = next((device for device in named if device is not None), None)
         if target is None or target.type == "meta":
@@ -219,18 +237,25 @@ class _Calls(TorchFunctionMode):
 
 def is_on_device(tensor: Tensor) -> bool:
     """Whether a tensor would be on the GPU."""
-    return _get(tensor, "_on_device")
+    return bool(_get(tensor, "_on_device"))
+
+
+def put_on_device(tensors: list[Tensor]) -> list[Tensor]:
+    """Say of tensors that they are on the GPU."""
+    for tensor in tensors:
+        _set(tensor, "_on_device", True)
+    return tensors
 
 
 def _is_plain(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
-def _get(tensor: Tensor, name: str) -> bool:
-    return _is_plain(tensor) and getattr(tensor.untyped_storage(), name, False)
+def _get(tensor: Tensor, name: str) -> int:
+    return getattr(tensor.untyped_storage(), name, 0) if _is_plain(tensor) else 0
 
 
-def _set(tensor: Tensor, name: str, value: bool) -> None:
+def _set(tensor: Tensor, name: str, value: int) -> None:
     if _is_plain(tensor):
         setattr(tensor.untyped_storage(), name, value)
 
@@ -260,7 +285,8 @@ def _where(what: str) -> Wait:
         root = next((root for root in _ROOTS if path.startswith(root)), None)
         if root is not None:
             inside = f"{'' if _ROOTS[root] == 'lightning_asyncpp' else 'lightning/'}{path.removeprefix(root)}"
-            place = f"{inside}:{frame.f_code.co_name}" if place == "elsewhere" else place
+            if place == "elsewhere" and inside not in _ON_BEHALF_OF_OTHERS:
+                place = f"{inside}:{frame.f_code.co_name}"
             per = "micro-batch" if inside == "pipeline/runner.py" else per
         frame = frame.f_back
     return Wait(per, what, place)
