@@ -131,8 +131,11 @@ class PendingUpdate:
     uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _message: Tensor | None = None
     _squares: float = 0.0
-    _counts: Reading | None = None
     _norms: Reading | None = None
+    _counts: Reading = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._counts = Reading([self.statistics])
 
     def launch(self) -> None:
         """Start the reduction over the replicas, or begin to read what the control message is to say.
@@ -142,7 +145,6 @@ class PendingUpdate:
         In the middle of a pipeline it waits for shared gradients of stages behind, which were complete before its own:
         the stage before waits for the control message, and this one for activations of that stage.
         """
-        self._counts = Reading([self.statistics])
         if self.reduction is not None:
             self.reduction.send_rest(self.gradients)
             self.gradients = self.reduction.gradients  # the stage's own are not needed any more
@@ -218,7 +220,7 @@ class PendingUpdate:
     def _is_known(self) -> bool:
         """Whether the device has got to everything that the message holds."""
         payload = True if isinstance(self.payload, Tensor) else self.payload.is_there()
-        return all(reading is not None and reading.is_there() for reading in (self._norms, self._counts)) and payload
+        return payload and self._norms is not None and self._norms.is_there() and self._counts.is_there()
 
     def _send_message(self) -> None:
         """Send the control message unless it has been sent; waits for the device, once."""
@@ -235,7 +237,6 @@ class PendingUpdate:
 
     def _compose(self) -> Tensor:
         assert self._norms is not None
-        assert self._counts is not None
         # The newest reading first: what was asked for before it is there when it is. Added exactly, so that the order
         # of the squares does not matter.
         (norms,) = self._norms.get()

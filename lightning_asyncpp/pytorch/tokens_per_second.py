@@ -68,12 +68,12 @@ class TokensPerSecond(L.Callback):
         if self._last_end is None:
             return False
         now = time.perf_counter()
-        self._batches.append((now - self._last_end, self._tokens(pl_module, batch) * _replicas(trainer)))
+        self._batches.append((now - self._last_end, self._tokens(trainer, pl_module, batch) * _replicas(trainer)))
         self._last_end = now
         return True
 
-    def _tokens(self, pl_module: L.LightningModule, batch: Any) -> float:
-        weighed = getattr(pl_module.trainer.strategy, "batch_weight", None)
+    def _tokens(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> float:
+        weighed = getattr(trainer.strategy, "batch_weight", None)
         # A pipeline has weighed it on the host; the batch here may be on a GPU, which would be waited for.
         return float(pl_module.micro_batch_weight(batch) if weighed is None else weighed)  # type: ignore[operator]
 

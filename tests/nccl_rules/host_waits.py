@@ -160,7 +160,7 @@ class _Operations(TorchDispatchMode):
             self._waits.note("copy_")
         elif name == "copy_" and there[1] and not there[0]:
             _set(given[0], "_arriving", self._waits.recorded + 1)
-        elif name == "_to_copy" and not kwargs.get("non_blocking") and there[0] != _is_device(kwargs.get("device", "")):
+        elif name == "_to_copy" and not kwargs.get("non_blocking") and _crosses(there[0], kwargs):
             self._waits.note("copy")
         if any(there) and name not in _MAY_MIX and any(t.ndim and not on for t, on in zip(given, there)):
             self._waits.note(name, self._waits.mixed)
@@ -267,6 +267,10 @@ def _key(tensor: Tensor) -> int:
 def _is_device(device: Any) -> bool:
     found = _as_device(device)
     return found is not None and found.type == "cpu" and found.index is not None
+
+
+def _crosses(is_there: bool, kwargs: Any) -> bool:
+    return "device" in kwargs and is_there != _is_device(kwargs["device"])
 
 
 def _as_device(value: Any) -> torch.device | None:
