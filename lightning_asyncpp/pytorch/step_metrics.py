@@ -267,7 +267,7 @@ class StepMetrics:
                 continue
             if entry.on_epoch:
                 name = f"{entry.name}_epoch" if entry.on_step else entry.name
-                self._log(name, value, prog_bar=entry.prog_bar, logger=entry.logger, batch_size=weight)
+                self._log(name, _on_host(value), prog_bar=entry.prog_bar, logger=entry.logger, batch_size=weight)
         steps = {
             f"{entry.name}_step" if entry.on_epoch else entry.name: value
             for entry, value, _ in rows
@@ -285,7 +285,7 @@ class StepMetrics:
         if known and private.update_logged(self._trainer, hook, entry.name, value, weight):
             return
         self._log(
-            entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
+            entry.name, _on_host(value), prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
             on_epoch=entry.on_epoch, reduce_fx=entry.reduction, batch_size=weight,
         )  # fmt: skip
         self._logged[entry.name] = entry
@@ -432,6 +432,11 @@ class StepMetrics:
 
 def _evaluated_batches(trainer: L.Trainer) -> list[int | float]:
     return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+
+
+def _on_host(value: float) -> Tensor:
+    """A number to log: of a float Lightning makes a tensor on the device, and waits for it whenever it shows it."""
+    return torch.tensor(value, device="cpu")
 
 
 def _not_distributed() -> bool:

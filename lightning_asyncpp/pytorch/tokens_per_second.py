@@ -80,7 +80,7 @@ class TokensPerSecond(L.Callback):
 
 def log_on_rank_zero(pl_module: L.LightningModule, name: str, value: float) -> None:
     """Log a value of this process alone, in the progress bar and the logger."""
-    # Of a number Lightning makes a tensor on the device, which it would then wait for.
+    # Of a float Lightning makes a tensor on the device, and waits for it whenever it shows it.
     pl_module.log(
         name, torch.tensor(value, device="cpu"), prog_bar=True, rank_zero_only=True, on_step=True, on_epoch=False
     )

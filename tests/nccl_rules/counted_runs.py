@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_asyncpp import AsyncPipelineStrategy, GPTModule, SyncPipelineStrategy, TokensPerSecond
+from lightning_asyncpp import AsyncPipelineStrategy, GPTModule, PipelineMonitor, SyncPipelineStrategy, TokensPerSecond
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.pipeline.transport import Arrival, Transport
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, put_on_device
@@ -34,6 +34,8 @@ class Counted:
         clip: the gradient's largest norm.
         synchronous: without a delay.
         optimizer: a name in :mod:`tests.trainer.runs`.
+        correction: another.
+        trainer: further arguments of the Trainer.
     """
 
     module: str = "net"
@@ -42,6 +44,8 @@ class Counted:
     clip: float | None = None
     synchronous: bool = False
     optimizer: str = "adamw"
+    correction: str = ""
+    trainer: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,22 +72,35 @@ class _Sync(SyncPipelineStrategy):
 
 
 class _Window(L.Callback):
-    """Counts from the end of a batch to the end of another one."""
+    """Counts from the end of a mini-batch to the end of another one.
 
-    def __init__(self, waits: HostWaits) -> None:
-        self._waits = waits
+    Args:
+        waits: that count.
+        batches: per mini-batch.
+    """
+
+    def __init__(self, waits: HostWaits, batches: int) -> None:
+        self._waits, self._batches = waits, batches
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._waits.counting = FIRST - 1 <= batch_idx < LAST
+        self._waits.counting = FIRST <= (batch_idx + 1) // self._batches <= LAST
 
 
 def count(counted: Counted) -> Found:
     """Train, and return what was counted on this rank."""
     dataset = "tokens" if counted.module in ("gpt", "experts") else "samples"
-    run = Run(MODULES[counted.module], optimizer=counted.optimizer, dataset=dataset, batch_size=8)
+    run = Run(
+        MODULES[counted.module],
+        optimizer=counted.optimizer,
+        correction=counted.correction,
+        dataset=dataset,
+        batch_size=8,
+    )
     waits, kind = HostWaits(), _Sync if counted.synchronous else _Async
     world, quiet = int(os.environ["WORLD_SIZE"]), {"enable_checkpointing": False, "enable_model_summary": False}
-    callbacks = [_Window(waits)] + ([TokensPerSecond()] if dataset == "tokens" else [])
+    batches = counted.trainer.get("accumulate_grad_batches", 1)
+    monitor = PipelineMonitor(every_n_batches=1) if counted.logs else TokensPerSecond()
+    callbacks = [_Window(waits, batches), *([monitor] if dataset == "tokens" else [])]
     with waits.watching(), _received_on_device():
         L.seed_everything(5, verbose=False)
         strategy = kind(**{"micro_batches": MICRO_BATCHES, **counted.options})
@@ -91,8 +108,9 @@ def count(counted: Counted) -> Found:
             accelerator="cpu", devices=world, strategy=strategy, callbacks=callbacks, max_epochs=1, **quiet,
             logger=ListLogger() if counted.logs else False, enable_progress_bar=counted.logs, log_every_n_steps=1,
             gradient_clip_val=counted.clip, use_distributed_sampler=False,
+            **counted.trainer,
         )  # fmt: skip
-        trainer.fit(run.module(run), loader(run, count=(LAST + 3) * run.batch_size))
+        trainer.fit(run.module(run), loader(run, count=(LAST + 3) * batches * run.batch_size))
     per_batch = {wait: number / (LAST - FIRST + 1) for wait, number in waits.waits.items()}
     return Found(per_batch, dict(waits.mixed), dict(waits.early))
 

@@ -135,8 +135,12 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         target = kwargs.get("device")
-        is_there = _is_device(target) if target is not None else any(map(is_on_device, given))
-        self._note(func.overloadpacket.__name__, args, kwargs, given)
+        name = func.overloadpacket.__name__
+        is_there = any(map(is_on_device, given))
+        if target is not None:
+            # Casts name the device where the tensor is; what moves one to the host is seen by _Calls.
+            is_there = _is_device(target) or (is_there and name == "_to_copy")
+        self._note(name, args, kwargs, given)
         result = func(*args, **kwargs)
         if is_there:
             shared = {_key(tensor) for tensor in given}
@@ -160,7 +164,7 @@ class _Operations(TorchDispatchMode):
             self._waits.note("copy_")
         elif name == "copy_" and there[1] and not there[0]:
             _set(given[0], "_arriving", self._waits.recorded + 1)
-        elif name == "_to_copy" and not kwargs.get("non_blocking") and _crosses(there[0], kwargs):
+        elif name == "_to_copy" and not (kwargs.get("non_blocking") or there[0]) and _is_device(kwargs.get("device")):
             self._waits.note("copy")
         if any(there) and name not in _MAY_MIX and any(t.ndim and not on for t, on in zip(given, there)):
             self._waits.note(name, self._waits.mixed)
@@ -267,10 +271,6 @@ def _key(tensor: Tensor) -> int:
 def _is_device(device: Any) -> bool:
     found = _as_device(device)
     return found is not None and found.type == "cpu" and found.index is not None
-
-
-def _crosses(is_there: bool, kwargs: Any) -> bool:
-    return "device" in kwargs and is_there != _is_device(kwargs["device"])
 
 
 def _as_device(value: Any) -> torch.device | None:

@@ -19,6 +19,7 @@ BUDGET = {
 }
 STEPS_AHEAD = {Wait("mini-batch", "copy", "pipeline/update.py:reduce_now"): 1}  # a last stage without delay, replicas
 MOST = 2
+MIXED = {"precision": "bf16-mixed"}
 
 CASES = {
     "plain": (2, Counted()),
@@ -37,7 +38,10 @@ MORE_CASES = {
     "fresh last stage": (2, Counted("gpt", {"fresh_last_stage": True}, clip=1.0)),
     "fresh last stage, replicas": (4, Counted("experts", {"fresh_last_stage": True, "data_parallel_size": 2})),
     "skips": (2, Counted("gpt", {"nonfinite_gradients": "skip"}, clip=1.0)),
-    "bf16 weights": (2, Counted("gpt", {"weight_dtype": "bf16"}, clip=1.0, optimizer="muon")),
+    "bf16 weights": (2, Counted("gpt", {"weight_dtype": "bf16"}, clip=1.0, optimizer="muon", trainer=MIXED)),
+    "accumulated": (2, Counted("gpt", clip=1.0, trainer={"accumulate_grad_batches": 2})),
+    "feedback": (2, Counted("gpt", clip=1.0, correction="feedback", optimizer="muon")),
+    "prediction": (2, Counted("gpt", clip=1.0, correction="prediction-momentum")),
     "one stage, replicas": (2, Counted("gpt", {"data_parallel_size": 2}, clip=1.0, logs=True)),
     **{
         f"by {name}": (2, Counted("gpt", optimizer=name)) for name in ("muon", "sgd", "normuon", "adan", "lion", "mars")
