@@ -165,6 +165,13 @@ class Weighted(Net):
         return float((micro_batch["y"] > -9).sum())
 
 
+class Prepares(Weighted):
+    """Changes a batch when it has been moved."""
+
+    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        return {**batch, "y": batch["y"] * 0.5}
+
+
 MODULES: dict[str, Callable[[Run], L.LightningModule]] = {
-    "net": Net, "waits": Waits, "weighted": Weighted, "gpt": _gpt, "experts": _experts,
+    "net": Net, "waits": Waits, "weighted": Weighted, "prepares": Prepares, "gpt": _gpt, "experts": _experts,
 }  # fmt: skip

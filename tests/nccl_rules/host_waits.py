@@ -289,7 +289,10 @@ def _where(what: str) -> Wait:
         root = next((root for root in _ROOTS if path.startswith(root)), None)
         if root is not None:
             inside = f"{'' if _ROOTS[root] == 'lightning_asyncpp' else 'lightning/'}{path.removeprefix(root)}"
-            if place == "elsewhere" and inside not in _ON_BEHALF_OF_OTHERS:
+            is_named = not frame.f_code.co_name.startswith(
+                "<"
+            )  # a comprehension has a frame in some versions of Python
+            if place == "elsewhere" and is_named and inside not in _ON_BEHALF_OF_OTHERS:
                 place = f"{inside}:{frame.f_code.co_name}"
             per = "micro-batch" if inside == "pipeline/runner.py" else per
         frame = frame.f_back

@@ -90,6 +90,12 @@ def test_what_a_user_adds_is_found(pools: Pools) -> None:
     assert list(added(first).values()) == [1]  # its step ends where the model is called
 
 
+def test_what_a_hook_makes_of_a_moved_batch_is_what_is_weighed(pools: Pools) -> None:
+    """On the device, where alone it is: the host's might weigh something else."""
+    _, first = pools.run(2, count, Counted("prepares"), timeout=120)
+    assert added(first)[Wait("mini-batch", "item", "pipeline/micro_batch.py:cut_batch")] == MICRO_BATCHES
+
+
 def added(found: Found) -> dict[Wait, float]:
     return {wait: number for wait, number in found.waits.items() if wait not in BUDGET}
 
