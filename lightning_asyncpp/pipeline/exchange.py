@@ -95,7 +95,10 @@ class ControlExchange:
         assert mesh.groups is not None
         self.mesh = mesh
         self._group = mesh.groups.control
-        self._pairwise = mesh.world_size <= MOST_RANKS
+        # With one replica the group is that of other collectives, which an all-reduce might meet: ranks start it when
+        # each of them has read what it gives.
+        shares_group = mesh.groups.control is mesh.groups.host
+        self._pairwise = mesh.world_size <= MOST_RANKS or shares_group
         self._works: list[dist.Work] = []
         # Shape (ranks, length); by place and not by rank, so that the sum does not depend on the placement.
         rows = mesh.world_size if self._pairwise else 1

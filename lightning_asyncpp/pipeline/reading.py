@@ -35,8 +35,7 @@ class Reading:
         numbers = torch.cat([piece.double() for piece in pieces])
         self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
         self._copy.copy_(numbers, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._event = torch.cuda.current_stream(device).record_event()
 
     def is_there(self) -> bool:
         """Whether :meth:`get` need not wait."""

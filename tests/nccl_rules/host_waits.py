@@ -82,12 +82,10 @@ class HostWaits:
     def watching(self) -> Iterator[None]:
         """Tell the device's tensors from the host's; a run begins and ends inside."""
 
-        def event(*_: Any, **__: Any) -> _Event:
-            return _Event(self)
-
+        stream = _Stream(self)
         # To other devices than these Lightning copies without blocking.
         blocking = patch("lightning.fabric.utilities.apply_func._BLOCKING_DEVICE_TYPES", ("mps",))
-        with patch("torch.cuda.Event", event), blocking, _Operations(self), _Calls(self):
+        with patch("torch.cuda.current_stream", lambda *_: stream), blocking, _Operations(self), _Calls(self):
             yield
 
     def note(self, what: str, kind: Counter[Wait] | None = None) -> None:
@@ -101,17 +99,28 @@ class HostWaits:
             self.note(what, self.early)
 
 
-class _Event:
-    """Stands for ``torch.cuda.Event``."""
+class _Stream:
+    """Stands for the device's one ``torch.cuda.Stream``."""
 
     def __init__(self, waits: HostWaits) -> None:
         self._waits = waits
-        self._place = 0  # on the stream, from 1
 
-    def record(self, *_: object) -> None:
-        """Stand behind the copies so far."""
+    def record_event(self) -> _Event:
+        """An event behind all that was launched so far."""
         self._waits.recorded += 1
-        self._place = self._waits.recorded
+        return _Event(self._waits, self._waits.recorded)
+
+
+class _Event:
+    """Stands for a ``torch.cuda.Event``.
+
+    Args:
+        waits: that count.
+        place: on the stream, from 1.
+    """
+
+    def __init__(self, waits: HostWaits, place: int) -> None:
+        self._waits, self._place = waits, place
 
     def query(self) -> bool:
         """Whether what stands before it is done: if somebody has waited for it, or for what comes after it."""

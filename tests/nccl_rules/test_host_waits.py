@@ -138,8 +138,7 @@ def test_every_kind_of_wait_is_counted(waits: HostWaits) -> None:
 def test_what_is_being_copied_must_not_be_read_before_its_event(waits: HostWaits) -> None:
     x, host = torch.ones(4, device=DEVICE), torch.empty(4, pin_memory=True)
     host.copy_(x, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
+    event = torch.cuda.current_stream().record_event()
     assert not waits.waits
     assert not event.query()
     host.tolist()
