@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightning_asyncpp.pipeline.reading import Reading
 from tests.nccl_rules.counted_runs import MICRO_BATCHES, Counted, Found, count
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, is_on_device
 from tests.trainer.pool import Pools
@@ -147,6 +148,21 @@ def test_what_is_being_copied_must_not_be_read_before_its_event(waits: HostWaits
     assert event.query()
     host.tolist()
     assert sum(waits.early.values()) == sum(waits.waits.values()) == 1
+
+
+def test_a_reading_keeps_order_dtypes_and_what_was_there_when_it_began(waits: HostWaits) -> None:
+    x, flag = torch.tensor([[1.5, -2.0]]).to(DEVICE, non_blocking=True), torch.ones(3, device=DEVICE).bfloat16()
+    large = torch.full((), 2**53 - 1, device=DEVICE)
+    nothing, on_host = torch.zeros(0, device=DEVICE), torch.tensor(0.1)
+    reading = Reading([flag, x, large, nothing, x[0, 1].double(), on_host, flag[0] > 0])
+    x.zero_()
+    assert not reading.is_there()
+    assert not waits.waits
+    read = [[1.0, 1.0, 1.0], [1.5, -2.0], [float(2**53 - 1)], [], [-2.0], [on_host.item()], [1.0]]
+    assert reading.get() == reading.get() == read
+    assert reading.is_there()
+    assert sum(waits.waits.values()) == 1
+    assert not waits.early
 
 
 def test_operands_on_both_sides_are_found(waits: HostWaits) -> None:
