@@ -162,7 +162,7 @@ class SigmoidRouter(Router):
         if not self.moe.balance_bias_rate:
             return
         counts = totals[:-3]
-        direction = torch.sign(counts.mean() - counts).to(self.balance_bias)
+        direction = torch.sign(counts.mean() - counts).to(self.balance_bias, non_blocking=True)
         self.balance_bias.add_(direction, alpha=self.moe.balance_bias_rate)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> SigmoidRouter:

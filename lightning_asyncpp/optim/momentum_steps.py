@@ -55,7 +55,7 @@ def _sgd_steps(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> di
 def _adam_steps(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> dict[Tensor, Tensor]:
     return {
         p: adam_direction(
-            state[p]["exp_avg"], state[p]["exp_avg_sq"], int(state[p]["step"]), group["betas"], group["eps"]
+            state[p]["exp_avg"], state[p]["exp_avg_sq"], state[p]["step"], group["betas"], group["eps"]
         ).mul_(group["lr"])
         for p in group["params"]
         if p in state and "exp_avg" in state[p]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 Gradients = dict[str, "Tensor | None"]
 BUCKET_BYTES = 16 * 2**20
+GPU_BUCKET_BYTES = 64 * 2**20
+"""An all-reduce of NCCL is a kernel that takes part of the GPU from the backward: fewer of them."""
 _ALIGNMENT = 64
 """Bytes: where torch's own tensors begin. Products of matrices are rounded by where these begin in memory, which must
 not depend on the stage that they are on."""
@@ -47,18 +50,24 @@ class Bucket:
             like = self._like[name]
             pieces += [like.new_zeros(padding)] if padding else []
             pieces.append(like.new_zeros(like.numel()) if gradient is None else gradient.reshape(-1))
-        flags = [float(gradient is not None) for gradient in present]
-        return torch.cat([*pieces, torch.tensor(flags, dtype=pieces[0].dtype, device=pieces[0].device)])
+        for there, run in itertools.groupby(gradient is not None for gradient in present):
+            # Filled where they are: a copy from the host would wait for the GPU.
+            pieces.append(like.new_full((len(list(run)),), float(there)))
+        return torch.cat(pieces)
 
     def unpack(self, flat: Tensor) -> Gradients:
-        """Return the (summed) gradients as views of ``flat``."""
+        """Return the (summed) gradients as views of ``flat``; waits for the device."""
+        gradients, flags = self.views(flat)
+        return {name: g if flag > 0 else None for (name, g), flag in zip(gradients.items(), flags.tolist())}
+
+    def views(self, flat: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return views of ``flat``: of every (summed) gradient, as if it were there; and of their flags (names,).
+
+        A gradient is there if its flag is above 0.
+        """
         sizes = [n for name, pad in zip(self.names, self._padding) for n in (pad, self._like[name].numel())]
         *pieces, flags = flat.split([*sizes, len(self.names)])
-        present, pieces = (flags > 0).tolist(), pieces[1::2]
-        return {
-            name: piece.view(self._like[name].shape) if there else None
-            for name, piece, there in zip(self.names, pieces, present)
-        }
+        return {name: p.view(self._like[name].shape) for name, p in zip(self.names, pieces[1::2])}, flags
 
 
 def plan_buckets(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.elsewhere import Home
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.host_batch import HostBatch
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.micro_batch import Slot, cut_batch
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, MiniBatch, Update
@@ -25,6 +26,7 @@ from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.trace import Beside
 from lightning_asyncpp.pipeline.transport import Transport
 from lightning_asyncpp.pipeline.tree import map_tensors
+from lightning_asyncpp.pipeline.update import Payload
 from lightning_asyncpp.pipeline.update_queue import UpdateQueue
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.weights import WeightVersions
@@ -45,6 +47,9 @@ class Engine:
         hooks: the user's side.
         timeout: seconds that a wait for a neighbour may take; default: half an hour.
         transport: messages with the neighbours, where they are connected already.
+
+    Attributes:
+        host_batch: to be told of batches that are moved to the device.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Engine:
         self.next_forward = 0
         self.next_backward = 0
         self.evaluated = 0
+        self.host_batch = HostBatch()
         self._drained = 0
         self._checked = False
         self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
@@ -152,7 +158,7 @@ class Engine:
         if self.accumulating:
             self.updates.drop_open(self.next_forward, self.next_backward)
 
-    def close(self, ticket: Ticket, payload: Tensor | None = None) -> None:
+    def close(self, ticket: Ticket, payload: Payload | None = None) -> None:
         """Declare the mini-batch complete: the batches since the last close share one update.
 
         Args:
@@ -213,14 +219,20 @@ class Engine:
         """
         if not self.idle:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
-        slots = self._slots(batch)
+        try:
+            slots = self._slots(batch)
+        except Exception as error:
+            self.runner.announce_failure(self.evaluated, error)
+            raise
         flights = []
         self.weights.adopt()
         self.runner.begin(purpose)
         weights = self.weights.for_evaluation()
         with preserved_generators(self.runner.device):
             for slot in slots:
-                task = Task(self.evaluated, self.weights.newest, weights, slot.content, slot.mark, step, purpose)
+                task = Task(
+                    self.evaluated, self.weights.newest, weights, slot.content, slot.mark, step, purpose, slot.weight
+                )
                 try:
                     flights.append(self.runner.forward(task))
                 except Exception as error:
@@ -278,7 +290,9 @@ class Engine:
         count = self.settings.micro_batches
         if not (self.mesh.is_first or self.mesh.is_last):
             return [Slot()] * count
-        return cut_batch(batch, count, self.runner.hooks.split_batch)
+        hooks = self.runner.hooks
+        weigh = hooks.micro_batch_weight if self.mesh.is_first else None
+        return cut_batch(batch, count, hooks.split_batch, weigh, self.host_batch.of(batch))
 
     def _slots_checked(self, batch: Any) -> list[Slot]:
         slots: list[Slot] = []
@@ -292,7 +306,8 @@ class Engine:
 
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
         version = self.schedule.weight_version(self.mini_batch)
-        task = Task(k, version, self.weights.leaves(version), slot.content, slot.mark, step)
+        leaves = self.weights.leaves(version)
+        task = Task(k, version, leaves, slot.content, slot.mark, step, weight=slot.weight)
         flight = self.runner.forward(task)
         self._flights[k] = flight
         self.next_forward = k + 1

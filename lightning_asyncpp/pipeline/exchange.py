@@ -5,7 +5,8 @@ by stage, from the last to the first. So with one replica the messages are summe
 the first stage, which comes last, finds the rest already there, and its sum travels to the others in front of the
 activations that need it (:class:`ControlChain`): no stage sends more messages in a longer pipeline. Replicas complete
 in any order: with several of them every rank sends its message to all (:class:`ControlExchange`), or beyond a number
-of ranks, where that is too many messages, an all-reduce takes over.
+of ranks, where that is too many messages, an all-reduce takes over. So it is on GPUs: hosts are far ahead of them, and
+in the chain each would wait for the GPUs of all stages behind it, in the middle of a later mini-batch.
 """
 
 from __future__ import annotations
@@ -33,9 +34,19 @@ class ControlSum(Protocol):
         """Wait for the sum (length,)."""
 
 
-def control_sum(mesh: Mesh, transport: Transport | None, mini_batch: int, length: int) -> ControlSum:
-    """Start a sum of vectors of ``length`` elements for a mini-batch, before anybody sends."""
-    if mesh.num_replicas > 1:
+def control_sum(
+    mesh: Mesh, transport: Transport | None, mini_batch: int, length: int, late: bool = False
+) -> ControlSum:
+    """Start a sum of vectors of ``length`` elements for a mini-batch, before anybody sends.
+
+    Args:
+        mesh: this rank's place.
+        transport: messages with the neighbours; None in a single stage.
+        mini_batch: t.
+        length: of the vectors.
+        late: whether ranks read what they give from a GPU, and send it when it has come; the same on all ranks.
+    """
+    if mesh.num_replicas > 1 or late:
         return ControlExchange(mesh, length)
     assert transport is not None, "one replica of one stage has nothing to sum"
     return ControlChain(mesh, transport, mini_batch, length)
@@ -84,7 +95,10 @@ class ControlExchange:
         assert mesh.groups is not None
         self.mesh = mesh
         self._group = mesh.groups.control
-        self._pairwise = mesh.world_size <= MOST_RANKS
+        # With one replica the group is that of other collectives, which an all-reduce might meet: ranks start it when
+        # each of them has read what it gives.
+        shares_group = mesh.groups.control is mesh.groups.host
+        self._pairwise = mesh.world_size <= MOST_RANKS or shares_group
         self._works: list[dist.Work] = []
         # Shape (ranks, length); by place and not by rank, so that the sum does not depend on the placement.
         rows = mesh.world_size if self._pairwise else 1

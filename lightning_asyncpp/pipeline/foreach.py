@@ -31,6 +31,6 @@ def copy_(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         _copy_(destinations, sources)
 
 
-def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[float]:
-    """2-norm of every tensor, computed in ``dtype``, with one look at the device for all of them."""
-    return torch.stack(_norm(tensors, 2, dtype=dtype)).tolist() if tensors else []
+def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """2-norm of every tensor, (number of tensors,), computed in ``dtype`` where the tensors are."""
+    return torch.stack(_norm(tensors, 2, dtype=dtype)) if tensors else torch.zeros(0, dtype=dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -126,28 +127,57 @@ class Slot(NamedTuple):
     Attributes:
         content: the micro-batch; None for an empty slot, and on stages that see no batches.
         mark: fingerprint that the first and the last stage compare.
+        weight: w_k, where it was asked for.
     """
 
     content: Any = None
     mark: int = 0
+    weight: float = 1.0
 
 
-def cut_batch(batch: Any, parts: int, split: Callable[[Any, int], list[Any]]) -> list[Slot]:
-    """Cut a batch into slots with their marks.
+def cut_batch(
+    batch: Any,
+    parts: int,
+    split: Callable[[Any, int], list[Any]],
+    weigh: Callable[[Any], float] | None = None,
+    on_host: Any = None,
+) -> list[Slot]:
+    """Cut a batch into slots with their marks and weights.
 
     One mark for the whole batch suffices where it is cut by :func:`split_batch`, which draws no random numbers. Hashing
     every micro-batch would cost more, and on a GPU wait for it every time.
 
+    Args:
+        batch: the batch.
+        parts: number of slots.
+        split: cuts it.
+        weigh: micro-batch -> its weight; None: nobody asks for weights.
+        on_host: the batch where reading it waits for nothing; None: it is that itself. A ``split`` of the user's is not
+            called for it: it may draw random numbers.
+
     Raises:
-        ConfigurationError: ``split`` returned another number of parts.
+        ConfigurationError: ``split`` returned another number of parts, or a weight is none.
     """
+    on_host = batch if on_host is None else on_host
     contents = split(batch, parts)
     if len(contents) != parts:
         raise ConfigurationError(f"split_batch(batch, {parts}) returned {len(contents)} micro-batches")
     if split is split_batch:
-        mark = fingerprint(batch, parts)
-        return [Slot(content, mark) for content in contents]
-    return [Slot(content, fingerprint(content)) for content in contents]
+        readable = contents if on_host is batch else split(on_host, parts)
+        marks = [fingerprint(on_host, parts)] * parts
+    else:
+        readable, marks = contents, [fingerprint(content) for content in contents]
+    if weigh is None:
+        return list(map(Slot, contents, marks))
+    weights = [0.0 if content is None else _weight(weigh(content)) for content in readable]
+    return list(map(Slot, contents, marks, weights))
+
+
+def _weight(returned: float) -> float:
+    weight = float(returned)
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ConfigurationError(f"micro_batch_weight(micro_batch) returned {weight}: it must be finite, 0 or more")
+    return weight
 
 
 def fingerprint(batch: Any, micro_batches: int = 1) -> int:

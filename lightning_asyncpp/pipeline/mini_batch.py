@@ -17,7 +17,7 @@ from lightning_asyncpp.pipeline.runner import loss_of
 from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.ties import TiedGradients
 from lightning_asyncpp.pipeline.tree import map_tensors
-from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate
+from lightning_asyncpp.pipeline.update import ControlMessage, Payload, PendingUpdate
 
 
 @dataclass
@@ -44,7 +44,7 @@ class MiniBatch:
     end: int | None = None
     weight: float = 0.0
     ticket: Ticket | None = None
-    payload: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    payload: Payload = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     exchange: ControlSum | None = None
     reduction: Reduction | None = None
     tied: TiedGradients | None = None
@@ -112,7 +112,8 @@ class BatchOutput:
         return torch.stack([loss_of(result).detach() for result, w in zip(self.results, self.weights) if w])
 
     def _counting(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.tensor([weight for weight in self.weights if weight], dtype=dtype, device=device)
+        weights = torch.tensor([weight for weight in self.weights if weight], dtype=dtype, device="cpu")
+        return weights.to(device, non_blocking=True)
 
     def _weight_of(self, chosen: Tensor) -> Tensor:
         dtype = torch.float32 if chosen.device.type == "mps" else torch.float64

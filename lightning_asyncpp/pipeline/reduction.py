@@ -1,7 +1,8 @@
 """Sums the gradients of a mini-batch over the replicas, in the background.
 
 A bucket is sent off as soon as the last backward of the mini-batch has completed it, while the rest of that backward
-runs; what arrives is taken up, and its norm computed, as soon as anybody looks.
+runs; what arrives is taken up, and its norm computed, as soon as anybody looks. The host reads all norms, and which
+gradients there are, in one piece.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.buckets import Bucket, Gradients
 from lightning_asyncpp.pipeline.errors import ConfigurationError, lost_peers
 from lightning_asyncpp.pipeline.mesh import started
+from lightning_asyncpp.pipeline.reading import Reading
 
 
 class _Sent:
@@ -43,8 +45,9 @@ class Reduction:
         apart: names that are left out of ``squares``.
 
     Attributes:
-        gradients: name -> sum over the replicas, of the buckets that were taken up.
-        squares: the sum of squares of each of them, in fp64.
+        gradients: name -> sum over the replicas, of the buckets that were taken up; None where no replica had one, once
+            all were.
+        squares: the sum of squares of each gradient that there is, in fp64, once all buckets were taken up.
         started: when the first bucket was sent, in seconds of ``time.perf_counter``; 0.0 before.
         ended: when the last one arrived.
         num_bytes: size of what was sent, in bytes.
@@ -64,6 +67,8 @@ class Reduction:
         self._buckets, self._group, self._apart = buckets, group, apart
         self._sent: list[_Sent] = []
         self._taken = 0
+        self._looked_at: list[tuple[list[str], Tensor, Tensor]] = []  # names; their norms; whether they are there
+        self._reading: Reading | None = None
         self._missing = [set(bucket.names) for bucket in buckets]
         self._bucket_of = {
             name: number for number, bucket in enumerate(buckets) for name in bucket.names if name not in late
@@ -94,10 +99,12 @@ class Reduction:
             self._send(gradients)
 
     def poll(self) -> bool:
-        """Take up what has arrived; returns whether that is everything."""
+        """Take up what has arrived; returns whether that is everything. Waits for nothing."""
         while self._taken < len(self._sent) and self._sent[self._taken].work.is_completed():
             self._take_up()
-        return self._taken == len(self._buckets)
+        if self._reading is not None and self._reading.is_there():
+            self._read(self._reading)
+        return self._taken == len(self._buckets) and self._reading is None
 
     def wait(self) -> None:
         """Wait for everything and take it up.
@@ -107,6 +114,8 @@ class Reduction:
         """
         while self._taken < len(self._sent):
             self._take_up()
+        if self._reading is not None:
+            self._read(self._reading)
 
     def _complete(self, name: str, gradient_of: Callable[[str], Tensor | None]) -> None:
         number = self._bucket_of[name]
@@ -134,13 +143,25 @@ class Reduction:
         with lost_peers():
             sent.work.wait()
         self.ended = max(self.ended, sent.ended or time.perf_counter())
-        gradients = sent.bucket.unpack(sent.flat)
+        gradients, flags = sent.bucket.views(sent.flat)
         self.gradients.update(gradients)
-        self.squares += squares({name: g for name, g in gradients.items() if name not in self._apart})
+        self._looked_at.append((list(gradients), foreach.norms(list(gradients.values()), torch.float64), flags))
         self._taken += 1
+        if self._taken == len(self._buckets):
+            self._reading = Reading([tensor for _, *tensors in self._looked_at for tensor in tensors])
+
+    def _read(self, reading: Reading) -> None:
+        numbers = iter(reading.get())
+        for names, *_ in self._looked_at:
+            for name, norm, flag in zip(names, next(numbers), next(numbers)):
+                if not flag > 0:
+                    self.gradients[name] = None
+                elif name not in self._apart:
+                    self.squares.append(norm * norm)
+        self._looked_at, self._reading = [], None
 
 
 def squares(gradients: Mapping[str, Tensor | None]) -> list[float]:
-    """Sum of squares of each gradient that there is, in fp64."""
+    """Sum of squares of each gradient that there is, in fp64; waits for the device."""
     present = [gradient for gradient in gradients.values() if gradient is not None]
-    return [norm * norm for norm in foreach.norms(present, torch.float64)]
+    return [norm * norm for norm in foreach.norms(present, torch.float64).tolist()]

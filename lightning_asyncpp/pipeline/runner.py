@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -79,6 +78,7 @@ class Task(NamedTuple):
         mark: fingerprint of the batch or of the micro-batch, on the first and the last stage.
         step: the user's step, called with the micro-batch and its weight.
         purpose: ``"train"``, or what is evaluated: random numbers are derived from it.
+        weight: w_k, on the first stage.
     """
 
     k: int
@@ -88,6 +88,7 @@ class Task(NamedTuple):
     mark: int
     step: Step
     purpose: str = "train"
+    weight: float = 1.0
 
 
 @dataclass
@@ -221,7 +222,7 @@ class StageRunner:
         return Flight(task.k, task.version)
 
     def _enter(self, task: Task) -> _Departure:
-        weight = self._weight(task.slot)
+        weight = task.weight
         self._seed(task.purpose, self.mesh.replica, task.k)
         with self._step_context():
             args, kwargs = self.call.capture(lambda: task.step(task.slot, weight), self.around.look)
@@ -269,7 +270,7 @@ class StageRunner:
             raise BatchMismatchError(_mismatch(task.k, "samples on the first stage, an empty slot on the last"))
         inputs: tuple[InputGradient, ...] = ()
         if arrival is None:
-            weight = self._weight(task.slot)
+            weight = task.weight
         else:
             if arrival.header.fingerprint != task.mark:
                 raise BatchMismatchError(_mismatch(task.k, "their shapes or contents differ"))
@@ -303,12 +304,6 @@ class StageRunner:
 
     def _seed(self, *parts: int | str) -> None:
         seed_generators(derive(self.seed, *parts), self.device)
-
-    def _weight(self, slot: Any) -> float:
-        weight = float(self.hooks.micro_batch_weight(slot))
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ConfigurationError(f"micro_batch_weight(micro_batch) returned {weight}: it must be finite, 0 or more")
-        return weight
 
     def _step_context(self) -> AbstractContextManager[Any]:
         return self.hooks.forward_context() if self.hooks.context_around_step else _NOTHING

@@ -37,7 +37,7 @@ from lightning_asyncpp.pipeline.stage import Stage, cut
 from lightning_asyncpp.pipeline.step_guard import StepGuard
 from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
-from lightning_asyncpp.pipeline.update import clip_coefficient
+from lightning_asyncpp.pipeline.update import Payload, clip_coefficient
 from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
 from lightning_asyncpp.pipeline.whole_model import WholeModel
@@ -254,7 +254,7 @@ class PipelineSession(FailingSession):
         changes.after_batch()
         return output
 
-    def close(self, payload: Tensor | None = None) -> None:
+    def close(self, payload: Payload | None = None) -> None:
         """End the mini-batch and file its ticket; raises as :meth:`run` does."""
         assert self._office is not None, "attach() an optimizer before training"
         engine, changes = self._watched()

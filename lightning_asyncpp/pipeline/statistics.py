@@ -54,13 +54,14 @@ class StatisticsLayout:
             self.length += layer.num_statistics
 
     def pack(self, counted: Mapping[StatisticsLayer, Tensor], own: Mapping[str, StatisticsLayer]) -> Tensor:
-        """The vector of all layers, (length,) fp64 on the host, with this stage's counts in their places.
+        """The vector of all layers, (length,) fp64 where the counts are, with this stage's in their places.
 
         Args:
             counted: layer -> its counts (num_statistics,).
             own: name -> layer, of this stage.
         """
-        vector = torch.zeros(self.length, dtype=torch.float64, device="cpu")
+        device = next((counts.device for counts in counted.values()), "cpu")
+        vector = torch.zeros(self.length, dtype=torch.float64, device=device)
         for layer in self.layers:
             if layer.name in own and own[layer.name] in counted:
                 layer.of(vector).copy_(counted[own[layer.name]])

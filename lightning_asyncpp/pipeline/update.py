@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_
 
+from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.buckets import Gradients
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.exchange import ControlSum
 from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.reduction import Reduction, squares
+from lightning_asyncpp.pipeline.reading import Reading
+from lightning_asyncpp.pipeline.reduction import Reduction
 from lightning_asyncpp.pipeline.ties import TiedGradients
 
 _FIXED = 5
@@ -42,6 +45,25 @@ class ControlMessage:
     finished: int
     payload: Tensor
     statistics: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+
+
+class LatePayload(Protocol):
+    """What a last stage attaches to a control message, while it is still on its way from the device.
+
+    Attributes:
+        length: how many numbers it will be.
+    """
+
+    length: int
+
+    def is_there(self) -> bool:
+        """Whether :meth:`get` need not wait."""
+
+    def get(self) -> Tensor:
+        """The numbers, (length,) fp64 on the host; waits for the device."""
+
+
+Payload = Tensor | LatePayload
 
 
 @dataclass
@@ -88,7 +110,7 @@ class PendingUpdate:
         weight: sum of the micro-batches' weights; counted on the last stages only.
         stop: what this rank asks for.
         payload: this replica's attachment, of the same length on all ranks; counted on the last stages only.
-        statistics: what this stage's layers counted, in their places among all layers'.
+        statistics: what this stage's layers counted, in their places among all layers'; where they counted it.
         tied: the sums of gradients that other stages share; None if there are none.
         exchange: of the control messages; None in a world of one rank.
         reduction: over the replicas; None if there is one.
@@ -101,7 +123,7 @@ class PendingUpdate:
     gradients: Gradients
     weight: float
     stop: StopFlags
-    payload: Tensor
+    payload: Payload
     statistics: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     tied: TiedGradients | None = None
     exchange: ControlSum | None = None
@@ -109,9 +131,16 @@ class PendingUpdate:
     uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _message: Tensor | None = None
     _squares: float = 0.0
+    _norms: Reading | None = None
+    _counts: Reading = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._counts = Reading([self.statistics])
 
     def launch(self) -> None:
-        """Start the reduction over the replicas, or send the control message where nothing is to be waited for first.
+        """Start the reduction over the replicas, or begin to read what the control message is to say.
+
+        Messages leave in :meth:`poll`, in the order of the mini-batches.
 
         In the middle of a pipeline it waits for shared gradients of stages behind, which were complete before its own:
         the stage before waits for the control message, and this one for activations of that stage.
@@ -121,7 +150,7 @@ class PendingUpdate:
             self.gradients = self.reduction.gradients  # the stage's own are not needed any more
             return
         if self.tied is None or not self.mesh.is_first:
-            self._launch_message()
+            self._read_norms()
 
     def poll(self) -> bool:
         """Take up what has arrived, and send the control message if that is everything.
@@ -131,10 +160,14 @@ class PendingUpdate:
         """
         if self._message is not None:
             return True
-        if not (self.reduction is None or self.reduction.poll()):
-            return False
-        if self.tied is None or self.tied.have_arrived():
-            self._launch_message()
+        if self._norms is None:
+            if not (self.reduction is None or self.reduction.poll()):
+                return False
+            if not (self.tied is None or self.tied.have_arrived()):
+                return False
+            self._read_norms()
+        if self._is_known():
+            self._send_message()
         return self._message is not None
 
     def reduce_now(self) -> tuple[float, float, Tensor]:
@@ -144,21 +177,22 @@ class PendingUpdate:
             The sum of the weights over the replicas, on a last stage; this stage's sum of squares; and its statistics
             over the replicas.
         """
-        if self._message is None:
-            self._launch_message()
-        weight, statistics = self.weight, self.statistics
+        self._send_message()
+        assert self._message is not None
+        weight, statistics = self.weight, self._attached(self._message)[0]
         group = self.mesh.groups.data_parallel if self.mesh.groups is not None else None
         if group is not None:
-            total = torch.cat([torch.tensor([weight], dtype=torch.float64), statistics]).to(self.device)
+            own = torch.tensor([weight], dtype=torch.float64)
+            total = torch.cat([own, statistics]).to(self.device, non_blocking=True)
             with lost_peers():
                 dist.all_reduce(total, group=group)
-            weight, statistics = float(total[0]), total[1:].cpu()
+            total = total.cpu()
+            weight, statistics = float(total[0]), total[1:]
         return weight, self._squares, statistics
 
     def finish(self) -> ControlMessage:
         """Wait for the control message and read it."""
-        if self._message is None:
-            self._launch_message()
+        self._send_message()
         if self.exchange is not None:
             with lost_peers():
                 self._message = self.exchange.finish()
@@ -170,41 +204,58 @@ class PendingUpdate:
         norm = gradient_norm(squares, weight)
         return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), payload, statistics)
 
-    def _launch_message(self) -> None:
-        if self.reduction is not None:
-            self.reduction.wait()
+    def _read_norms(self) -> None:
+        """Begin to read what of this stage's gradient the host must know: all that is not in the reduction's norms."""
         if self.tied is not None:
             self.tied.pass_on(self.gradients, self.uses)
+        elsewhere = self.tied.counted_elsewhere if self.tied is not None else ()
+        tied = self.tied.names if self.tied is not None else ()
+        counted = [
+            gradient
+            for name, gradient in self.gradients.items()
+            if gradient is not None and name not in elsewhere and (self.reduction is None or name in tied)
+        ]
+        self._norms = Reading([foreach.norms(counted, torch.float64)])
+
+    def _is_known(self) -> bool:
+        """Whether the device has got to everything that the message holds."""
+        payload = True if isinstance(self.payload, Tensor) else self.payload.is_there()
+        return payload and self._norms is not None and self._norms.is_there() and self._counts.is_there()
+
+    def _send_message(self) -> None:
+        """Send the control message unless it has been sent; waits for the device, once."""
+        if self._message is not None:
+            return
+        if self._norms is None:
+            if self.reduction is not None:
+                self.reduction.wait()
+            self._read_norms()
         self._message = self._compose()
         if self.exchange is not None:
             with lost_peers():
                 self.exchange.send(self._message)
 
     def _compose(self) -> Tensor:
-        # Added exactly, so that their order does not matter.
-        self._squares = math.fsum(self._each_square())
+        assert self._norms is not None
+        # The newest reading first: what was asked for before it is there when it is. Added exactly, so that the order
+        # of the squares does not matter.
+        (norms,) = self._norms.get()
+        reduced = self.reduction.squares if self.reduction is not None else []
+        self._squares = math.fsum([*reduced, *(norm * norm for norm in norms)])
         finite = math.isfinite(self._squares)
         length = message_length(self.mesh, self.payload, self.statistics.numel())
         message = torch.zeros(length, dtype=torch.float64, device="cpu")
         statistics, payload = self._attached(message)
-        statistics.copy_(self.statistics)
+        if counts := self._counts.get()[0]:
+            statistics.copy_(torch.tensor(counts, dtype=torch.float64))
         if self.mesh.replica == 0 and finite:  # every replica holds the same reduced gradient
             message[1] = self._squares
         message[2] = float(not finite)
         message[3], message[4] = float(self.stop.interrupted), float(self.stop.finished)
         if self.mesh.is_last:
             message[0] = self.weight
-            payload[self.mesh.replica] = self.payload
+            payload[self.mesh.replica] = self.payload if isinstance(self.payload, Tensor) else self.payload.get()
         return message
-
-    def _each_square(self) -> list[float]:
-        """Sum of squares of each gradient that this stage counts."""
-        elsewhere = self.tied.counted_elsewhere if self.tied is not None else ()
-        counted = {name: g for name, g in self.gradients.items() if name not in elsewhere}
-        if self.reduction is None:
-            return squares(counted)
-        tied = self.tied.names if self.tied is not None else ()
-        return self.reduction.squares + squares({name: g for name, g in counted.items() if name in tied})
 
     def _attached(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of a message that hold the statistics (length,) and the payloads (replicas, length)."""
@@ -212,6 +263,7 @@ class PendingUpdate:
         return message[_FIXED:end], message[end:].view(self.mesh.num_replicas, -1)
 
 
-def message_length(mesh: Mesh, payload: Tensor, num_statistics: int) -> int:
+def message_length(mesh: Mesh, payload: Payload, num_statistics: int) -> int:
     """Number of fp64 values in a control message that carries one payload per replica, and statistics."""
-    return _FIXED + num_statistics + mesh.num_replicas * payload.numel()
+    length = payload.numel() if isinstance(payload, Tensor) else payload.length
+    return _FIXED + num_statistics + mesh.num_replicas * length

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline import foreach
-from lightning_asyncpp.pipeline.buckets import plan_buckets
+from lightning_asyncpp.pipeline.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.exchange import control_sum
 from lightning_asyncpp.pipeline.mesh import Mesh
@@ -25,7 +25,14 @@ from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.ties import TiedGradients, names_on, tags_of, trained_on
 from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
-from lightning_asyncpp.pipeline.update import ControlMessage, PendingUpdate, StopFlags, gradient_norm, message_length
+from lightning_asyncpp.pipeline.update import (
+    ControlMessage,
+    Payload,
+    PendingUpdate,
+    StopFlags,
+    gradient_norm,
+    message_length,
+)
 from lightning_asyncpp.pipeline.weights import WeightVersions
 
 
@@ -58,9 +65,11 @@ class UpdateQueue:
         self.requested = StopFlags()
         self.agreed = StopFlags()
         self.on_left_out: Callable[[], object] = lambda: None
+        self._late = torch.empty(0, device=runner.device).is_cuda
         self._steps_ahead = settings.steps_ahead(mesh.stage)
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
-        self._buckets = plan_buckets(weights.parameters, late=weights.used_twice) if mesh.num_replicas > 1 else []
+        size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
+        self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
 
@@ -69,7 +78,7 @@ class UpdateQueue:
         """How many updates this stage has applied, or left out."""
         return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
 
-    def close(self, end: int, ticket: Ticket, payload: Tensor | None = None) -> None:
+    def close(self, end: int, ticket: Ticket, payload: Payload | None = None) -> None:
         """Declare the open mini-batch whole.
 
         Args:
@@ -85,7 +94,8 @@ class UpdateQueue:
             # Made here, long before the gradient is complete, so that receives are posted when others send.
             with lost_peers():
                 length = message_length(self.mesh, mini_batch.payload, self.runner.stage.whole.statistics.length)
-                mini_batch.exchange = control_sum(self.mesh, self.runner.transport, mini_batch.index, length)
+                transport, index = self.runner.transport, mini_batch.index
+                mini_batch.exchange = control_sum(self.mesh, transport, index, length, self._late)
         if self._ties:
             tags = tags_of(self._ties, self.runner.stage.whole.ties, mini_batch.index)
             mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters), tags)
@@ -200,7 +210,7 @@ class UpdateQueue:
             return
         weight, squares, statistics = mini_batch.pending.reduce_now()
         norm = gradient_norm(squares, weight) if self.last_norm is None else self.last_norm
-        message = ControlMessage(weight, norm, True, 0, 0, mini_batch.payload, statistics)
+        message = ControlMessage(weight, norm, True, 0, 0, torch.zeros(0, dtype=torch.float64), statistics)
         update = Update(mini_batch.index, mini_batch.ticket, message, False, self.weights.advance())
         if math.isfinite(squares) and weight:
             self._apply_now(mini_batch, update, apply)

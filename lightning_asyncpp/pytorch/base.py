@@ -15,6 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
@@ -60,6 +61,7 @@ from lightning_asyncpp.pytorch.refusals import (
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
+TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 _WHERE_TO_CHANGE = (
     "in on_train_batch_end of the LightningModule, which comes once its batch's own update has been applied, or in"
     " optimizer.register_step_post_hook(...), which runs with every update"
@@ -148,6 +150,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         self.session.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._placeholder_hooks = PlaceholderHooks([])
+        self._only_moves_batches = True
         self._batch_ends: BatchEnds | None = None
         self._steps_of: dict[int, int] = {}  # mini-batch -> global_step in its batch
         self._hidden_example: HiddenExample | None = None
@@ -170,6 +173,8 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         self._hidden_example = HiddenExample(module) if self._mesh.num_stages > 1 else None
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
+        hooks = [module, trainer.datamodule]  # type: ignore[attr-defined]
+        self._only_moves_batches = not any(is_overridden(name, of) for name in TRANSFER_HOOKS for of in hooks)
         training = trainer.state.fn == TrainerFn.FITTING
         self.progress.forget()
         self.session.start(UserHooks.of(module, forward_context=self._forward_context), self.root_device, training)
@@ -278,7 +283,17 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the module's own hooks see no placeholder."""
-        return batch if has_placeholder(batch) else super().batch_to_device(batch, device, dataloader_idx)
+        if has_placeholder(batch):
+            return batch
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._only_moves_batches and self.session.engine is not None:
+            self.session.engine.host_batch.moved(batch, moved)
+        return moved
+
+    @property
+    def batch_weight(self) -> float | None:
+        """What the micro-batches of the newest batch weigh together, on the last stage; None elsewhere."""
+        return self.step_metrics.batch_weight if self._mesh.is_last else None
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -343,7 +358,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
     def _set_loss(self, loss: float) -> None:
         """Remember the newest loss that all ranks know; off the last stage it is what ``outputs`` holds."""
         if not self._mesh.is_last:
-            self._loss = torch.tensor(loss, device=self.root_device)
+            self._loss = torch.full((), loss, device=self.root_device)
 
     def _step_optimizer(self) -> None:
         """Clip and step, with the user's hooks around it; they see the step that their gradient's batch saw."""

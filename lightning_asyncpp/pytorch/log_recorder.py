@@ -14,13 +14,13 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.reading import Reading
 
 _HEAD = 4  # schema, loss, weight of the loss, the first micro-batch whose loss is NaN (from 1, 0 for none)
 _ABSENT = -1.0  # in place of a weight: the batch did not log this name
@@ -68,6 +68,69 @@ class Accumulator:
         return self.value
 
 
+class Row(NamedTuple):
+    """What one call of ``self.log`` recorded; the value stays where it was computed."""
+
+    entry: Entry
+    value: Tensor | float
+    weight: float
+
+
+@dataclass
+class Recorded:
+    """What was logged in a mini-batch.
+
+    Attributes:
+        places: name -> what it is, in the order of a payload.
+        values: name -> its values so far.
+        rows: further values, some of them on the device.
+    """
+
+    places: dict[str, Entry]
+    values: dict[str, Accumulator]
+    rows: list[Row]
+
+    @property
+    def schema(self) -> str:
+        """Names and options in the order of the payload, as JSON."""
+        return _encode_schema(tuple(self.places.values()))
+
+    def tensors(self) -> list[Tensor]:
+        """What :meth:`settle` and :meth:`encode` need the numbers of."""
+        return [row.value for row in self.rows if isinstance(row.value, Tensor)]
+
+    def settle(self, numbers: Sequence[float]) -> None:
+        """Add the rows to the values.
+
+        A micro-batch whose value is NaN is left out where others of the batch have a number: that of the whole batch
+        would be one.
+
+        Args:
+            numbers: those of :meth:`tensors`.
+        """
+        of_tensors = iter(numbers)
+        values = [float(next(of_tensors) if isinstance(row.value, Tensor) else row.value) for row in self.rows]
+        with_number = {row.entry.name for row, value in zip(self.rows, values) if not math.isnan(value)}
+        for (entry, _, weight), value in zip(self.rows, values):
+            if not math.isnan(value) or entry.name not in with_number:
+                self.values.setdefault(entry.name, Accumulator(entry.reduction)).add(value, weight)
+        self.rows = []
+
+    def encode(self, numbers: Sequence[float], loss: float, weight: float, nan: float) -> list[float]:
+        """The beginning of a payload: its head, and the values in their places.
+
+        Args:
+            numbers: those of :meth:`tensors`.
+            loss, weight, nan: of the mini-batch.
+        """
+        self.settle(numbers)
+        payload = [schema_number(self.schema), loss, weight, nan]
+        for name in self.places:
+            logged = self.values.get(name)
+            payload += [0.0, _ABSENT] if logged is None else [logged.result(), logged.weight]
+        return payload
+
+
 @dataclass
 class LogRecorder:
     """Takes the place of ``LightningModule.log`` while a micro-batch runs.
@@ -89,7 +152,7 @@ class LogRecorder:
     metric_entries: dict[str, Entry] = field(default_factory=dict)
     weight: float = 0.0
     slots: float = math.inf
-    _pending: list[tuple[Entry, Tensor | float, float]] = field(default_factory=list)
+    _pending: list[Row] = field(default_factory=list)
     _places: dict[str, Entry] = field(default_factory=dict)  # names so far, in the order of a payload
 
     def log(
@@ -128,7 +191,7 @@ class LogRecorder:
         if known is not entry and known != entry:
             raise ConfigurationError(f"self.log({name!r}, ...) was called twice with different arguments")
         kept = value.detach() if isinstance(value, Tensor) else float(value)
-        self._pending.append((entry, kept, float(self.weight if batch_size is None else batch_size)))
+        self._pending.append(Row(entry, kept, float(self.weight if batch_size is None else batch_size)))
 
     def _log_metric_object(self, entry: Entry, metric: Metric) -> None:
         """Keep the object for the epoch's end; its value on this micro-batch is one like any other."""
@@ -139,17 +202,14 @@ class LogRecorder:
             self.log(name, value, entry.prog_bar, entry.logger, on_step=True, on_epoch=False)
 
     def settle(self) -> None:
-        """Turn what was recorded into numbers: one host synchronisation per batch instead of one per value.
-
-        A micro-batch whose value is NaN is left out where others of the batch have a number: that of the whole batch
-        would be one.
-        """
-        rows = [(e, float(value), weight) for e, value, weight in self._pending if weight or e.reduction != "mean"]
-        with_number = {entry.name for entry, value, _ in rows if not math.isnan(value)}
-        for entry, value, weight in rows:
-            if not math.isnan(value) or entry.name not in with_number:
-                self.values.setdefault(entry.name, Accumulator(entry.reduction)).add(value, weight)
+        """Turn what was recorded into numbers; waits for the device once."""
+        recorded = self._recorded({})
+        recorded.settle([number for (number,) in Reading(recorded.tensors()).get()])
         self._pending.clear()
+
+    def _recorded(self, places: dict[str, Entry]) -> Recorded:
+        rows = [row for row in self._pending if row.weight or row.entry.reduction != "mean"]
+        return Recorded(places, self.values, rows)
 
     def clear(self) -> None:
         """Forget the values; names and torchmetrics objects stay."""
@@ -194,25 +254,18 @@ class LogRecorder:
             if isinstance(metric := modules.get(saved["object"]), Metric):
                 self.metrics[name], self.metric_entries[name] = metric, Entry(**saved["entry"])
 
-    def schema(self) -> str:
-        """Names and options in the order of the newest payload, as JSON."""
-        return _encode_schema(tuple(self._places.values()))
-
-    def encode(self, slots: int, loss: float, weight: float, nan: float) -> Tensor:
-        """Pack the values into a vector of :func:`payload_length` fp64 numbers.
+    def hand_over(self, slots: int) -> Recorded:
+        """Hand over what was recorded, with its places in a payload of ``slots`` names, and forget it.
 
         A name keeps its place in batches that do not log it: what is logged now and then changes the schema once.
         """
-        self.settle()
-        present = {name: self.entries[name] for name in self.values}
+        recorded = self._recorded({})
+        present = {name: self.entries[name] for name in (*self.values, *(row.entry.name for row in recorded.rows))}
         together = self._places | present
-        self._places = together if len(together) <= slots else present
-        payload = [schema_number(self.schema()), loss, weight, nan]
-        for name in self._places:
-            logged = self.values.get(name)
-            payload += [0.0, _ABSENT] if logged is None else [logged.result(), logged.weight]
-        payload += [0.0] * (payload_length(slots) - len(payload))
-        return torch.tensor(payload, dtype=torch.float64)
+        recorded.places = self._places = together if len(together) <= slots else present
+        self._pending, self.values = [], {}
+        self.clear()
+        return recorded
 
 
 def check_loggable(name: str, value: Any) -> None:

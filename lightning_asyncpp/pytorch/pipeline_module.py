@@ -30,6 +30,11 @@ class PipelineModule(L.LightningModule):
 
     loss_reduction: str = "mean"
 
+    # The function itself, by which the strategies know that it draws no random numbers: it may be called again for the
+    # batch on the host.
+    split_batch = staticmethod(split_batch)
+    """Cut a batch into ``parts`` micro-batches along the first dimension; ``None`` stands for an empty slot."""
+
     def __init__(self) -> None:
         super().__init__()
         self.model: nn.Module | None = None
@@ -43,12 +48,12 @@ class PipelineModule(L.LightningModule):
         raise NotImplementedError(f"{type(self).__name__} must implement build_model()")
 
     def micro_batch_weight(self, micro_batch: Any) -> float:
-        """Weight of a micro-batch in the mini-batch's mean loss: by default its number of samples."""
-        return float(number_of_samples(micro_batch))
+        """Weight of a micro-batch in the mini-batch's mean loss: by default its number of samples.
 
-    def split_batch(self, batch: Any, parts: int) -> list[Any]:
-        """Cut a batch into ``parts`` micro-batches along the first dimension; ``None`` stands for an empty slot."""
-        return split_batch(batch, parts)
+        Strategies of this package call it with the micro-batch on the host, as it was before it was moved to a GPU,
+        where they know it.
+        """
+        return float(number_of_samples(micro_batch))
 
     def configure_model(self) -> None:
         """Build ``self.model`` on the meta device; whole and materialised unless a pipeline strategy cuts it first."""

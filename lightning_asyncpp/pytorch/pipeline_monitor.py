@@ -126,10 +126,10 @@ class PipelineMonitor(TokensPerSecond):
             "gradient_staleness": self._stage.staleness,
         }
 
-    def _tokens(self, pl_module: L.LightningModule, batch: Any) -> float:
+    def _tokens(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> float:
         # Middle stages have no batch, and nobody asks them.
-        counts = self._counts_tokens and pl_module.trainer.is_global_zero
-        return super()._tokens(pl_module, batch) if counts else 0.0
+        counts = self._counts_tokens and trainer.is_global_zero
+        return super()._tokens(trainer, pl_module, batch) if counts else 0.0
 
     def _mfu(self, trainer: L.Trainer, pl_module: L.LightningModule) -> float | None:
         per_batch, per_token = (getattr(pl_module, name, None) for name in ("flops_per_batch", "flops_per_token"))

@@ -25,6 +25,7 @@ from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
 from lightning_asyncpp.pipeline.nan_losses import nan_loss_text
 from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.update import Payload
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.log_recorder import (
     Accumulator,
@@ -37,7 +38,9 @@ from lightning_asyncpp.pytorch.log_recorder import (
     nan_micro_batch,
     number,
     payload_length,
+    schema_number,
 )
+from lightning_asyncpp.pytorch.logged_batch import BatchLoss, LoggedBatch
 from lightning_asyncpp.pytorch.module_hooks import EPOCH_ENDS, InEpochEnd, ModuleHooks, Replacement
 
 _EVALUATIONS = ("on_validation", "on_test")
@@ -73,7 +76,7 @@ class StepMetrics:
         self._own_schemas: dict[int, str] = {}
         self._logged: dict[str, Entry] = {}
         self._updates: deque[tuple[Update, list[list[Entry]]]] = deque()
-        self._losses: list[tuple[Tensor, float, Tensor, Tensor]] = []  # loss, weight; weight of NaN, first NaN
+        self._losses: list[BatchLoss] = []
         self._told_of_nan = False
         self._module: LightningModule | None = None
         self._trainer: L.Trainer | None = None
@@ -160,7 +163,7 @@ class StepMetrics:
         self._weigh_batch(weight)
         nan = output.nan_losses()
         if loss is not None and nan is not None:
-            self._losses.append((loss, weight, *nan))
+            self._losses.append(BatchLoss(loss, weight, *nan))
 
     @property
     def batch_weight(self) -> float:
@@ -182,32 +185,18 @@ class StepMetrics:
         finally:
             self._batch_weight, self._holding = present, False
 
-    def payload(self) -> Tensor:
-        """What the last stage attaches to the control message of the mini-batch, as fp64 numbers."""
+    def payload(self) -> Payload:
+        """What the last stage attaches to the control message of the mini-batch."""
         slots = self.session.settings.metric_slots
         if not self._mesh.is_last:
             self._train.clear()
             return torch.zeros(payload_length(slots), dtype=torch.float64)
-        payload = self._train.encode(slots, *self._read_losses())
-        self._own_schemas[int(payload[0])] = self._train.schema()
-        self._train.clear()
+        recorded = self._train.hand_over(slots)
+        self._own_schemas[schema_number(recorded.schema)] = recorded.schema
+        payload = LoggedBatch(recorded, self._losses, slots)
         self._train.take(self._held)
         self._losses.clear()
         return payload
-
-    def _read_losses(self) -> tuple[float, float, float]:
-        """Mean loss of the mini-batch's batches, its weight, and the first micro-batch whose loss is NaN, or 0.0."""
-        if not self._losses:
-            return 0.0, 0.0, 0.0
-        rows = torch.stack([torch.stack([x.double() for x in (loss, *nan)]) for loss, _, *nan in self._losses]).tolist()
-        first = next((place for *_, place in rows if place), 0.0)
-        known = [
-            (loss, weight - left_out)
-            for (loss, left_out, _), (_, weight, *_) in zip(rows, self._losses)
-            if not math.isnan(loss)
-        ]
-        weight = sum(w for _, w in known)
-        return (sum(loss * w for loss, w in known) / weight if weight else math.nan), weight, first
 
     def _warn_of_nan(self, update: Update) -> None:
         """Say once that a loss was NaN where the gradient is finite; a gradient that is not is another matter."""
@@ -278,7 +267,7 @@ class StepMetrics:
                 continue
             if entry.on_epoch:
                 name = f"{entry.name}_epoch" if entry.on_step else entry.name
-                self._log(name, value, prog_bar=entry.prog_bar, logger=entry.logger, batch_size=weight)
+                self._log(name, _on_host(value), prog_bar=entry.prog_bar, logger=entry.logger, batch_size=weight)
         steps = {
             f"{entry.name}_step" if entry.on_epoch else entry.name: value
             for entry, value, _ in rows
@@ -296,7 +285,7 @@ class StepMetrics:
         if known and private.update_logged(self._trainer, hook, entry.name, value, weight):
             return
         self._log(
-            entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
+            entry.name, _on_host(value), prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
             on_epoch=entry.on_epoch, reduce_fx=entry.reduction, batch_size=weight,
         )  # fmt: skip
         self._logged[entry.name] = entry
@@ -443,6 +432,11 @@ class StepMetrics:
 
 def _evaluated_batches(trainer: L.Trainer) -> list[int | float]:
     return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+
+
+def _on_host(value: float) -> Tensor:
+    """A number to log: of a float Lightning makes a tensor on the device, and waits for it whenever it shows it."""
+    return torch.tensor(value, device="cpu")
 
 
 def _not_distributed() -> bool:

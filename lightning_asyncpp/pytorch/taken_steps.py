@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -15,10 +16,17 @@ class Steps:
     """What happened to an optimizer.
 
     Attributes:
-        taken: it took a step.
+        called: its step was called.
+        found_inf: what it was told of the gradients: above 0 if some are infinite, on their device.
     """
 
-    taken: bool = False
+    called: bool = False
+    found_inf: Tensor | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether it took a step; waits for the device if a scaler is at work."""
+        return self.called and (self.found_inf is None or not bool(self.found_inf))
 
 
 @contextmanager
@@ -28,8 +36,7 @@ def watch_steps(optimizer: Optimizer) -> Iterator[Steps]:
 
     def note(stepped: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         # A fused optimizer is called all the same, is told by this tensor, and leaves the weights as they are.
-        found_inf = getattr(stepped, "found_inf", None)
-        steps.taken = found_inf is None or not bool(found_inf)
+        steps.called, steps.found_inf = True, getattr(stepped, "found_inf", None)
 
     handle = optimizer.register_step_post_hook(note)
     try:

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 import lightning as L
+import torch
 
 
 class TokensPerSecond(L.Callback):
@@ -67,17 +68,22 @@ class TokensPerSecond(L.Callback):
         if self._last_end is None:
             return False
         now = time.perf_counter()
-        self._batches.append((now - self._last_end, self._tokens(pl_module, batch) * _replicas(trainer)))
+        self._batches.append((now - self._last_end, self._tokens(trainer, pl_module, batch) * _replicas(trainer)))
         self._last_end = now
         return True
 
-    def _tokens(self, pl_module: L.LightningModule, batch: Any) -> float:
-        return float(pl_module.micro_batch_weight(batch))  # type: ignore[operator]
+    def _tokens(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> float:
+        weighed = getattr(trainer.strategy, "batch_weight", None)
+        # A pipeline has weighed it on the host; the batch here may be on a GPU, which would be waited for.
+        return float(pl_module.micro_batch_weight(batch) if weighed is None else weighed)  # type: ignore[operator]
 
 
 def log_on_rank_zero(pl_module: L.LightningModule, name: str, value: float) -> None:
     """Log a value of this process alone, in the progress bar and the logger."""
-    pl_module.log(name, value, prog_bar=True, rank_zero_only=True, on_step=True, on_epoch=False)
+    # Of a float Lightning makes a tensor on the device, and waits for it whenever it shows it.
+    pl_module.log(
+        name, torch.tensor(value, device="cpu"), prog_bar=True, rank_zero_only=True, on_step=True, on_epoch=False
+    )
 
 
 def _replicas(trainer: L.Trainer) -> int:

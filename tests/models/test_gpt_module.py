@@ -126,10 +126,11 @@ def test_tokens_per_second_averages_the_window(monkeypatch: pytest.MonkeyPatch) 
         def log(self, name: str, value: float, **how: Any) -> None:
             assert name == "tokens_per_second"
             assert how["rank_zero_only"] is True
-            logged.append(value)
+            logged.append(float(value))
 
     class Run:
         is_global_zero = True
+        strategy = None
         distributed_sampler_kwargs = {"num_replicas": 2, "rank": 0}
 
     callback, run, module = TokensPerSecond(window=2), Run(), Module()

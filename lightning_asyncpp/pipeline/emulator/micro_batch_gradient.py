@@ -132,7 +132,7 @@ class MicroBatchGradient:
         if self.replicas > 1:
             gradients = self._reduced(gradients)
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        self._norms = dict(zip(present, foreach.norms(list(present.values()), torch.float64)))
+        self._norms = dict(zip(present, foreach.norms(list(present.values()), torch.float64).tolist()))
         if self.weight:
             foreach.divide_(list(present.values()), self.weight)
         for name, gradient in gradients.items():

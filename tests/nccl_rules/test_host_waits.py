@@ -1,0 +1,172 @@
+"""A budget of what makes the host wait for the GPU in training: a place that is added is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_asyncpp.pipeline.reading import Reading
+from tests.nccl_rules.counted_runs import MICRO_BATCHES, Counted, Found, count
+from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, is_on_device
+from tests.trainer.pool import Pools
+
+# Waits per mini-batch and stage. Both come when an update is due, for a gradient whose last backward was launched long
+# before: normally the device has got there, and nobody waits.
+BUDGET = {
+    Wait("mini-batch", "Event.synchronize", "pipeline/update.py:_compose"): 1,  # norms, counts, losses, logged values
+    Wait("mini-batch", "Event.synchronize", "pipeline/reduction.py:_read"): 1,  # norms of what replicas summed
+}
+STEPS_AHEAD = {Wait("mini-batch", "copy", "pipeline/update.py:reduce_now"): 1}  # a last stage without delay, replicas
+MOST = 2
+MIXED = {"precision": "bf16-mixed"}
+
+CASES = {
+    "plain": (2, Counted()),
+    "gpt": (2, Counted("gpt", clip=1.0, logs=True)),
+    "experts": (3, Counted("experts", clip=1.0, logs=True)),
+    "replicas": (4, Counted("weighted", {"data_parallel_size": 2}, clip=1.0)),
+}
+MORE_CASES = {
+    "plain, logged": (2, Counted(logs=True)),
+    "gpt, three stages": (3, Counted("gpt")),
+    "experts, two stages": (2, Counted("experts")),
+    "weights, three stages": (3, Counted("weighted", clip=1.0)),
+    "gpt, replicas": (4, Counted("gpt", {"data_parallel_size": 2}, clip=1.0, logs=True)),
+    "experts, replicas": (4, Counted("experts", {"data_parallel_size": 2}, clip=1.0, logs=True)),
+    "synchronous": (2, Counted("gpt", clip=1.0, logs=True, synchronous=True)),
+    "fresh last stage": (2, Counted("gpt", {"fresh_last_stage": True}, clip=1.0)),
+    "fresh last stage, replicas": (4, Counted("experts", {"fresh_last_stage": True, "data_parallel_size": 2})),
+    "skips": (2, Counted("gpt", {"nonfinite_gradients": "skip"}, clip=1.0)),
+    "bf16 weights": (2, Counted("gpt", {"weight_dtype": "bf16"}, clip=1.0, optimizer="muon", trainer=MIXED)),
+    "accumulated": (2, Counted("gpt", clip=1.0, trainer={"accumulate_grad_batches": 2})),
+    "feedback": (2, Counted("gpt", clip=1.0, correction="feedback", optimizer="muon")),
+    "prediction": (2, Counted("gpt", clip=1.0, correction="prediction-momentum")),
+    "one stage, replicas": (2, Counted("gpt", {"data_parallel_size": 2}, clip=1.0, logs=True)),
+    **{
+        f"by {name}": (2, Counted("gpt", optimizer=name)) for name in ("muon", "sgd", "normuon", "adan", "lion", "mars")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pools = Pools()
+    yield pools
+    pools.close()
+    torch.set_num_threads(threads)
+
+
+def check(pools: Pools, world_size: int, counted: Counted) -> None:
+    budget = BUDGET | (STEPS_AHEAD if "fresh_last_stage" in counted.options else {})
+    for rank, found in enumerate(pools.run(world_size, count, counted, timeout=120)):
+        over = {wait: number for wait, number in found.waits.items() if number > budget.get(wait, 0)}
+        assert not over, f"rank {rank} waits for the device, per mini-batch: {over}"
+        assert sum(found.waits.values()) <= MOST
+        assert (found.mixed, found.early) == ({}, {})
+        assert found.waits, "the norm at least is read"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_stage_waits_more_than_it_may(pools: Pools, name: str) -> None:
+    check(pools, *CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_no_stage_waits_more_than_it_may_elsewhere(pools: Pools, name: str) -> None:
+    check(pools, *MORE_CASES[name])
+
+
+def test_what_a_user_adds_is_found(pools: Pools) -> None:
+    last, first = pools.run(2, count, Counted("waits"), timeout=120)
+    assert added(last) == {
+        Wait("mini-batch", "tensor(..., device=)", "lightning/pytorch/trainer/call.py:_call_lightning_module_hook"): 1,
+        Wait("micro-batch", "item", "pytorch/base.py:step"): 2 * MICRO_BATCHES,
+        Wait("micro-batch", "mask as index", "pytorch/base.py:step"): MICRO_BATCHES,
+    }
+    assert list(added(first).values()) == [1]  # its step ends where the model is called
+
+
+def test_what_a_hook_makes_of_a_moved_batch_is_what_is_weighed(pools: Pools) -> None:
+    """On the device, where alone it is: the host's might weigh something else."""
+    _, first = pools.run(2, count, Counted("prepares"), timeout=120)
+    assert added(first)[Wait("mini-batch", "item", "pipeline/micro_batch.py:cut_batch")] == MICRO_BATCHES
+
+
+def added(found: Found) -> dict[Wait, float]:
+    return {wait: number for wait, number in found.waits.items() if wait not in BUDGET}
+
+
+@pytest.fixture
+def waits() -> Iterator[HostWaits]:
+    waits = HostWaits()
+    waits.counting = True
+    with waits.watching():
+        yield waits
+
+
+def test_what_is_computed_from_the_device_is_there(waits: HostWaits) -> None:
+    x, host = torch.ones(4, device=DEVICE, requires_grad=True), torch.ones(4)
+    y = (x.view(2, 2) * 2).sum()
+    y.backward()
+    there = [x, y, x.grad, x[1:], torch.zeros_like(x), x.new_zeros(2), host.to(DEVICE, non_blocking=True), x.to(DEVICE)]
+    assert all(is_on_device(tensor) for tensor in there if tensor is not None)
+    assert (x.device, x.is_cuda, host.device, host.is_cuda) == (DEVICE, True, torch.device("cpu"), False)
+    assert not any(map(is_on_device, (host, host * 2, torch.tensor([1.0]), torch.zeros(2, device="cpu"))))
+    assert not waits.waits
+
+
+def test_every_kind_of_wait_is_counted(waits: HostWaits) -> None:
+    x, host = torch.ones(4, device=DEVICE), torch.zeros(4)
+    assert float(x[0]) == x.tolist()[0] == x.numpy()[0] == 1.0
+    assert not is_on_device(x.cpu())
+    if x.sum() > 3:
+        x[x > 2] = 0.0
+    host.copy_(x)
+    torch.tensor([1.0], device=DEVICE)
+    host.to(DEVICE)
+    assert torch.equal(x, x)
+    assert {wait.what: number for wait, number in waits.waits.items()} == {
+        "item": 2, "tolist": 1, "numpy": 1, "copy": 2, "mask as index": 1, "copy_": 1, "tensor(..., device=)": 1,
+        "equal": 1,
+    }  # fmt: skip
+
+
+def test_what_is_being_copied_must_not_be_read_before_its_event(waits: HostWaits) -> None:
+    x, host = torch.ones(4, device=DEVICE), torch.empty(4, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    assert not waits.waits
+    assert not event.query()
+    host.tolist()
+    assert sum(waits.early.values()) == 1
+    event.synchronize()
+    assert event.query()
+    host.tolist()
+    assert sum(waits.early.values()) == sum(waits.waits.values()) == 1
+
+
+def test_a_reading_keeps_order_dtypes_and_what_was_there_when_it_began(waits: HostWaits) -> None:
+    x, flag = torch.tensor([[1.5, -2.0]]).to(DEVICE, non_blocking=True), torch.ones(3, device=DEVICE).bfloat16()
+    large = torch.full((), 2**53 - 1, device=DEVICE)
+    nothing, on_host = torch.zeros(0, device=DEVICE), torch.tensor(0.1)
+    reading = Reading([flag, x, large, nothing, x[0, 1].double(), on_host, flag[0] > 0])
+    x.zero_()
+    assert not reading.is_there()
+    assert not waits.waits
+    read = [[1.0, 1.0, 1.0], [1.5, -2.0], [float(2**53 - 1)], [], [-2.0], [on_host.item()], [1.0]]
+    assert reading.get() == reading.get() == read
+    assert reading.is_there()
+    assert sum(waits.waits.values()) == 1
+    assert not waits.early
+
+
+def test_operands_on_both_sides_are_found(waits: HostWaits) -> None:
+    torch.ones(4, device=DEVICE) * torch.tensor(2.0)
+    assert not waits.mixed
+    torch.ones(4, device=DEVICE) * torch.ones(4)
+    assert [wait.what for wait in waits.mixed] == ["mul"]

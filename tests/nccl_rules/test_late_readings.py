@@ -1,0 +1,47 @@
+"""The engine equals the oracle, and never hangs, where its host reads numbers long after they were computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.nccl_rules.late import read_late
+from tests.nccl_rules.test_engine_by_the_rules import CASES
+from tests.pipeline.compare import assert_same_norms, assert_same_weights
+from tests.pipeline.conftest import Pools
+from tests.pipeline.runs import run_oracle
+from tests.pipeline.test_random_cases import check
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
+
+
+@pytest.fixture(scope="module")
+def late() -> Iterator[Pools]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pools = Pools(read_late)
+    yield pools
+    pools.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "stages", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_the_oracle(late: Pools, name: str, stages: int) -> None:
+    case = CASES[name]
+    results = late.run(case, stages)
+    expected, _ = run_oracle(case, stages)
+    assert_same_weights(results, expected)
+    assert_same_norms(results)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow][seed < 1004 :]) for seed in range(1000, 1040)]
+)
+def test_random_case(late: Pools, seed: int) -> None:
+    """With replicas, too."""
+    check(late, seed)
