@@ -99,7 +99,7 @@ def _run(part: Part, folder: Path, quick: bool, tell: Callable[[Part, Finding], 
             tell(part, finding)
             told += 1
 
-    ended = run_limited([sys.executable, "-m", task_module.__name__, str(task.save())], log, part.limit, tell_new)
+    ended = run_limited(command_of(task), log, part.limit, tell_new)
     if ended.code is None:
         text = f"took longer than {part.limit:.0f} s and was stopped; the log has a stack of each of its threads"
         fix = "report it with this file; `--parts` runs the others alone"
@@ -113,3 +113,8 @@ def _run(part: Part, folder: Path, quick: bool, tell: Callable[[Part, Finding], 
     has_failed = worst(finding.status for finding in findings) in ("failed", "warning")
     text = log.read_text(errors="replace")[-_LOG_CHARACTERS:] if has_failed else ""
     return Result(part, findings, ended.seconds, text)
+
+
+def command_of(task: Task) -> list[str]:
+    """What does a task."""
+    return [sys.executable, "-m", task_module.__name__, str(task.save())]

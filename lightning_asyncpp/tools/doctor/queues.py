@@ -48,9 +48,9 @@ def _streams() -> list[Any]:
 def held_up(streams: Sequence[Any]) -> list[list[bool]]:
     """[i][j]: whether work on stream j waits for what stream i still has to do; streams are independent by rights."""
     sleep = required(torch.cuda, "_sleep", "find out which streams share a hardware queue")
-    for stream in streams:  # loads the kernel everywhere
+    for stream in streams:  # loads the kernel everywhere, and lets the clocks rise
         with torch.cuda.stream(stream):
-            sleep(1000)
+            sleep(50_000_000)
     torch.cuda.synchronize()
     cycles = _cycles(sleep)
     waits = [[False] * len(streams) for _ in streams]
@@ -58,14 +58,15 @@ def held_up(streams: Sequence[Any]) -> list[list[bool]]:
         for j, behind in enumerate(streams):
             if i == j:
                 continue
+            over = torch.cuda.Event()
             with torch.cuda.stream(before):
                 sleep(cycles)
+                over.record(before)
                 sleep(1000)  # waits in the queue for the first one, as a second posted receive does
-            started = time.perf_counter()
             with torch.cuda.stream(behind):
                 sleep(1000)
             behind.synchronize()
-            waits[i][j] = time.perf_counter() - started > _SLEEP_SECONDS / 2
+            waits[i][j] = over.query()
             torch.cuda.synchronize()
     return waits
 
@@ -101,12 +102,15 @@ def _measure_spinning(quick: bool, findings: Findings) -> None:
 
     a = torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=torch.bfloat16)
     side = torch.cuda.Stream()
-    spin(1, 1)  # compiles it
+    spin(1, 1)  # compiles it, which takes the host a while
     alone = _products_ms(a)
     turns = _turns(6 * alone)
     figures: dict[str, Any] = {"alone_ms": round(alone, 3)}
     slower = {}
+    most = torch.cuda.get_device_properties(0).multi_processor_count // 3
     for sms in (4, 16) if quick else (1, 2, 4, 8, 16, 32):
+        if sms > most:
+            break
         torch.cuda.synchronize()
         over = torch.cuda.Event()
         with torch.cuda.stream(side):

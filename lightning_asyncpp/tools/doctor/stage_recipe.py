@@ -117,8 +117,9 @@ def recipe_of(row: Row, size: Size, is_gpu: bool, result: Path) -> dict[str, Any
         "trainer": {
             "accelerator": "gpu" if is_gpu else "cpu", "devices": 1, "max_steps": steps, "precision": row.precision,
             "strategy": {"class_path": "lightning_asyncpp.AsyncPipelineStrategy", "init_args": strategy},
-            "gradient_clip_val": 1.0, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-            "enable_model_summary": False, "callbacks": [{"class_path": f"{_HERE}.StageClock", "init_args": clock}],
+            "gradient_clip_val": 1.0, "default_root_dir": str(result.parent), "logger": False,
+            "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+            "callbacks": [{"class_path": f"{_HERE}.StageClock", "init_args": clock}],
         },
         "model": {
             "class_path": "lightning_asyncpp.GPTModule",

@@ -73,6 +73,7 @@ def work(path: Path) -> None:
         faulthandler.dump_traceback_later(left, exit=False)
     with task.findings.checking("the part itself"):
         importlib.import_module(task.module).run(task, task.findings)
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
