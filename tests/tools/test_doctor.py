@@ -80,6 +80,18 @@ def test_a_part_that_hangs_keeps_what_it_found_and_the_rest_is_not_tried(
     assert told == ["before", PART.title, PARTS[1].title]
 
 
+def test_a_part_for_gpus_alone_is_not_started_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command_of(given: task.Task) -> list[str]:
+        given.findings.add("the machine", "ok")
+        CPUS.save(given.machine_file)
+        return [sys.executable, "-c", ""]
+
+    monkeypatch.setattr(parts, "command_of", command_of)
+    first, second = examine([PART, PARTS[2]], tmp_path, True)
+    assert first.status == "ok"
+    assert [(finding.status, finding.text) for finding in second.findings] == [("skipped", "no GPU on this machine")]
+
+
 def test_a_part_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "command_of", lambda _: [sys.executable, "-c", "import os; os.abort()"])
     (result,) = examine([PART], tmp_path, True)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lightning_asyncpp.tools.doctor import queues, stage, stage_callback
-from lightning_asyncpp.tools.doctor.cases import CASES, Place
+from lightning_asyncpp.tools.doctor.cases import CASES, Place, make_trainer
 from lightning_asyncpp.tools.doctor.comparing import judged, largest_difference
 from lightning_asyncpp.tools.doctor.correctness import places_of
 from lightning_asyncpp.tools.doctor.findings import Findings
@@ -45,8 +45,18 @@ def test_places_are_those_of_the_machine(gpus: int, nccl: tuple[int, ...], route
     assert {route: found.count(route) for route in routes} == routes
     assert len(found) == sum(routes.values())
     assert any("one GPU, over NCCL" in title for title in not_here) == ("nccl on one GPU" not in routes)
-    for place in places:
-        assert place.strategy(CASES["layers"], 4).session.settings.micro_batches == 4  # its arguments are allowed
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_lightning_accepts_every_place(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    places, _ = places_of(with_gpus(gpus, nccl=(2, 30, 7)))
+    for place in [Place("shared", 0), *places]:
+        trainer = make_trainer(CASES["tied"], place, 4, [])
+        assert trainer.world_size == place.ranks
+        assert trainer.num_nodes == place.nodes
+        assert trainer.strategy.root_device == torch.device("cuda", 0)
 
 
 def test_ranks_on_one_gpu_over_nccl_are_machines_of_their_own() -> None:

@@ -90,12 +90,7 @@ def fit(case: Case, place: Place, samples_per_batch: int = 8, micro_batches: int
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     watch = _Watch(case.waits)
-    trainer = L.Trainer(
-        accelerator="cuda" if place.is_gpu else "cpu", devices=place.devices, num_nodes=place.nodes,
-        strategy=place.strategy(case, micro_batches), plugins=[LightningEnvironment()], callbacks=[watch],
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, **case.trainer,
-    )  # fmt: skip
+    trainer = make_trainer(case, place, micro_batches, [watch])
     module = _module(case)
     started = time.perf_counter()
     with warnings.catch_warnings():
@@ -113,6 +108,18 @@ def fit(case: Case, place: Place, samples_per_batch: int = 8, micro_batches: int
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "seconds": time.perf_counter() - started,
     }
+
+
+def make_trainer(case: Case, place: Place, micro_batches: int, callbacks: list[L.Callback]) -> L.Trainer:
+    """The Trainer of a case at a place."""
+    return L.Trainer(
+        accelerator="cuda" if place.is_gpu else "cpu",
+        # Lightning refuses more GPUs than there are, also where the strategy names one several times.
+        devices=1 if place.route == "shared" else place.devices,
+        num_nodes=place.nodes, strategy=place.strategy(case, micro_batches), plugins=[LightningEnvironment()],
+        callbacks=callbacks, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, **case.trainer,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

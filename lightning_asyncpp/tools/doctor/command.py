@@ -13,6 +13,7 @@ from lightning_asyncpp.tools.doctor.findings import Finding
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.parts import INSTALLATION, PARTS, Part, examine
 from lightning_asyncpp.tools.doctor.report import as_json, as_markdown, line, summary
+from lightning_asyncpp.tools.doctor.task import MACHINE
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"Examining {', '.join(part.name for part in chosen)}; this ends within {limit / 60:.0f} minutes.", flush=True
     )
     with tempfile.TemporaryDirectory(prefix="asyncpp-doctor-", ignore_cleanup_errors=True) as name, sigterm_raises():
-        machine_file = Path(name) / "machine.json"
+        machine_file = Path(name) / MACHINE
         results = examine(chosen, Path(name), own.quick, _Progress())
         machine = Machine.load(machine_file) if machine_file.exists() else None
     folder = Path(own.output)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from lightning_asyncpp.tools.doctor import task as task_module
 from lightning_asyncpp.tools.doctor.findings import Finding, Status, worst
+from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.running import run_limited
-from lightning_asyncpp.tools.doctor.task import Task
+from lightning_asyncpp.tools.doctor.task import MACHINE, Task
 
 _HERE = "lightning_asyncpp.tools.doctor"
 _LOG_CHARACTERS = 12_000
@@ -26,19 +27,21 @@ class Part:
         title: what it is about.
         module: whose ``run(task, findings)`` does it.
         limit: seconds after which it is killed.
+        needs_gpu: whether there is nothing to do without one.
     """
 
     name: str
     title: str
     module: str
     limit: float
+    needs_gpu: bool = False
 
 
 INSTALLATION = Part("installation", "installation and machine", f"{_HERE}.installation", 60)
 PARTS = (
     INSTALLATION,
     Part("correctness", "small pipelines against one process", f"{_HERE}.correctness", 240),
-    Part("queues", "hardware queues and resident kernels", f"{_HERE}.queues", 60),
+    Part("queues", "hardware queues and resident kernels", f"{_HERE}.queues", 60, needs_gpu=True),
     Part("stage", "one stage: speed, waits, memory, Muon", f"{_HERE}.stage", 220),
 )
 """In the order in which they run. Their limits add up to less than ten minutes."""
@@ -79,13 +82,22 @@ def examine(
     """
     results: list[Result] = []
     for part in parts:
-        if results and not (folder / "machine.json").exists():
-            text = f"{parts[0].name} did not come to its end, and would most likely hang here, too"
-            results.append(Result(part, [Finding(part.title, "skipped", text)], 0.0))
-            tell(part, results[-1].findings[0])
+        if results and (reason := _cannot_run(part, parts[0], folder)):
+            skipped = Finding(part.title, "skipped", reason)
+            tell(part, skipped)
+            results.append(Result(part, [skipped], 0.0))
         else:
             results.append(_run(part, folder, quick, tell))
     return results
+
+
+def _cannot_run(part: Part, first: Part, folder: Path) -> str:
+    """Why a part is not tried; empty if it is."""
+    if not (folder / MACHINE).exists():
+        return f"{first.name} did not come to its end, and this would most likely hang, too"
+    if part.needs_gpu and not Machine.load(folder / MACHINE).gpus:
+        return "no GPU on this machine"
+    return ""
 
 
 def _run(part: Part, folder: Path, quick: bool, tell: Callable[[Part, Finding], None]) -> Result:

@@ -13,7 +13,6 @@ from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.parts import Result
 
 _HEADER = ["part", "result", "s", "failed", "warnings", "ok", "not checked"]
-_SHOWN_FIGURES = 14
 
 
 def as_json(results: Sequence[Result], machine: Machine | None, quick: bool) -> dict[str, Any]:
@@ -99,9 +98,10 @@ def _counts(results: Sequence[Result]) -> Iterator[list[str]]:
 def _paragraph(finding: Finding) -> Iterator[str]:
     status = finding.status if finding.status == "ok" else f"**{finding.status}**"
     yield f"- {status}: {finding.title}: {finding.text}"
-    figures = [f"{name} {_figure(value)}" for name, value in finding.figures.items() if "\n" not in str(value)]
-    if figures and len(figures) <= _SHOWN_FIGURES:
-        yield f"  ({', '.join(figures)})"
+    # Those that are words stand in the text already.
+    numbers = {name: value for name, value in finding.figures.items() if isinstance(value, (int, float))}
+    if numbers:
+        yield f"  ({', '.join(f'{name} {_figure(value)}' for name, value in numbers.items())})"
     for value in finding.figures.values():
         if "\n" in str(value):
             yield from ("", "  ```", *(f"  {row}" for row in str(value).splitlines()), "  ```", "")

@@ -14,6 +14,9 @@ from pathlib import Path
 from lightning_asyncpp.tools.doctor.findings import Findings
 from lightning_asyncpp.tools.doctor.machine import Machine
 
+MACHINE = "machine.json"
+"""The file in which the first part leaves what the machine is like."""
+
 _MARGIN_SECONDS = 5.0
 
 
@@ -42,8 +45,8 @@ class Task:
 
     @property
     def machine_file(self) -> Path:
-        """Where the first part leaves what the machine is like."""
-        return self.path / "machine.json"
+        """Where the first part leaves what it finds."""
+        return self.path / MACHINE
 
     @property
     def machine(self) -> Machine:
