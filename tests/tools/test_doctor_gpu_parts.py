@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asyncpp.tools.doctor import queues, stage, stage_callback
+from lightning_asyncpp.tools.doctor import correctness, launching, queues, stage, stage_callback
 from lightning_asyncpp.tools.doctor.cases import CASES, Place, make_trainer
 from lightning_asyncpp.tools.doctor.comparing import judged, largest_difference
 from lightning_asyncpp.tools.doctor.correctness import places_of
@@ -99,6 +99,39 @@ def test_a_weight_that_is_missing_differs() -> None:
     assert largest_difference({}, {"w": torch.ones(1)}, {"w": torch.zeros(1)}) == (float("inf"), "w")
 
 
+@pytest.mark.parametrize(
+    ("case", "error", "printed"),
+    [
+        ("raises", "rank-1 failed: ValueError: the first cause", "the first cause"),
+        ("hangs", "no end within 4 s", "in wait_for_a_message_that_never_comes"),
+    ],
+)
+def test_ranks_that_do_not_come_to_their_end_are_ended(
+    case: str, error: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(launching, "_RANK", "tests.tools.doctor_rank")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    given = Task("correctness", "", str(tmp_path), True, time.time() + 100)
+    ran = launching.launch(given, Place("cpu", 2), [case], "here", 4.0 if case == "hangs" else 60.0)
+    assert ran == launching.Ran({}, error)
+    assert printed in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("route", "status"), [("nccl", "failed"), ("nccl on one GPU", "warning")])
+def test_a_place_that_hangs_is_said_with_the_case(
+    route: Any, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = launching.Ran({"layers": outcome(2.0)}, "no end within 90 s")
+    monkeypatch.setattr(correctness, "launch", lambda *_: ran)
+    given = Task("correctness", "", str(tmp_path), True, time.time() + 100)
+    correctness.compare(given, Place(route, 3), dict.fromkeys(CASES, outcome(2.0)), given.findings, "here")
+    fine, hung = given.findings.read()
+    assert fine.status == "ok"
+    assert hung.status == status
+    assert "stopped at 'flushed': no end within 90 s" in hung.text
+    assert hung.fix
+
+
 class FakeCuda:
     """Streams that share hardware queues: what is behind in a queue waits for all that is before it."""
 
@@ -175,7 +208,7 @@ SECONDS = {"eager": 0.5, "plain": 0.4, "compiled": 0.3, "bf16": 0.25, "plain-com
 
 
 def test_a_stage_on_a_gpu_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(given: Task, module: list[str], name: str, result: Path) -> str:
+    def run(given: Task, module: list[str], name: str, result: Path, limit: float = 0.0) -> str:
         if name == "muon":
             ours = {
                 "milliseconds": {"median": 2.0},

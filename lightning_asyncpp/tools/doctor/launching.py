@@ -19,6 +19,7 @@ from lightning_asyncpp.tools.doctor.cases import Place
 from lightning_asyncpp.tools.doctor.task import Task
 
 _RANK = "lightning_asyncpp.tools.doctor.rank"
+_LOG_CHARACTERS = 6000
 
 SEVERAL_PER_GPU_SINCE = (2, 30)
 """NCCL's version that takes several ranks on one GPU."""
@@ -69,7 +70,7 @@ def launch(task: Task, place: Place, cases: Sequence[str], name: str, limit: flo
         logs = [children.log(f"rank-{rank}") for rank in range(place.ranks)]
     if error:
         for log in logs:
-            print(f"---- {name}, {log.stem}\n{end_of(log)}", flush=True)
+            print(f"---- {name}, {log.stem}\n{end_of(log, _LOG_CHARACTERS)}", flush=True)
     outcomes = {case: folder / f"{case}.pt" for case in cases}
     return Ran({case: torch.load(path) for case, path in outcomes.items() if path.exists()}, error)
 

@@ -15,7 +15,7 @@ from lightning_asyncpp.tools.doctor.running import run_limited
 from lightning_asyncpp.tools.doctor.task import MACHINE, Task
 
 _HERE = "lightning_asyncpp.tools.doctor"
-_LOG_CHARACTERS = 12_000
+_LOG_CHARACTERS = 24_000
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lightning_asyncpp.tools.doctor.running import run_limited
 from lightning_asyncpp.tools.doctor.stage_recipe import Row, Size, peak_tflops, recipe_of, rows_of, size_of
 from lightning_asyncpp.tools.doctor.task import Task
 
-_ROW_SECONDS = 75.0
+_ROW_SECONDS, _COMPILED_SECONDS = 75.0, 120.0
 _MIB = 2**20
 
 WAITS_PER_MINI_BATCH = 2
@@ -59,9 +59,10 @@ def _measure(
         recipe.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML
         plain = ["lightning_asyncpp.tools.doctor.plain_loop", str(recipe)]
         fit = ["lightning_asyncpp", "fit", "--config", str(recipe)]
-        if error := _run(task, plain if row.plain else fit, row.name, result):
+        limit = _COMPILED_SECONDS if row.compiled else _ROW_SECONDS
+        if error := _run(task, plain if row.plain else fit, row.name, result, limit):
             # What cannot be compiled can be trained all the same.
-            findings.add(title, "warning" if row.compiled else "failed", error, fix="its log is below")
+            findings.add(title, "warning" if row.compiled else "failed", error, fix="look at its log, below")
             return
         measured[row.name] = json.loads(result.read_text(encoding="utf-8"))
         _say_speed(title, machine, size, measured[row.name], findings)
@@ -69,10 +70,10 @@ def _measure(
             _say_waits(row, measured[row.name], findings)
 
 
-def _run(task: Task, module: list[str], name: str, result: Path) -> str:
+def _run(task: Task, module: list[str], name: str, result: Path, limit: float = _ROW_SECONDS) -> str:
     """Run a module of Python that writes ``result``; what went wrong, if anything."""
     log = task.path / f"stage-{name}.log"
-    limit = task.seconds_left(_ROW_SECONDS)
+    limit = task.seconds_left(limit)
     ended = run_limited([sys.executable, "-m", *module], log, limit)
     if not ended.code and ended.code is not None and result.exists():
         return ""
@@ -155,7 +156,7 @@ def _compare_muon(task: Task, is_gpu: bool, findings: Findings) -> None:
         options = ["--systems", "ours", "torch", "--error-feedback", "false", "--json", str(result)]
         command = ["lightning_asyncpp", "bench", "optimizer", *sizes.split(), *options]
         if error := _run(task, command, "muon", result):
-            findings.add(title, "failed", error, fix="its log is below")
+            findings.add(title, "failed", error, fix="look at its log, below")
             return
         systems = json.loads(result.read_text(encoding="utf-8"))["systems"]
         ours, reference = systems["ours"], systems["torch"]
