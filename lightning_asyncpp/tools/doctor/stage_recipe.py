@@ -120,6 +120,8 @@ def recipe_of(row: Row, size: Size, is_gpu: bool, result: Path) -> dict[str, Any
             "gradient_clip_val": 1.0, "default_root_dir": str(result.parent), "logger": False,
             "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
             "callbacks": [{"class_path": f"{_HERE}.StageClock", "init_args": clock}],
+            # In a job of Slurm, too, it is one process that nobody else has to start.
+            "plugins": [{"class_path": "lightning.fabric.plugins.environments.LightningEnvironment"}],
         },
         "model": {
             "class_path": "lightning_asyncpp.GPTModule",
