@@ -20,7 +20,7 @@ from lightning_asyncpp.tools.doctor.installation import judged
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.parts import PARTS, Part, Result, examine
 from lightning_asyncpp.tools.doctor.report import as_json, as_markdown, summary
-from lightning_asyncpp.tools.doctor.running import run_limited
+from lightning_asyncpp.tools.doctor.running import last_error, run_limited
 from tests.tools.doctor_machines import CPUS, H100, with_gpus
 
 # A child in a session of its own that ignores SIGTERM, and a parent that does so, too.
@@ -58,6 +58,23 @@ def test_a_command_that_ends_is_not_waited_for(tmp_path: Path) -> None:
     ended = run_limited([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", 60.0)
     assert ended.code == 3
     assert ended.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (
+            "Traceback\n[rank0]: exc.InductorError: ImportError: too short\n\n[rank0]: Set X=1 for more\n",
+            "InductorError",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried\n at exit\n", "out of memory"),
+        ("Seed set to 1\nKilled\n", "Killed"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_line_that_names_the_error_is_found(log: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(log)
+    assert said in last_error(tmp_path / "log")
 
 
 PART = Part("hanging", "a part that hangs", "nowhere", 2.0)
@@ -110,10 +127,10 @@ def test_what_a_part_raises_is_a_finding(tmp_path: Path, capfd: pytest.CaptureFi
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     findings = Findings(tmp_path / "found")
-    findings.add("whole", "ok", figures={"ms": 1.5})
+    findings.add("whole", "ok", figures={"ms": 1.5, "difference": float("nan")})
     with findings.path.open("a") as file:
         file.write('{"title": "cut o')
-    assert findings.read() == [Finding("whole", "ok", "", {"ms": 1.5})]
+    assert findings.read() == [Finding("whole", "ok", "", {"ms": 1.5, "difference": "nan"})]
 
 
 def wrong(machine: Machine) -> dict[str, Finding]:

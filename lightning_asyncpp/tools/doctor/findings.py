@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -53,9 +54,10 @@ class Findings:
     def add(
         self, title: str, status: Status, text: str = "", figures: dict[str, Any] | None = None, fix: str = ""
     ) -> None:
-        """File a finding; arguments as the attributes of :class:`Finding`."""
+        """File a finding; arguments as the attributes of :class:`Finding`, figures that are no numbers as words."""
+        plain = {name: value if _is_json(value) else str(value) for name, value in (figures or {}).items()}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(Finding(title, status, text, figures or {}, fix))) + "\n")
+            file.write(json.dumps(asdict(Finding(title, status, text, plain, fix))) + "\n")
 
     @contextmanager
     def checking(self, title: str, fix: str = "") -> Iterator[None]:
@@ -77,3 +79,8 @@ class Findings:
             return []
         *lines, _ = self.path.read_text(encoding="utf-8").split("\n")
         return [Finding(**json.loads(line)) for line in lines]
+
+
+def _is_json(value: Any) -> bool:
+    """Whether every reader of JSON knows it: there is no NaN, and nothing infinite."""
+    return not isinstance(value, float) or math.isfinite(value)

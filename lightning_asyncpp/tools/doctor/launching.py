@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from lightning_asyncpp.tools.bench.launch import free_port
 from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of
 from lightning_asyncpp.tools.doctor.cases import Place
+from lightning_asyncpp.tools.doctor.running import last_error
 from lightning_asyncpp.tools.doctor.task import Task
 
 _RANK = "lightning_asyncpp.tools.doctor.rank"
@@ -64,7 +64,7 @@ def launch(task: Task, place: Place, cases: Sequence[str], name: str, limit: flo
             children.start(f"rank-{rank}", command, environment_of(place, rank, port))
         try:
             failed = children.wait(time.monotonic() + seconds)
-            error = "" if failed is None else f"{failed} failed: {_last_line(children.log(failed))}"
+            error = "" if failed is None else f"{failed} failed: {last_error(children.log(failed))}"
         except BenchmarkFailedError:
             error = f"no end within {seconds:.0f} s"
         logs = [children.log(f"rank-{rank}") for rank in range(place.ranks)]
@@ -87,10 +87,3 @@ def environment_of(place: Place, rank: int, port: int) -> Mapping[str, str]:
     if place.route == "nccl on one GPU":
         variables |= _SEVERAL_PER_GPU
     return {name: str(value) for name, value in variables.items()}
-
-
-def _last_line(log: Path) -> str:
-    """What a process said last of an error; its whole end is in the part's log."""
-    lines = [line.strip() for line in end_of(log).splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.partition(":")[0] or line.startswith("asyncpp")]
-    return (errors or lines or ["it said nothing"])[-1][:400]

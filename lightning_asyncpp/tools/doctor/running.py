@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_asyncpp.tools.bench.processes import end_with_parent
+from lightning_asyncpp.tools.bench.processes import end_of, end_with_parent
 
 _POLL_SECONDS = 0.1
 _KILL_SECONDS = 10.0
@@ -100,3 +101,10 @@ def _descendants(pid: int) -> list[int]:
         new = [child for parent in new for child in children.get(parent, ())]
         found += new
     return found
+
+
+def last_error(log: Path) -> str:
+    """What a process said last of an error, in a line; else its last line."""
+    lines = [line.strip() for line in end_of(log).splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"(Error|Exception)(: |$)", line) or line.startswith("asyncpp: ")]
+    return (errors or lines or ["it said nothing"])[-1][:400]

@@ -11,7 +11,7 @@ from lightning_asyncpp.tools.bench.optimizer_report import ROUNDING
 from lightning_asyncpp.tools.bench.processes import end_of
 from lightning_asyncpp.tools.doctor.findings import Findings
 from lightning_asyncpp.tools.doctor.machine import Machine
-from lightning_asyncpp.tools.doctor.running import run_limited
+from lightning_asyncpp.tools.doctor.running import last_error, run_limited
 from lightning_asyncpp.tools.doctor.stage_recipe import Row, Size, peak_tflops, recipe_of, rows_of, size_of
 from lightning_asyncpp.tools.doctor.task import Task
 
@@ -74,14 +74,15 @@ def _run(task: Task, module: list[str], name: str, result: Path, limit: float = 
     """Run a module of Python that writes ``result``; what went wrong, if anything."""
     log = task.path / f"stage-{name}.log"
     limit = task.seconds_left(limit)
-    ended = run_limited([sys.executable, "-m", *module], log, limit)
+    # A compiler that is killed leaves half a file behind, which must not be in the user's own cache.
+    caches = {f"{cache}_CACHE_DIR": str(task.path / f"stage-{name}-cache") for cache in ("TORCHINDUCTOR", "TRITON")}
+    ended = run_limited([sys.executable, "-m", *module], log, limit, environment=caches)
     if not ended.code and ended.code is not None and result.exists():
         return ""
     print(f"---- {name}\n{end_of(log)}", flush=True)
     if ended.code is None:
         return f"no end within {limit:.0f} s"
-    lines = [line for line in end_of(log).splitlines() if line.strip()] or ["it said nothing"]
-    return f"exit code {ended.code}: {lines[-1].strip()[:400]}"
+    return f"exit code {ended.code}: {last_error(log)}"
 
 
 def _say_speed(title: str, machine: Machine, size: Size, found: dict[str, Any], findings: Findings) -> None:
@@ -175,6 +176,7 @@ def _compare_muon(task: Task, is_gpu: bool, findings: Findings) -> None:
 def _compare_loops(name: str, ours: dict[str, Any], plain: dict[str, Any], is_gpu: bool, findings: Findings) -> None:
     ratio = plain["seconds"] / ours["seconds"]
     text = f"{ratio:.2f} times as fast as a plain loop of torch"
+    text += "" if is_gpu else " (small, and measured apart: on CPUs not worth much)"
     fix = "look at the waits of the host; report it with this file"
     is_slow = is_gpu and ratio < 0.95
     findings.add(
