@@ -30,6 +30,7 @@ TOOLS = {
     "bench": "lightning_asyncpp.tools.bench.command",
     "check": "lightning_asyncpp.tools.check.command",
     "checkpoint": "lightning_asyncpp.tools.checkpoint.command",
+    "doctor": "lightning_asyncpp.tools.doctor.command",
     "evaluate": "lightning_asyncpp.tools.saved.evaluate",
     "export": "lightning_asyncpp.tools.saved.export",
     "generate": "lightning_asyncpp.tools.saved.generate",
@@ -45,7 +46,8 @@ _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
 _DESCRIPTION = (
     "Asynchronous pipeline parallelism for PyTorch Lightning. Besides the subcommands below: asyncpp bench"
     " schedule|compute|optimizer|network|time-to-loss|draw measures pipelines; asyncpp plan says what a recipe needs on"
-    " a kind of device, and how fast it would be; asyncpp check verifies that a pipeline"
+    " a kind of device, and how fast it would be; asyncpp doctor examines the installation, with GPUs or without, and"
+    " writes a report; asyncpp check verifies that a pipeline"
     " trains a recipe's model as a single process does; asyncpp ablate trains a grid of optimizers, learning rates,"
     " delays and corrections, and compares them; asyncpp trace shows where the time of a run went that"
     " `asyncpp fit --trace` recorded; asyncpp prepare tokenises documents into shards to train on; asyncpp generate and"

@@ -103,6 +103,7 @@ SHORTENED = [
     ["bench", "draw", "--svg=x.svg", "--stage=2"],
     ["check", *RECIPE, "--stage=2"],
     ["checkpoint", "info", "x.ckpt", "--jso"],
+    ["doctor", "--output", "x", "--quic"],
     ["evaluate", "x.ckpt", "--data", "x", "--batch-siz=2"],
     ["export", "x.ckpt", "--output", "x", "--devic=cpu"],
     ["generate", "x.ckpt", "--max-token=3"],

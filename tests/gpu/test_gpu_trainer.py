@@ -35,8 +35,8 @@ else:
 generator = torch.Generator().manual_seed(0)
 data = [torch.randn(16, 8, generator=generator) for _ in range(12)]
 trainer = L.Trainer(
-    strategy=strategy, devices=2 if sys.argv[1] == "pipeline" else 1, accelerator="cuda", max_epochs=1, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False,
+    strategy=strategy, devices=1, accelerator="cuda", max_epochs=1, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False,
 )
 module = Module()
 trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))

@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 from jsonargparse import ArgumentParser
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -177,6 +178,7 @@ def _trainer(config: Mapping[str, Any], notes: list[str]) -> L.Trainer:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
+        plugins=[LightningEnvironment()],  # nothing is started, also in a job of Slurm
         precision=precision,
         max_steps=steps if steps and steps > 0 else _STEPS,
         accumulate_grad_batches=config.get("accumulate_grad_batches") or 1,

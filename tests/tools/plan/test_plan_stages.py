@@ -31,6 +31,12 @@ def test_a_stage_that_shares_a_weight_does_not_stand_for_one_that_has_its_own(tm
     assert slots[2] == slots[3]
 
 
+def test_a_recipe_is_planned_in_a_job_of_slurm_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NTASKS": "4", "JOB_NAME": "train", "JOB_ID": "7", "NODELIST": "here"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert recipe_of("Shared", tmp_path, 2).devices == 2
+
+
 def test_a_batch_that_is_only_tried_takes_no_memory() -> None:
     batch = {"x": torch.arange(8.0).view(2, 4), "scale": torch.ones(3)}
     assert resized(batch, 2, 2) is batch

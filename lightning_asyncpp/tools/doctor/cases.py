@@ -1,0 +1,245 @@
+"""Small trainings whose result is known, each through the Trainer, as a pipeline or as the emulator of its delay."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_asyncpp.models import GPTConfig
+from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.pytorch import (
+    AsyncPipelineStrategy,
+    DelayedGradientStrategy,
+    GPTModule,
+    SyncPipelineStrategy,
+)
+
+MICRO_BATCHES = 4
+DIM, VOCABULARY, CONTEXT = 16, 64, 12
+_TIMEOUT = timedelta(seconds=60)
+"""Of a wait for another rank: a message that never comes shall end these trainings with an error, which says more."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Attributes:
+        title: what it shows.
+        model: a chain of layers, or a GPT with tied embeddings and dropout, or one without either.
+        tolerance: on GPUs, how much a weight may differ, as a share of the largest change in its tensor; on CPUs none.
+        delay: 1 for ``async_pipeline``, 0 for ``sync_pipeline``.
+        optimizer: SGD with momentum, or Muon with Error Feedback.
+        trainer: arguments of the Trainer.
+        samples: of the training set; batches have eight, the last one fewer.
+        validates: whether there is a validation set.
+        waits: whether a callback waits for the whole device after every batch, as some of Lightning's own do.
+    """
+
+    title: str
+    model: Literal["layers", "tied", "gpt"] = "layers"
+    tolerance: float = 1e-3
+    delay: int = 1
+    optimizer: Literal["sgd", "muon"] = "sgd"
+    trainer: dict[str, Any] = field(default_factory=dict)
+    samples: int = 64
+    validates: bool = False
+    waits: bool = False
+
+
+_VALIDATIONS: dict[str, Any] = {"gradient_clip_val": 0.1, "val_check_interval": 3}
+
+CASES = {
+    "layers": Case("a chain of layers, no flush"),
+    "flushed": Case("the same with a flush per mini-batch", delay=0),
+    "tied": Case(
+        "a GPT with tied embeddings, dropout, clipping, validations amid the run, a short last batch", "tied",
+        trainer=_VALIDATIONS, samples=61, validates=True, waits=True,
+    ),
+    "feedback": Case("a GPT, Muon with Error Feedback, clipping", "gpt", 2e-2, optimizer="muon", trainer=_VALIDATIONS),
+}  # fmt: skip
+"""What every pipeline trains."""
+
+REPLICATED = ("layers", "feedback")
+"""What replicas train: dropout would differ from that of one process."""
+
+
+def fit(case: Case, place: Place, samples_per_batch: int = 8, micro_batches: int = MICRO_BATCHES) -> dict[str, Any]:
+    """Train, and say what came of it: on rank 0 the whole model.
+
+    Args:
+        case: what is trained.
+        place: where.
+        samples_per_batch: of one replica.
+        micro_batches: of one replica.
+    """
+    L.seed_everything(7, verbose=False)
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    watch = _Watch(case.waits)
+    trainer = make_trainer(case, place, micro_batches, [watch])
+    module = _module(case)
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(
+            module, _loader(case, case.samples, 0, samples_per_batch),
+            _loader(case, 12, 1, samples_per_batch) if case.validates else None,
+        )  # fmt: skip
+    strategy: Any = trainer.strategy
+    state = module.state_dict() if place.is_reference else strategy.full_state_dict()
+    return {
+        "weights": {name: value.detach().cpu().clone() for name, value in state.items()},
+        "start": watch.start,
+        "route": watch.route,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def make_trainer(case: Case, place: Place, micro_batches: int, callbacks: list[L.Callback]) -> L.Trainer:
+    """The Trainer of a case at a place."""
+    return L.Trainer(
+        accelerator="cuda" if place.is_gpu else "cpu",
+        # Lightning refuses more GPUs than there are, also where the strategy names one several times.
+        devices=1 if place.route == "shared" else place.devices,
+        num_nodes=place.nodes, strategy=place.strategy(case, micro_batches), plugins=[LightningEnvironment()],
+        callbacks=callbacks, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, **case.trainer,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a training runs.
+
+    Attributes:
+        route: ``"cpu"``; ``"shared"``: all ranks on the first GPU, through the host; ``"nccl"``: a GPU for each;
+            ``"nccl on one GPU"``: all on one over NCCL, each as if it were a machine of its own.
+        stages: P; 0 for the emulator in a single process.
+        replicas: D.
+    """
+
+    route: Literal["cpu", "shared", "nccl", "nccl on one GPU"]
+    stages: int
+    replicas: int = 1
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether tensors are on GPUs."""
+        return self.route != "cpu"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the emulator."""
+        return self.stages == 0
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return max(1, self.stages) * self.replicas
+
+    @property
+    def nodes(self) -> int:
+        """Machines, as the Trainer sees them."""
+        return self.ranks if self.route == "nccl on one GPU" else 1
+
+    @property
+    def devices(self) -> int:
+        """Of each of them."""
+        return self.ranks // self.nodes
+
+    def strategy(self, case: Case, micro_batches: int) -> Any:
+        """What trains a case there."""
+        if self.is_reference:
+            return DelayedGradientStrategy(delay=case.delay, micro_batches=micro_batches)
+        kind: Any = AsyncPipelineStrategy if case.delay else SyncPipelineStrategy
+        shared = [torch.device("cuda", 0)] * self.ranks if self.route == "shared" else None
+        return kind(
+            micro_batches=micro_batches, data_parallel_size=self.replicas, parallel_devices=shared, timeout=_TIMEOUT,
+        )  # fmt: skip
+
+
+class _Watch(L.Callback):
+    """Keeps the weights at the start and how tensors travel; waits for the device where it shall."""
+
+    def __init__(self, waits: bool) -> None:
+        self.start: dict[str, Tensor] = {}
+        self.route = ""
+        self._waits = waits
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Look."""
+        self.start = {name: value.detach().cpu().clone() for name, value in pl_module.state_dict().items()}
+        if (session := getattr(trainer.strategy, "session", None)) is not None:
+            self.route = session.describe()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Wait."""
+        if self._waits and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+
+class _Layers(L.LightningModule):
+    """Layers of every kind that has weights in a product or beside one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Linear(DIM, 32), nn.Tanh(), nn.RMSNorm(32), nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32),
+            nn.Linear(32, 1),
+        )  # fmt: skip
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The loss of a micro-batch (samples, DIM)."""
+        loss = F.mse_loss(self.model(batch), batch.square().mean(1, keepdim=True))
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD with momentum: nothing in it makes roundings larger."""
+        return _sgd(self.model.named_parameters())
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def _muon(parameters: Any) -> torch.optim.Optimizer:
+    return ErrorFeedback(parameters, base=functools.partial(MuonAdamW, lr=0.01, newton_schulz_dtype="float32"))
+
+
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"sgd": _sgd, "muon": _muon}
+
+
+def _module(case: Case) -> L.LightningModule:
+    if case.model == "layers":
+        return _Layers()
+    tied = case.model == "tied"
+    config = GPTConfig(
+        vocab_size=VOCABULARY, context_length=CONTEXT, num_layers=3, dim=32, num_heads=4, tie_embeddings=tied,
+        dropout=0.1 if tied else 0.0,
+    )  # fmt: skip
+    return GPTModule(config, _OPTIMIZERS[case.optimizer], decay="constant")
+
+
+def _loader(case: Case, samples: int, seed: int, samples_per_batch: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(seed)
+    if case.model == "layers":
+        data = torch.randn(samples, DIM, generator=generator)
+    else:
+        data = torch.randint(VOCABULARY, (samples, CONTEXT + 1), generator=generator)
+    return DataLoader(list(data), samples_per_batch)  # type: ignore[arg-type]

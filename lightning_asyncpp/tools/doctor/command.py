@@ -1,0 +1,89 @@
+"""``asyncpp doctor``: is this installation right, and what can it do? One report, with GPUs or without."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_asyncpp.tools.bench.processes import sigterm_raises
+from lightning_asyncpp.tools.doctor.findings import Finding
+from lightning_asyncpp.tools.doctor.machine import Machine
+from lightning_asyncpp.tools.doctor.parts import INSTALLATION, PARTS, Part, examine
+from lightning_asyncpp.tools.doctor.report import as_json, as_markdown, line, summary
+from lightning_asyncpp.tools.doctor.task import MACHINE
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Examine, and write the report; what failed ends with code 1."""
+    parser = _parser()
+    own = parser.parse_args(argv)
+    if problem := _problem(own):
+        parser.error(problem)
+    chosen = [part for part in PARTS if part is INSTALLATION or part.name in own.parts]
+    limit = sum(part.limit for part in chosen)
+    print(
+        f"Examining {', '.join(part.name for part in chosen)}; this ends within {limit / 60:.0f} minutes.", flush=True
+    )
+    with tempfile.TemporaryDirectory(prefix="asyncpp-doctor-", ignore_cleanup_errors=True) as name, sigterm_raises():
+        machine_file = Path(name) / MACHINE
+        results = examine(chosen, Path(name), own.quick, _Progress())
+        machine = Machine.load(machine_file) if machine_file.exists() else None
+    folder = Path(own.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = as_json(results, machine, own.quick)
+    (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(as_markdown(results, machine, own.quick), encoding="utf-8")
+    print(
+        f"\n{summary(results)}\n\nThe report: {folder / 'report.md'} (to paste into an issue), {folder / 'report.json'}"
+    )
+    if content["status"] == "failed":
+        raise SystemExit(1)
+
+
+class _Progress:
+    """Prints findings as they come, under the name of their part."""
+
+    def __init__(self) -> None:
+        self._part: Part | None = None
+
+    def __call__(self, part: Part, finding: Finding) -> None:
+        if part is not self._part:
+            self._part = part
+            print(f"{part.title}:", flush=True)
+        print(line(finding), flush=True)
+
+
+def _problem(own: Namespace) -> str:
+    """What is wrong with the arguments; empty if nothing."""
+    names = [part.name for part in PARTS]
+    if unknown := [name for name in own.parts if name not in names]:
+        return f"--parts {' '.join(unknown)}: unknown; there are {', '.join(names)}"
+    if Path(own.output).is_file():
+        return f"--output {own.output} is a file: name a folder"
+    return ""
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        "asyncpp doctor",
+        description="Examine this installation, with GPUs or without: versions and settings; whether small pipelines"
+        " train what one process trains, on the route that tensors take here; hardware queues; and how fast one stage"
+        " is. Every part runs in processes of its own and is stopped when its time is over; all take less than ten"
+        " minutes. Ends with code 1 if something failed.",
+        allow_abbrev=False,
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--quick", action="store_true", help="as little as says something: some two minutes")
+    parser.add_argument(
+        "--parts", nargs="+", default=names, metavar="PART",
+        help=f"which, of {', '.join(names)} (default: all); the first one always runs",
+    )  # fmt: skip
+    parser.add_argument("--output", default="doctor", metavar="FOLDER", help="of the report (default: doctor)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

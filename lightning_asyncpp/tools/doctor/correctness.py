@@ -1,0 +1,120 @@
+"""The second part: do pipelines train what a single process trains, on the route that tensors would take here?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asyncpp.tools.doctor.cases import CASES, REPLICATED, Place
+from lightning_asyncpp.tools.doctor.comparing import judged, largest_difference
+from lightning_asyncpp.tools.doctor.findings import Findings
+from lightning_asyncpp.tools.doctor.launching import SEVERAL_PER_GPU_SINCE, launch
+from lightning_asyncpp.tools.doctor.machine import Machine
+from lightning_asyncpp.tools.doctor.task import Task
+
+
+def run(task: Task, findings: Findings) -> None:
+    """Compare every place with the emulator of the delay in one process."""
+    places, not_here = places_of(task.machine)
+    alone = Place("cpu" if places[0].route == "cpu" else "shared", 0)
+    reference = launch(task, alone, list(CASES), "reference", 120)
+    if reference.error:
+        text = f"the single process that pipelines are compared with failed: {reference.error}"
+        findings.add("reference", "failed", text)
+        return
+    for index, place in enumerate(places):
+        title = title_of(place)
+        with findings.checking(title):
+            if task.quick and place.replicas > 1:
+                findings.add(title, "skipped", "left out by --quick")
+            elif task.seconds_left(60) < 30:
+                findings.add(title, "skipped", "no time was left for it")
+            else:
+                compare(task, place, reference.outcomes, findings, f"place-{index}")
+    for title, why in not_here.items():
+        findings.add(title, "skipped", why)
+
+
+def places_of(machine: Machine) -> tuple[list[Place], dict[str, str]]:
+    """Where pipelines are tried on a machine, and what cannot be tried there: title -> why not."""
+    count = len(machine.gpus)
+    if not count:
+        absent = "no GPU on this machine"
+        not_here = {"over NCCL": absent, "several stages on one GPU": absent}
+        return [Place("cpu", 2), Place("cpu", 3), Place("cpu", 2, 2)], not_here
+    places, not_here = [], {}
+    for stages, replicas in ((2, 1), (3, 1), (2, 2)):
+        place = Place("nccl", stages, replicas)
+        if count >= place.ranks:
+            places.append(place)
+        else:
+            not_here[title_of(place)] = f"it takes {place.ranks} GPUs, and there is {count}"
+            places.append(Place("shared", stages, replicas))
+    if machine.nccl is not None and machine.nccl >= SEVERAL_PER_GPU_SINCE:
+        places += [Place("nccl on one GPU", 2), Place("nccl on one GPU", 3)]
+    else:
+        title = title_of(Place("nccl on one GPU", 3))
+        not_here[title] = "NCCL takes several ranks per GPU since 2.30; here it is another one"
+    return places, not_here
+
+
+def title_of(place: Place) -> str:
+    """What a place is called."""
+    how = {
+        "cpu": "on CPUs, over gloo and sockets", "shared": "on one GPU, through the host",
+        "nccl": "a GPU for each, over NCCL", "nccl on one GPU": "on one GPU, over NCCL",
+    }[place.route]  # fmt: skip
+    replicas = f" x {place.replicas} replicas" if place.replicas > 1 else ""
+    return f"{place.stages} stages{replicas} {how}"
+
+
+def compare(task: Task, place: Place, expected: Mapping[str, dict[str, Any]], findings: Findings, folder: str) -> None:
+    """Train all cases at a place, and compare."""
+    names = list(CASES) if place.replicas == 1 else list(REPLICATED)
+    if place.replicas > 1:
+        alone = Place("shared" if place.is_gpu else "cpu", 0)
+        reference = launch(task, alone, names, f"{folder}-reference", 90, place.replicas)
+        if reference.error:
+            findings.add(title_of(place), "failed", f"the single process to compare with failed: {reference.error}")
+            return
+        expected = reference.outcomes
+    is_experiment = place.route == "nccl on one GPU"
+    ran = launch(task, place, names, folder, 60 if is_experiment else 90)
+    is_exact = not place.is_gpu and place.replicas == 1
+    for name in names:
+        title = f"{title_of(place)}: {CASES[name].title}"
+        if (outcome := ran.outcomes.get(name)) is not None:
+            findings.add(title, *judged(CASES[name], outcome, expected[name], is_exact))
+    if ran.error:
+        left = [name for name in names if name not in ran.outcomes]
+        text = f"stopped at {left[0]!r}: {ran.error}" if left else ran.error
+        if is_experiment:
+            text += "; nobody trains so, it only stands for NCCL between GPUs: several processes share one GPU by turns"
+            findings.add(title_of(place), "warning", text, fix="look at it on two GPUs")
+        else:
+            findings.add(title_of(place), "failed", text, fix=_fix_of(place))
+    elif "layers" in ran.outcomes and "flushed" in ran.outcomes:
+        _check_that_delay_shows(place, ran.outcomes, expected["layers"]["start"], findings)
+
+
+def _check_that_delay_shows(
+    place: Place, outcomes: Mapping[str, dict[str, Any]], start: Mapping[str, Tensor], findings: Findings
+) -> None:
+    """A comparison that could not tell a run without delay from one with it would say nothing."""
+    layers, flushed = outcomes["layers"], outcomes["flushed"]
+    difference, _ = largest_difference(layers["weights"], flushed["weights"], start)
+    figures = {"difference": difference}
+    title = f"{title_of(place)}: with and without delay"
+    if difference > 10 * CASES["layers"].tolerance:
+        findings.add(title, "ok", f"differ by {difference:.2g} of the largest change, as they must", figures)
+    else:
+        findings.add(title, "failed", "are the same: the delay is not there", figures, "report it with this file")
+
+
+def _fix_of(place: Place) -> str:
+    """What to try where a pipeline did not come to its end."""
+    if place.route == "nccl":
+        return "run it again with NCCL_DEBUG=INFO; a stack of each rank is in the log below; see docs/gpus.md"
+    return "a stack of each rank is in the log below; report it with this file"

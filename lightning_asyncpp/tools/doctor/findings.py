@@ -1,0 +1,86 @@
+"""What an examination finds, one check at a time, and the file in which it outlives the process that found it."""
+
+from __future__ import annotations
+
+import json
+import math
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+_WORST_FIRST: tuple[Status, ...] = ("failed", "warning", "ok", "skipped")
+assert set(_WORST_FIRST) == set(get_args(Status))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        title: what was checked.
+        status: ``"skipped"`` if it was not; then ``text`` says why.
+        text: what was found.
+        figures: what was measured, plain values by names with their units.
+        fix: what to do about it; empty if nothing.
+    """
+
+    title: str
+    status: Status
+    text: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    fix: str = ""
+
+
+def worst(statuses: Iterable[Status]) -> Status:
+    """The one that decides; ``"skipped"`` if nothing was checked."""
+    found = set(statuses)
+    return next((status for status in _WORST_FIRST if status in found), "skipped")
+
+
+class Findings:
+    """Findings of one part, each in its file as soon as it is there: a part that is killed keeps what it found.
+
+    Args:
+        path: of the file, a line of JSON per finding.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(
+        self, title: str, status: Status, text: str = "", figures: dict[str, Any] | None = None, fix: str = ""
+    ) -> None:
+        """File a finding; arguments as the attributes of :class:`Finding`, figures that are no numbers as words."""
+        plain = {name: value if _is_json(value) else str(value) for name, value in (figures or {}).items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(Finding(title, status, text, plain, fix))) + "\n")
+
+    @contextmanager
+    def checking(self, title: str, fix: str = "") -> Iterator[None]:
+        """Turn what the body raises into a failed finding; where it was raised goes to the log.
+
+        Args:
+            title: what is checked.
+            fix: what to do if it raises.
+        """
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.add(title, "failed", f"{type(error).__name__}: {error}", fix=fix)
+
+    def read(self) -> list[Finding]:
+        """All that is there; a line that was cut off by the end of its process is left out."""
+        if not self.path.exists():
+            return []
+        *lines, _ = self.path.read_text(encoding="utf-8").split("\n")
+        return [Finding(**json.loads(line)) for line in lines]
+
+
+def _is_json(value: Any) -> bool:
+    """Whether every reader of JSON knows it: there is no NaN, and nothing infinite."""
+    return not isinstance(value, float) or math.isfinite(value)
