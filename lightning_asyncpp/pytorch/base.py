@@ -276,7 +276,11 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the module's own hooks see no placeholder."""
-        return batch if has_placeholder(batch) else super().batch_to_device(batch, device, dataloader_idx)
+        if has_placeholder(batch):
+            return batch
+        engine = self.session.engine
+        with nullcontext() if engine is None else engine.runner.around.watching_transfer():
+            return super().batch_to_device(batch, device, dataloader_idx)
 
     # -- training -------------------------------------------------------------------------------------------------
 
