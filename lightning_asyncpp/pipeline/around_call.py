@@ -5,12 +5,14 @@ The first stage leaves the step at the call of the model and runs its layers out
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from lightning_asyncpp.pipeline.ambient import GRADIENTS, REFUSED, REFUSED_ONCE, Setting, Travelling
+from lightning_asyncpp.pipeline.call_digest import NOT_LOOKED_AT, differ, digest
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.model_in_step import ModelInStep
 from lightning_asyncpp.pipeline.stage import Stage
@@ -84,6 +86,32 @@ class AroundCall:
         own = seen[: self._count]
         return 0 if own == self._home[: self._count] else self._number(own)
 
+    @property
+    def looks_closely(self) -> bool:
+        """Whether what costs too much for every batch is looked at in this one."""
+        return self._model.closely
+
+    def check_call(self, there: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Compare the arguments of the call, on a stage that has no use for them, with those on the first stage.
+
+        Args:
+            there: their digest on the first stage, if it looked at them.
+            args, kwargs: here.
+
+        Raises:
+            ConfigurationError: they differ.
+        """
+        if there != NOT_LOOKED_AT and differ(there, digest(args, kwargs)):
+            model = self._hooks.model_name
+            raise ConfigurationError(
+                f"the step calls {model}(...) with other arguments on the last stage than on the first one, which are"
+                " used. Both run the step up to its call, with the same micro-batch, and the first one leaves it there:"
+                " so what is written after the call (an attribute or a buffer: a running mean, a counter) and read"
+                " before the next one is not the same on both, nor are random numbers of Python or numpy. Write it"
+                " before the call, or in a hook that runs on every stage, such as on_train_batch_end; draw from torch's"
+                " generators"
+            )
+
     def check_model(self) -> None:
         """Look at the model alone, at its call, on a stage that runs the whole step.
 
@@ -99,9 +127,26 @@ class AroundCall:
         Raises:
             ConfigurationError: it changed layers of other stages.
         """
-        if self._home and self._is_first_step and (found := self._model.attribute_set()):
+        if self._home and self._is_first_step and (found := self._model.set_after_call()):
             raise ConfigurationError(found)
         self._is_first_step = False
+
+    def model_ran(self) -> None:
+        """The model has run, where the step goes on after it."""
+        if self._home and self._is_first_step:
+            self._model.called()
+
+    @contextmanager
+    def watching_transfer(self) -> Iterator[None]:
+        """Look at what hooks do while a batch is moved to the device.
+
+        Raises:
+            ConfigurationError: they changed the model.
+        """
+        self._model.begin_transfer()
+        yield
+        if found := self._model.set_with_batch():
+            raise ConfigurationError(found)
 
     def set_as(self, number: int) -> AbstractContextManager[None]:
         """Have around this stage's layers what the step has around the model."""

@@ -22,7 +22,7 @@ MAX_TENSORS = 256
 MAX_DIMENSIONS = 8
 MAX_STRUCTURE_BYTES = 2**16
 _MAGIC = 0x2B57A8
-_BEGINNING = struct.Struct("<qqqdqqqq")
+_BEGINNING = struct.Struct("<qqqdqqqqq")
 BEGINNING_BYTES = _BEGINNING.size
 _PER_TENSOR = struct.Struct(f"<{4 + MAX_DIMENSIONS}q")
 _BITS = 3  # of a dimension's number, in an order
@@ -82,6 +82,7 @@ class Header:
         structure: what was around several tensors, as :func:`lightning_asyncpp.pipeline.boundary.take_apart` wrote it;
             or why the stage before failed.
         around: what the user's step has set around the model, of :mod:`lightning_asyncpp.pipeline.ambient`.
+        call: of the arguments that the model was called with, of :mod:`lightning_asyncpp.pipeline.call_digest`.
     """
 
     k: int
@@ -91,6 +92,7 @@ class Header:
     tensors: tuple[TensorInfo, ...] = ()
     structure: bytes = b""
     around: int = 0
+    call: int = 0
 
     TENSOR: ClassVar[int] = 0
     TUPLE: ClassVar[int] = 1
@@ -105,7 +107,7 @@ class Header:
     def pack(self) -> bytes:
         """The header as bytes: ``BEGINNING_BYTES``, and as many as :meth:`rest_of` reads from them."""
         # Bytes rather than torch.tensor(list), which takes ten times as long: this is sent for every micro-batch.
-        numbers = self.fingerprint, len(self.tensors), len(self.structure), self.around
+        numbers = self.fingerprint, len(self.tensors), len(self.structure), self.around, self.call
         return _BEGINNING.pack(_MAGIC, self.kind, self.k, self.weight, *numbers) + _packed(self.tensors, self.structure)
 
     @classmethod
@@ -116,7 +118,7 @@ class Header:
             ProtocolError: it is no header, or longer than one may be.
         """
         numbers = _BEGINNING.unpack_from(beginning)
-        magic, kind, _, _, _, count, size, _ = numbers
+        magic, kind, _, _, _, count, size, *_ = numbers
         known = magic == _MAGIC and cls.TENSOR <= kind <= cls.FAILED
         if not (known and 0 <= count <= MAX_TENSORS and 0 <= size <= MAX_STRUCTURE_BYTES):
             raise ProtocolError(f"not an activation header of this version: {numbers}")
@@ -130,7 +132,7 @@ class Header:
             ProtocolError: it is no header, is of another micro-batch, or announces more than ``max_bytes`` bytes.
         """
         end = BEGINNING_BYTES + cls.rest_of(message)
-        _, kind, k, weight, mark, count, size, around = _BEGINNING.unpack_from(message)
+        _, kind, k, weight, mark, count, size, around, call = _BEGINNING.unpack_from(message)
         if k != expected_k:
             raise different_calls(f"expected micro-batch {expected_k} from the stage before, got {k}")
         tensors = _described(bytes(message[BEGINNING_BYTES : end - size]))
@@ -139,7 +141,7 @@ class Header:
             raise ProtocolError(
                 f"micro-batch {k}: kind {kind}, weight {weight} and {count} tensors contradict each other"
             )
-        header = cls(k, kind, weight, mark, tensors, bytes(message[end - size : end]), around)
+        header = cls(k, kind, weight, mark, tensors, bytes(message[end - size : end]), around, call)
         if header.num_bytes > max_bytes:
             raise ProtocolError(
                 f"micro-batch {k} announces {header.num_bytes} bytes, more than max_message_bytes={max_bytes}"

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.pipeline.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.plain_attributes import PLAIN, PlainAttributes
 from lightning_asyncpp.pipeline.stage import Stage
 
-_PLAIN = (bool, int, float, str, type(None))
 _LOOKED_AT, _SAMPLED = 2, 64  # parameters, and values of each
 
 
@@ -22,6 +22,9 @@ class ModelInStep:
     Args:
         stage: this rank's.
         name: how the user calls the model.
+
+    Attributes:
+        closely: whether the batch is one in which everything is looked at: the first, second, fourth, eighth, ...
     """
 
     def __init__(self, stage: Stage, name: str) -> None:
@@ -32,7 +35,10 @@ class ModelInStep:
         self._middle = range(1, stage.num_stages - 1)
         # What the step does after its call, only the last stage does.
         self._unseen = [module for module in self._others if stage.is_last or module.stage in self._middle]
+        own = {path: module for path, module in stage.model.named_modules() if not isinstance(module, OtherStage)}
+        self._plain = PlainAttributes(own)
         self._batches: Counter[str] = Counter()
+        self.closely = True
 
     def begin(self, purpose: str) -> None:
         """Remember how everything is, before a batch.
@@ -46,8 +52,11 @@ class ModelInStep:
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._batches[purpose] += 1
         # What leaves no other trace than the values costs too much for every batch.
-        self._closely = self._batches[purpose].bit_count() == 1
+        self.closely = self._batches[purpose].bit_count() == 1
         self._weights = self._read_weights()
+        if self.closely:
+            self._plain.find()
+        self._plain.remember()
 
     def changed(self) -> str | None:
         """What was, as far as it can be told at next to no cost."""
@@ -69,7 +78,35 @@ class ModelInStep:
                 " weight versions of its own; swap weights in hooks that run on every stage (on_validation_start and"
                 " on_validation_end), or compute this in a single process (delayed_gradient)"
             )
-        return self.attribute_set(self._middle)
+        # With two stages both run the step up to its call.
+        return self.attribute_set(self._middle) or (self._own_attribute_set() if self._middle else None)
+
+    def called(self) -> None:
+        """The model has run: what is set from now on, is set after the call."""
+        self._plain.remember()
+
+    def set_after_call(self) -> str | None:
+        """What the step has set in the model after its call, which no other stage does."""
+        return self.attribute_set() or self._own_attribute_set()
+
+    def begin_transfer(self) -> None:
+        """Remember how everything is, before a batch is moved to the device."""
+        if self._middle:
+            self._plain.remember()
+
+    def set_with_batch(self) -> str | None:
+        """What was set while a batch was moved to the device, which stages in the middle do not do."""
+        return self._own_attribute_set("in a hook of the batch's transfer") if self._middle else None
+
+    def _own_attribute_set(self, where: str = "in the step") -> str | None:
+        """What was set in the model or in this stage's layers: who walks over modules means those of others, too."""
+        if (changed := self._plain.changed()) is None:
+            return None
+        return (
+            f"{self._name}.{changed} was set {where}, which not all stages run to its end: layers of other stages, and"
+            f" the model that these know, would go on with the old value; set it in a hook that runs on every stage,"
+            " such as on_train_batch_start"
+        )
 
     def attribute_set(self, stages: Container[int] | None = None) -> str | None:
         """What was set in layers of other stages.
@@ -79,7 +116,7 @@ class ModelInStep:
         """
         for module, before in self._attributes:
             for key, value in vars(module).items() if stages is None or module.stage in stages else ():
-                if key != "training" and not _same(value, before.get(key, _PLAIN)):
+                if key != "training" and not _same(value, before.get(key, PLAIN)):
                     return (
                         f"{self._name}.{module.name}.{key} was set in the step: its layer lives on a stage that does"
                         " not run the step to its end; set it in a hook that runs on every stage, such as"
@@ -102,7 +139,7 @@ class ModelInStep:
         """
         held = self._stage.held()
         kept: list[Any] = [id(tensor) for tensor in held]
-        if self._closely:
+        if self.closely:
             kept += [(tensor.data_ptr(), tensor._version) for tensor in held if not tensor.is_inference()]
             samples = [tensor.detach().reshape(-1)[:_SAMPLED] for tensor in held[:_LOOKED_AT]]
             kept += [sample.view(torch.uint8).tolist() for sample in samples]
@@ -114,4 +151,4 @@ def _modes(modules: list[nn.Module]) -> list[bool]:
 
 
 def _same(value: Any, before: Any) -> bool:
-    return value is before or (type(value) is type(before) and type(value) in _PLAIN and value == before)
+    return value is before or (type(value) is type(before) and type(value) in PLAIN and value == before)

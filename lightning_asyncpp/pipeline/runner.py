@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.pipeline.around_call import AroundCall
 from lightning_asyncpp.pipeline.boundary import put_together, take_apart
+from lightning_asyncpp.pipeline.call_digest import NOT_LOOKED_AT, digest
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
 from lightning_asyncpp.pipeline.gradients_in_step import GradientsInStep, refuse_input_gradients
 from lightning_asyncpp.pipeline.header import Header, describe
@@ -230,7 +231,8 @@ class StageRunner:
         around = self.around.judge(trains)
         if trains:
             refuse_input_gradients((args, kwargs), self.hooks.model_name)
-        header = Header(task.k, weight=weight, fingerprint=task.mark, around=around)
+        call = digest(args, kwargs) if trains and self.around.looks_closely else NOT_LOOKED_AT
+        header = Header(task.k, weight=weight, fingerprint=task.mark, around=around, call=call)
         with collecting() as said, self.kept.watching() if trains else _NOTHING:
             output = self._compute(task, args, kwargs, around)
         return self._departure(task, output, header, (), said)
@@ -261,7 +263,7 @@ class StageRunner:
         layer = self.stage.units[-1].name
         tensors, structure = take_apart(output, layer)
         kind, infos = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE, describe(tensors, layer)
-        outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure, header.around)
+        outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure, header.around, header.call)
         outputs = tuple(t for t in tensors if t.requires_grad)
         return _Departure(Flight(task.k, task.version, header.weight, inputs, outputs, said=said), outgoing, tensors)
 
@@ -280,6 +282,7 @@ class StageRunner:
 
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
             if arrival is not None:
+                self.around.check_call(arrival.header.call, args, kwargs)
                 args, kwargs = (received,), {}
                 self.around.check_model()
             states = generator_states(self.device)  # what the step draws after the model does not depend on it
@@ -291,6 +294,7 @@ class StageRunner:
             set_generator_states(states, self.device)
             if arrival is not None:
                 gradients.watch(output)
+                self.around.model_ran()
             return output
 
         self._seed(task.purpose, self.mesh.replica, task.k)

@@ -285,9 +285,13 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         """Move a batch; the module's own hooks see no placeholder."""
         if has_placeholder(batch):
             return batch
-        moved = super().batch_to_device(batch, device, dataloader_idx)
-        if self._only_moves_batches and self.session.engine is not None:
-            self.session.engine.host_batch.moved(batch, moved)
+        engine = self.session.engine
+        if engine is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with engine.runner.around.watching_transfer():
+            moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._only_moves_batches:
+            engine.host_batch.moved(batch, moved)
         return moved
 
     @property

@@ -65,7 +65,7 @@ def test_the_largest_header() -> None:
 
 
 def test_a_common_header_is_small() -> None:
-    assert len(VALID.pack()) == 160
+    assert len(VALID.pack()) == 168
 
 
 @pytest.mark.parametrize("kind", [Header.EMPTY, Header.FAILED])
@@ -74,7 +74,9 @@ def test_headers_that_announce_nothing(kind: int) -> None:
 
 
 VALID = Header(3, Header.TENSOR, 2.5, 77, (TensorInfo((2, 3), torch.float32, True),))
-FIRST_TENSOR = 8  # magic, kind, k, weight, fingerprint, count, length of the structure, what is around the model
+FIRST_TENSOR = (
+    9  # magic, kind, k, weight, fingerprint, count, length of the structure, what is around the call, the call
+)
 MALFORMED = {
     "not a header": (0, 12345, "not an activation header"),
     "negative kind": (1, -1, "not an activation header"),
@@ -111,10 +113,10 @@ def test_malformed_headers_are_refused(name: str) -> None:
         Header.read(encoded, 3, 1024)
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=20, max_size=20))
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=21, max_size=21))
 def test_noise_is_refused(numbers: list[int]) -> None:
     with pytest.raises(ProtocolError, match="not an activation header"):
-        Header.read(bytearray(struct.pack("<20q", *numbers)), 0, LARGE)
+        Header.read(bytearray(struct.pack("<21q", *numbers)), 0, LARGE)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -184,6 +185,100 @@ class SetsAnAttributeAfterwards(Net):
         return loss
 
 
+class SetsAttributesOfAllLayers(Around):
+    """As recipes do that raise the rate of dropout, with the steps that were made."""
+
+    def call(self, x: Tensor) -> Tensor:
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.01 * self.global_step
+        return self.model(x)
+
+
+class SetsAnAttributeOfTheModel(Around):
+    def call(self, x: Tensor) -> Tensor:
+        self.model.temperature = 1.0 / (1 + self.global_step)  # type: ignore[assignment]
+        return self.model(x)
+
+
+class ChangesAConfiguration(Around):
+    """One that the model and the module refer to."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.settings = {"temperature": 1.0}
+        self.model.settings = self.settings  # type: ignore[assignment]
+
+    def call(self, x: Tensor) -> Tensor:
+        self.settings["temperature"] = 1.0 / (1 + self.global_step)
+        return self.model(x)
+
+
+class SetsAttributesWithTheBatch(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.training:
+            for module in self.model.modules():
+                module.temperature = 1.0 / (1 + self.global_step)  # type: ignore[assignment]
+        return batch
+
+
+class SetsAttributesAfterwards(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for module in self.model.modules():
+            module.temperature = 0.9 * getattr(module, "temperature", 1.0)  # type: ignore[assignment]
+        return loss
+
+
+class SetsAttributesInAHook(Net):
+    """Right: the hook runs on every stage."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.01 * self.global_step
+
+
+class RunningMean(Net):
+    """Kept after the call of the model, and used before the next one."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.register_buffer("mean", torch.ones(()))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = F.mse_loss(self.model(batch["x"] * self.mean), batch["y"])
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss
+
+
+class Counter(RunningMean):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.calls = 0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = F.mse_loss(self.model(batch["x"] * (1 + self.calls)), batch["y"])
+        self.calls += 1
+        return loss
+
+
+class CountsBefore(Counter):
+    """Right: both stages count."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.calls += 1
+        return F.mse_loss(self.model(batch["x"] * (1 + self.calls)), batch["y"])
+
+
+class PythonsRandom(Net):
+    """Draws before the model and after it."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = F.mse_loss(self.model(batch["x"] * random.random()), batch["y"])
+        return loss * (1 + random.random())
+
+
 class RequiresInputGradient(Around):
     def call(self, x: Tensor) -> Tensor:
         return self.model(x.requires_grad_(True))
@@ -242,6 +337,18 @@ REFUSED: list[tuple[type[Net], str, int]] = [
     (TakesGradientsOfWeights, "torch.autograd.grad(..., parameters) in the step", 2),
     (TakesGradientOfTheBatch, "with respect to something that the loss does not depend on", 2),
 ]
+
+REFUSED_LATER: list[tuple[type[Net], str, int]] = [
+    (SetsAttributesOfAllLayers, "was set in the step, which not all stages run to its end", 3),
+    (SetsAnAttributeOfTheModel, "self.model.temperature was set in the step, which not all stages run to its end", 3),
+    (ChangesAConfiguration, "self.model.settings['temperature'] was set in the step", 3),
+    (SetsAttributesWithTheBatch, "was set in a hook of the batch's transfer, which not all stages", 3),
+    (SetsAttributesAfterwards, "temperature was set in the step", 2),
+    (RunningMean, "the step calls self.model(...) with other arguments on the last stage than on the first", 2),
+    (Counter, "the step calls self.model(...) with other arguments on the last stage", 3),
+    (PythonsRandom, "the step calls self.model(...) with other arguments on the last stage", 2),
+]
+"""In the second micro-batch, or in the second batch: as soon as it makes a difference."""
 
 
 class Wide(nn.Module):

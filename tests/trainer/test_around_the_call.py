@@ -73,6 +73,24 @@ def test_refused(pools: Pools, module: Any, says: str, stages: int) -> None:
         assert says in outcome.message
 
 
+@pytest.mark.parametrize(
+    ("module", "says", "stages"), around.REFUSED_LATER, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_refused_when_it_makes_a_difference(pools: Pools, module: Any, says: str, stages: int) -> None:
+    run = Run(module, dropout=0.1, options={"micro_batches": 4})
+    outcomes = pools.outcomes(stages, fit, run)
+    assert all(outcome.error for outcome in outcomes), "every rank ends"
+    assert any(outcome.error == "ConfigurationError" and says in outcome.message for outcome in outcomes), outcomes
+
+
+@pytest.mark.parametrize("module", [around.SetsAttributesInAHook, around.CountsBefore])
+def test_what_every_stage_does_is_right(pools: Pools, module: Any) -> None:
+    run = Run(module, dropout=0.1, options={"micro_batches": 4})
+    results = pools.run(3, fit, run)
+    (expected,) = pools.run(1, fit, delayed(run, micro_batches=4))
+    assert_equal_weights(expected["weights"], joined_weights(results, 3))
+
+
 def test_a_mode_set_in_a_validation(pools: Pools) -> None:
     run = Run(around.TrainsInTheValidation, val_samples=(8,), trainer={"num_sanity_val_steps": 1})
     outcomes = pools.outcomes(3, fit, run)
