@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline import background
-from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
+from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError, is_noise, peer_lost
 from lightning_asyncpp.pipeline.header import TensorInfo
 from lightning_asyncpp.pipeline.link import Link
 from lightning_asyncpp.pipeline.mesh import started
@@ -170,6 +170,8 @@ class Outbox:
     def _raise_error(self) -> None:
         if isinstance(self._error, (PeerLostError, ProtocolError)):
             raise type(self._error)(*self._error.args)
+        if isinstance(self._error, Exception) and is_noise(self._error):
+            raise peer_lost(self._link.peer, self._error)
         if self._error is not None:
             raise RuntimeError(f"sending to {self._link.peer} failed: {self._error}") from self._error
 
