@@ -73,9 +73,12 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, (ConsequenceError, ProtocolError)):
-            if is_noise(error):
-                raise peer_lost(self.who, error) from None
+        if (
+            isinstance(error, Exception)
+            and is_noise(error)
+            and not isinstance(error, (ConsequenceError, ProtocolError))
+        ):
+            raise peer_lost(self.who, error) from None
 
 
 def peer_lost(who: str, error: Exception) -> PeerLostError:

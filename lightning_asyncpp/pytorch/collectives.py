@@ -107,7 +107,7 @@ class Collectives(PipelineStrategyMixin):
             try:
                 yield
             except RuntimeError as error:
-                if not is_noise(error):
+                if not (isinstance(error, PeerLostError) or is_noise(error)):
                     raise
                 module = self.lightning_module
                 hook = self._epoch_end or (private.current_hook(module) if module is not None else None) or "a hook"

@@ -52,7 +52,7 @@ def test_what_this_rank_says_itself_stays_the_first_cause(name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_ANOTHER)
 def test_a_broken_connection_is_a_lost_peer(name: str) -> None:
-    with pytest.raises(PeerLostError, match="^rank 3 is gone"), lost_peers("rank 3"):
+    with pytest.raises(PeerLostError, match=r"^rank 3 is gone"), lost_peers("rank 3"):
         raise OF_ANOTHER[name]
 
 
