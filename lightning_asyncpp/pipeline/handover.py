@@ -71,14 +71,14 @@ class Way(NamedTuple):
         with self.launching():
             if self.stream is not None and ready is not None:
                 self.stream.wait_event(ready)
-            return [started(dist.isend(tensor, self.peer, group=self.group)) for tensor in tensors]
+            return [started(dist.isend(_bytes(tensor), self.peer, group=self.group)) for tensor in tensors]
 
     def receive(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Launch receives; what is computed from now on waits for them, the host does not."""
         with self.launching():
             # Allocated from this stream's memory, which nothing that is being computed may still read.
             tensors = [info.empty(self.device) for info in infos]
-            stored = [info.stored(tensor) for info, tensor in zip(infos, tensors)]
+            stored = [_bytes(info.stored(tensor)) for info, tensor in zip(infos, tensors)]
             works = [started(dist.irecv(tensor, self.peer, group=self.group)) for tensor in stored]
         for work in works:
             work.wait()
@@ -86,6 +86,11 @@ class Way(NamedTuple):
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         return tensors
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes, which NCCL knows: it has no int16, for one."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class _Put(NamedTuple):

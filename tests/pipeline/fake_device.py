@@ -61,7 +61,7 @@ class FakeEvent:
         return self._device.seconds >= self._passes
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
-        assert self.query() and end_event.query(), "torch raises"
+        assert all((self.query(), end_event.query())), "torch raises"
         milliseconds: float = struct.unpack("f", struct.pack("f", (end_event._passes - self._passes) * 1e3))[0]
         return milliseconds
 
@@ -86,7 +86,7 @@ class LaggingEvent:
         return time.perf_counter() >= self._passes
 
     def elapsed_time(self, end_event: LaggingEvent) -> float:
-        assert self.query() and end_event.query(), "torch raises"
+        assert all((self.query(), end_event.query())), "torch raises"
         return (end_event._passes - self._passes) * 1e3
 
 
