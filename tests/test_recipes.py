@@ -89,6 +89,13 @@ def test_the_synchronous_twin_differs_in_the_strategy_alone(name: str) -> None:
     strategies = [twin["trainer"].pop("strategy") for twin in twins]
     assert twins[0] == twins[1]
     assert [s["class_path"].rpartition(".")[2] for s in strategies] == ["AsyncPipelineStrategy", "SyncPipelineStrategy"]
+    assert strategies[0]["init_args"].get("weight_dtype") == strategies[1].get("init_args", {}).get("weight_dtype")
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_recipes_for_gpus_have_weight_versions_in_bf16(path: Path) -> None:
+    """Autocast would keep converted weights for every micro-batch in flight."""
+    assert loaded(path.stem)["trainer"]["strategy"]["init_args"]["weight_dtype"] == "bf16"
 
 
 def stages_of(recipe: dict[str, Any]) -> list[int]:

@@ -49,6 +49,12 @@ class Execution:
         self.compile_options = dict(compile_blocks) if isinstance(compile_blocks, Mapping) else {}
         self.compiles = isinstance(compile_blocks, Mapping) or compile_blocks
 
+    def get_compiler_config(self) -> Any:
+        """The options of the compiler, as what ``torch.compile`` returns tells them; None where nothing is compiled."""
+        if not self.compiles:
+            return None
+        return getattr(torch.compile(lambda: None, **self.compile_options), "get_compiler_config", lambda: None)()
+
     def run(self, function: Callable[..., Any], *args: Any, random: bool) -> Any:
         """Call ``function``, which has no side effects; ``random``: it draws random numbers."""
         how = self.activation_checkpointing if torch.is_grad_enabled() else "none"

@@ -7,6 +7,7 @@ on GPUs a Triton kernel leaves out the blocks above the diagonal.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from importlib.util import find_spec
 
@@ -18,6 +19,8 @@ STRIP_ROWS = {torch.float32: 192, torch.float64: 192}
 for each other after each."""
 
 STRIP_ROWS_OTHERWISE = 256
+
+_too_small: set[torch.device] = set()
 
 KERNEL_ROWS = 256
 """Smaller matrices have too few blocks for the Triton kernel to leave some out."""
@@ -41,9 +44,12 @@ def symmetric_product(
         if a.size(-2) >= 2 * strip:
             return _by_strips(a, b, out, addend, beta, alpha, strip)
     elif a.size(-2) >= KERNEL_ROWS and has_kernel(a.device, a.dtype):
-        from lightning_asyncpp.optim.symmetric_triton import triton_symmetric_product
+        from lightning_asyncpp.optim.symmetric_triton import OutOfResources, triton_symmetric_product
 
-        return triton_symmetric_product(a, b, out, addend, beta, alpha)
+        try:
+            return triton_symmetric_product(a, b, out, addend, beta, alpha)
+        except OutOfResources as error:  # it was not launched
+            _give_up_kernel(a.device, error)
     return full_product(a, b, out, addend, beta, alpha)
 
 
@@ -59,13 +65,30 @@ def full_product(
     return torch.baddbmm(addend, a, b, beta=beta, alpha=alpha, out=out)
 
 
-@cache
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernel works there: on NVIDIA GPUs from Ampere on, in 16 bits, where triton is installed."""
+    """Whether the Triton kernel works there: on NVIDIA GPUs from Ampere on, in 16 bits, where triton is installed.
+
+    And where its blocks fit the device's shared memory, which only a launch tells.
+    """
+    return device not in _too_small and _may_have_kernel(device, dtype)
+
+
+@cache
+def _may_have_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     # In float32 its products would be those of TF32.
     if device.type != "cuda" or torch.version.hip or dtype not in (torch.bfloat16, torch.float16):
         return False
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _give_up_kernel(device: torch.device, error: Exception) -> None:
+    """Compute full products on a device from now on, and say so: results differ by rounding, and take longer."""
+    _too_small.add(device)
+    warnings.warn(
+        f"the Triton kernel for symmetric products does not fit {device} ({error}): Newton-Schulz computes full"
+        " products there, which take up to twice as long",
+        stacklevel=2,
+    )
 
 
 def _by_strips(

@@ -11,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import OutOfResources
+
+__all__ = ["OutOfResources", "triton_symmetric_product"]
 
 BLOCK = 128
 """Rows and columns of a block of the result: its accumulator of 64 KiB is spread over the registers of 8 warps."""
@@ -79,6 +82,9 @@ def triton_symmetric_product(
         addend: (matrices, n, n), symmetric; None for none.
         beta: factor on ``addend``.
         alpha: factor on the product, which is accumulated in float32 and must be symmetric.
+
+    Raises:
+        OutOfResources: the GPU has less shared memory than the kernel needs; nothing was launched.
     """
     matrices, size, inner = a.shape
     added = out if addend is None else addend  # a pointer is needed in any case

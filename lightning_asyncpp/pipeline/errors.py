@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 _PLACE = re.compile(r"\[[^\]]*\.cc:\d+\] ")  # in gloo's source
 _NOISE = re.compile(f"{_PLACE.pattern}|caused pair closure|Connection (closed|reset) by peer")
+_OWN_DEVICE = re.compile("ncclUnhandledCudaError|Cuda failure|CUDA error")  # NCCL found it broken, or without memory
 
 
 class ConfigurationError(ValueError):
@@ -53,6 +54,9 @@ class NonFiniteGradientError(RuntimeError):
 class lost_peers:  # noqa: N801 - used as a function; a generator would cost more, around every message
     """Translate the errors of a broken connection into one that says who is gone and where to look.
 
+    Everything else stays what it is: what this rank's device says while a message is packed or waited for (no memory,
+    an error of a kernel that ran before) is a first cause, which must not be blamed on another rank.
+
     Args:
         who: who is gone.
 
@@ -69,8 +73,12 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, (PeerLostError, ProtocolError)):
-            raise peer_lost(self.who, error) from (None if is_noise(error) else error)
+        if (
+            isinstance(error, Exception)
+            and is_noise(error)
+            and not isinstance(error, (ConsequenceError, ProtocolError))
+        ):
+            raise peer_lost(self.who, error) from None
 
 
 def peer_lost(who: str, error: Exception) -> PeerLostError:
@@ -113,8 +121,14 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
 
 
 def is_noise(error: BaseException) -> bool:
-    """Whether it is what a broken connection of a process group sounds like, which says nothing of why it broke."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_NOISE.search(str(error))))
+    """Whether it is what a broken connection of a process group sounds like, which says nothing of why it broke.
+
+    Recognised by where it comes from: torch.distributed's own classes, or the place in gloo's source that gloo puts
+    into what it raises. An error of any other origin, and NCCL's about this rank's own device, is somebody's mistake.
+    """
+    if isinstance(error, dist.DistError):
+        return not _OWN_DEVICE.search(str(error))
+    return isinstance(error, RuntimeError) and bool(_NOISE.search(str(error)))
 
 
 def _essence(error: Exception) -> str:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline import background
-from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
+from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError, is_noise, peer_lost
 from lightning_asyncpp.pipeline.header import TensorInfo
 from lightning_asyncpp.pipeline.link import Link
 from lightning_asyncpp.pipeline.mesh import started
@@ -71,7 +71,7 @@ class Way(NamedTuple):
         with self.launching():
             if self.stream is not None and ready is not None:
                 self.stream.wait_event(ready)
-            return [started(dist.isend(tensor, self.peer, group=self.group)) for tensor in tensors]
+            return [started(dist.isend(_bytes(tensor), self.peer, group=self.group)) for tensor in tensors]
 
     def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Memory to receive into; the host may have to wait for its whole device to get it."""
@@ -81,7 +81,7 @@ class Way(NamedTuple):
     def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
         """Launch receives into tensors; what is computed from now on waits for them, the host does not."""
         with self.launching():
-            stored = [info.stored(tensor) for info, tensor in zip(infos, tensors)]
+            stored = [_bytes(info.stored(tensor)) for info, tensor in zip(infos, tensors)]
             works = [started(dist.irecv(tensor, self.peer, group=self.group)) for tensor in stored]
         for work in works:
             work.wait()
@@ -89,6 +89,11 @@ class Way(NamedTuple):
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         return tensors
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes, which NCCL knows: it has no int16, for one."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class _Put(NamedTuple):
@@ -177,6 +182,8 @@ class Outbox:
             return
         if isinstance(self._error, (PeerLostError, ProtocolError)):
             raise type(self._error)(*self._error.args)
+        if isinstance(self._error, Exception) and is_noise(self._error):
+            raise peer_lost(self._link.peer, self._error)
         if self._error is not None:
             raise RuntimeError(f"sending to {self._link.peer} failed: {self._error}") from self._error
 

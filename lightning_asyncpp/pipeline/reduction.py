@@ -7,7 +7,6 @@ gradients there are, in one piece.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.buckets import Bucket, Gradients
+from lightning_asyncpp.pipeline.clocks import HOST, Clock, Moment
 from lightning_asyncpp.pipeline.errors import ConfigurationError, lost_peers
 from lightning_asyncpp.pipeline.mesh import started
 from lightning_asyncpp.pipeline.reading import Reading
@@ -25,14 +25,15 @@ from lightning_asyncpp.pipeline.reading import Reading
 class _Sent:
     """A bucket on its way."""
 
-    def __init__(self, bucket: Bucket, flat: Tensor, group: dist.ProcessGroup) -> None:
-        self.bucket, self.flat = bucket, flat
-        self.ended = 0.0
+    def __init__(self, bucket: Bucket, flat: Tensor, group: dist.ProcessGroup, clock: Clock) -> None:
+        self.bucket, self.flat, self._clock = bucket, flat, clock
+        self.ended: Moment | None = None
         self.work = started(dist.all_reduce(flat, group=group, async_op=True))
         self.work.get_future().add_done_callback(self._end)
 
     def _end(self, _: object) -> None:
-        self.ended = time.perf_counter()
+        # With NCCL this is called at once, on a stream that waits for the sum.
+        self.ended = self._clock.now()
 
 
 class Reduction:
@@ -43,13 +44,14 @@ class Reduction:
         group: the ranks of this stage in all replicas.
         late: names whose gradients no backward completes by itself.
         apart: names that are left out of ``squares``.
+        clock: by which it is measured.
 
     Attributes:
         gradients: name -> sum over the replicas, of the buckets that were taken up; None where no replica had one, once
             all were.
         squares: the sum of squares of each gradient that there is, in fp64, once all buckets were taken up.
-        started: when the first bucket was sent, in seconds of ``time.perf_counter``; 0.0 before.
-        ended: when the last one arrived.
+        started: when the first bucket was sent, a moment of the clock; None before.
+        ends: when each arrived that was taken up.
         num_bytes: size of what was sent, in bytes.
     """
 
@@ -59,12 +61,14 @@ class Reduction:
         group: dist.ProcessGroup,
         late: Collection[str] = (),
         apart: Collection[str] = (),
+        clock: Clock = HOST,
     ) -> None:
         self.gradients: Gradients = {}
         self.squares: list[float] = []
-        self.started = self.ended = 0.0
+        self.started: Moment | None = None
+        self.ends: list[Moment] = []
         self.num_bytes = 0
-        self._buckets, self._group, self._apart = buckets, group, apart
+        self._buckets, self._group, self._apart, self._clock = buckets, group, apart, clock
         self._sent: list[_Sent] = []
         self._taken = 0
         self._looked_at: list[tuple[list[str], Tensor, Tensor]] = []  # names; their norms; whether they are there
@@ -133,16 +137,16 @@ class Reduction:
         bucket = self._buckets[len(self._sent)]
         with torch.no_grad():
             flat = bucket.pack(gradients)
-        self.started = self.started or time.perf_counter()
+        self.started = self.started or self._clock.now()
         self.num_bytes += flat.nbytes
         with lost_peers():
-            self._sent.append(_Sent(bucket, flat, self._group))
+            self._sent.append(_Sent(bucket, flat, self._group, self._clock))
 
     def _take_up(self) -> None:
         sent = self._sent[self._taken]
         with lost_peers():
             sent.work.wait()
-        self.ended = max(self.ended, sent.ended or time.perf_counter())
+        self.ends.append(sent.ended or self._clock.now())
         gradients, flags = sent.bucket.views(sent.flat)
         self.gradients.update(gradients)
         self._looked_at.append((list(gradients), foreach.norms(list(gradients.values()), torch.float64), flags))

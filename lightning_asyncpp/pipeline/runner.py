@@ -14,6 +14,7 @@ from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.pipeline.around_call import AroundCall
 from lightning_asyncpp.pipeline.boundary import put_together, take_apart
 from lightning_asyncpp.pipeline.call_digest import NOT_LOOKED_AT, digest
+from lightning_asyncpp.pipeline.clocks import Clock, clock_of
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
 from lightning_asyncpp.pipeline.gradients_in_step import GradientsInStep, refuse_input_gradients
 from lightning_asyncpp.pipeline.header import Header, describe
@@ -104,6 +105,7 @@ class StageRunner:
         seed: the run's seed.
         device: where tensors live.
         trace: records what is done when; None records nothing.
+        clock: by which a trace is to measure what is computed here.
     """
 
     stage: Stage
@@ -116,11 +118,13 @@ class StageRunner:
     call: ModelCall = field(init=False)
     around: AroundCall = field(init=False)
     kept: KeptTensors = field(init=False)
+    clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
         self.call = ModelCall(self.stage.model, self.hooks.model_name)
         self.around = AroundCall(self.stage, self.device, self.hooks)
         self.kept = KeptTensors(self.stage.root)
+        self.clock = clock_of(self.device)
 
     def begin(self, purpose: str = "train") -> None:
         """Get ready for the micro-batches of a batch; once for each.

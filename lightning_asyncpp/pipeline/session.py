@@ -17,6 +17,7 @@ from lightning_asyncpp.pipeline.agreement import agree_on_problems, exchange
 from lightning_asyncpp.pipeline.averages import Averages
 from lightning_asyncpp.pipeline.change_guard import ChangeGuard
 from lightning_asyncpp.pipeline.clipping_guard import ClippingGuard
+from lightning_asyncpp.pipeline.cuda_graphs import cuda_graph_problems
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import (
     ConfigurationError,
@@ -179,8 +180,10 @@ class PipelineSession(FailingSession):
             ConfigurationError: it cannot step a stage by itself, one gradient per step is not enough for it, or it
                 treats the copies of a shared parameter differently.
         """
-        stage = self.running().stage
+        engine, stage = self.running(), self.running().stage
         problems = [*stage_problems(optimizer, with_closure), *sparse_problems(stage.model)]
+        if not engine.mesh.is_last:  # the last stage runs each backward at once
+            problems += cuda_graph_problems(stage.model, engine.runner.device)
         agree_on_problems(self._connected(), problems)
         fresh = stage.num_stages - 1 if self.settings.fresh_last_stage else None
         problems = tied_group_problems(self._connected(), self.whole_model.ties, stage.parameters, optimizer, fresh)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
+from lightning_asyncpp.pipeline.clocks import HOST, Clock, Moment, has_passed
 from lightning_asyncpp.pipeline.schedule import Kind
 
 
@@ -36,7 +39,7 @@ class Span:
     Attributes:
         kind: forward, backward or update, a wait, or what else took time.
         index: the micro-batch counted over the run; of updates, agreements, reductions, drains and data the mini-batch.
-        start: when it began, in seconds of ``time.perf_counter`` (of this process).
+        start: when it began, in seconds of ``time.perf_counter`` (of this process), on a GPU when the GPU did.
         end: when it ended.
         version: the weights W_v that a forward or backward ran on, that an update made; -1 elsewhere.
         num_bytes: size of what was sent, received or reduced, in bytes.
@@ -50,25 +53,64 @@ class Span:
     num_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A span whose moments may be still to come, on a device; as :class:`Span` otherwise."""
+
+    kind: Kind | Wait | Beside
+    index: int
+    start: Moment
+    end: Moment
+    version: int = -1
+    num_bytes: int = 0
+
+
 @dataclass
 class Trace:
     """Spans of one stage in the order in which they ended.
 
     Attributes:
         stage: the stage.
-        spans: what it did; without ``keep`` only what a follower has yet to read.
+        spans: what it did and has ended; without ``keep`` only what a follower has yet to read.
         keep: whether spans stay when all followers have read them.
+        clock: by which the spans are measured.
     """
 
     stage: int
     spans: list[Span] = field(default_factory=list)
     keep: bool = True
+    clock: Clock = HOST
+    _running: deque[Recorded] = field(default_factory=deque)  # on the device; the host has launched it
     _let_go: int = 0
     _followers: list[Follower] = field(default_factory=list)
 
-    def span(self, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0) -> RunningSpan:
+    def span(
+        self, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0
+    ) -> AbstractContextManager[None]:
         """Record what runs meanwhile, to be used in a ``with`` statement."""
-        return RunningSpan(self.spans, (kind, index, version, num_bytes))
+        what = (kind, index, version, num_bytes)
+        return RunningSpan(self.spans, what) if self.clock is HOST else LaunchedSpan(self, what)
+
+    def record(self, span: Recorded) -> None:
+        """Record something that was measured by moments of the trace's clock."""
+        self._running.append(span)
+        if self.clock is HOST:
+            self.settle()
+
+    @property
+    def recorded(self) -> int:
+        """How many spans were recorded, whether they have ended or not."""
+        return self._let_go + len(self.spans) + len(self._running)
+
+    def settle(self) -> None:
+        """Take up what has ended; waits for nothing."""
+        self.spans += take_ended(self._running, self.clock)
+
+    def settle_all(self, seconds: float) -> None:
+        """Take up all that ends within some time, at the end of a recording."""
+        if self._running:
+            has_passed(self.clock, self._running[-1].end, seconds)
+        self.settle()
 
     def follow(self) -> Follower:
         """A new reader of the spans from here on."""
@@ -85,7 +127,7 @@ class Trace:
         """Let go of what every follower has read: a training of weeks must not fill the memory."""
         if self.keep or not self._followers:
             return
-        read = min(follower.position for follower in self._followers) - self._let_go
+        read = min(len(self.spans), min(follower.position for follower in self._followers) - self._let_go)
         del self.spans[:read]
         self._let_go += read
 
@@ -114,6 +156,28 @@ class RunningSpan:
         self._spans.append(Span(kind, index, self._start, end, version, num_bytes))
 
 
+class LaunchedSpan:
+    """Something that a stage's host launches: recorded when it is launched, also if that fails; read when it has ended.
+
+    Args:
+        trace: where it is recorded.
+        what: kind, index, version and number of bytes.
+    """
+
+    __slots__ = ("_start", "_trace", "_what")
+
+    def __init__(self, trace: Trace, what: tuple[Kind | Wait | Beside, int, int, int]) -> None:
+        self._trace, self._what = trace, what
+
+    def __enter__(self) -> None:
+        self._start = self._trace.clock.now()
+
+    def __exit__(self, error: object, *_: object) -> None:
+        kind, index, version, num_bytes = self._what
+        with suppress(RuntimeError) if error else nullcontext():  # of a broken device the first error says more
+            self._trace.record(Recorded(kind, index, self._start, self._trace.clock.now(), version, num_bytes))
+
+
 class Follower:
     """Reads the spans of a trace while they come.
 
@@ -127,15 +191,38 @@ class Follower:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self.position = trace._let_go + len(trace.spans)
+        self.position = trace.recorded
         self.on_close: Callable[[], object] = lambda: None
 
-    def take(self) -> list[Span]:
-        """What ended since the last call, or since it follows."""
-        new = self._trace.spans[self.position - self._trace._let_go :]
+    @property
+    def recorded(self) -> int:
+        """The position behind everything that was recorded until now."""
+        return self._trace.recorded
+
+    def take(self, until: int | None = None) -> list[Span]:
+        """What ended since the last call, or since it follows; waits for nothing.
+
+        Args:
+            until: up to this position; default: all.
+        """
+        trace = self._trace
+        trace.settle()
+        last = None if until is None else max(0, until - trace._let_go)
+        new = trace.spans[self.position - trace._let_go : last]
         self.position += len(new)
-        self._trace._trim()
+        trace._trim()
         return new
+
+    def take_all(self, seconds: float) -> list[Span]:
+        """The same at the end of a recording, with all that ends within some seconds."""
+        self._trace.settle_all(seconds)
+        return self.take()
+
+    def skip(self) -> None:
+        """Leave out everything that was recorded until now."""
+        self._trace.settle()
+        self.position = self._trace.recorded
+        self._trace._trim()
 
     def close(self) -> None:
         """Read no more; may be called twice."""
@@ -143,6 +230,18 @@ class Follower:
             self._trace._followers.remove(self)
             self._trace._trim()
             self.on_close()
+
+
+def take_ended(running: deque[Recorded], clock: Clock) -> list[Span]:
+    """Remove what has ended from the beginning of what was recorded, and return it; waits for nothing."""
+    spans = []
+    while running:
+        span = running[0]
+        if (end := clock.when(span.end)) is None or (start := clock.when(span.start)) is None:
+            break
+        running.popleft()
+        spans.append(Span(span.kind, span.index, start, max(start, end), span.version, span.num_bytes))
+    return spans
 
 
 def utilisation(spans: Sequence[Span], start: float, end: float) -> float:

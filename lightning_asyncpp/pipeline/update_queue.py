@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
+from lightning_asyncpp.pipeline.clocks import HOST
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.exchange import control_sum
 from lightning_asyncpp.pipeline.mesh import Mesh
@@ -24,7 +25,7 @@ from lightning_asyncpp.pipeline.schedule import Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.ticket import Ticket
 from lightning_asyncpp.pipeline.ties import TiedGradients, names_on, tags_of, trained_on
-from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
+from lightning_asyncpp.pipeline.trace import Beside, Recorded, Wait
 from lightning_asyncpp.pipeline.update import (
     ControlMessage,
     Payload,
@@ -195,7 +196,9 @@ class UpdateQueue:
         assert self.mesh.groups is not None
         assert self.mesh.groups.data_parallel is not None
         tied = names_on(self.mesh.stage, self._ties)
-        return Reduction(self._buckets, self.mesh.groups.data_parallel, late=self.weights.used_twice, apart=tied)
+        clock = HOST if self.runner.trace is None else self.runner.trace.clock
+        group, late = self.mesh.groups.data_parallel, self.weights.used_twice
+        return Reduction(self._buckets, group, late=late, apart=tied, clock=clock)
 
     def _is_ahead(self, mini_batch: MiniBatch) -> bool:
         """Whether this stage applies the update of a mini-batch ahead of the others."""
@@ -250,9 +253,9 @@ class UpdateQueue:
 
     def _record_reduction(self, mini_batch: MiniBatch) -> None:
         trace, reduction = self.runner.trace, mini_batch.reduction
-        if trace is not None and reduction is not None:
-            index, size = mini_batch.index, reduction.num_bytes
-            trace.spans.append(Span(Beside.REDUCE, index, reduction.started, reduction.ended, num_bytes=size))
+        if trace is not None and reduction is not None and reduction.started is not None:
+            index, size, end = mini_batch.index, reduction.num_bytes, trace.clock.last(reduction.ends)
+            trace.record(Recorded(Beside.REDUCE, index, reduction.started, end, num_bytes=size))
 
     def _apply_now(self, mini_batch: MiniBatch, update: Update, apply: Callable[[Update], None]) -> None:
         assert mini_batch.pending is not None

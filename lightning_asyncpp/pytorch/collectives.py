@@ -21,7 +21,6 @@ from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin
 from lightning_asyncpp.pytorch import private
 
 T = TypeVar("T")
-_TIMED_OUT = "timed out"
 
 
 class Collectives(PipelineStrategyMixin):
@@ -108,7 +107,7 @@ class Collectives(PipelineStrategyMixin):
             try:
                 yield
             except RuntimeError as error:
-                if not (is_noise(error) or _TIMED_OUT in str(error).lower()):
+                if not (isinstance(error, PeerLostError) or is_noise(error)):
                     raise
                 module = self.lightning_module
                 hook = self._epoch_end or (private.current_hook(module) if module is not None else None) or "a hook"

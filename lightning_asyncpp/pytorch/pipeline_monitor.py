@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
+from lightning_asyncpp.pipeline.clocks import HOST, Clock, Moment, has_passed
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.recording.follow import follow
 from lightning_asyncpp.pipeline.trace import Follower
@@ -17,6 +19,27 @@ from lightning_asyncpp.pytorch.tokens_per_second import TokensPerSecond, log_on_
 from lightning_asyncpp.pytorch.window import StageWindow
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
+_END_SECONDS = 1.0
+"""How long the end of a training waits for a device to come to what was launched."""
+
+
+class _Batch(NamedTuple):
+    """A batch whose spans may be still to come, on a device.
+
+    Attributes:
+        mini_batch: that it belongs to.
+        end: one past its last micro-batch.
+        seconds: that it took, by the host's clock; None if the clock stood still.
+        since, until: the same by the clock of the spans.
+        recorded: the position in the trace behind its spans.
+    """
+
+    mini_batch: int
+    end: int
+    seconds: float | None
+    since: Moment
+    until: Moment
+    recorded: int
 
 
 class PipelineMonitor(TokensPerSecond):
@@ -30,6 +53,8 @@ class PipelineMonitor(TokensPerSecond):
       wait for the other ranks (0 to 1).
     - ``gradient_staleness``: updates by which gradients are too old: 1 from the second mini-batch on when asynchronous
       (after a synchronous start), else 0.
+
+    On a GPU the last three are known when it has come to the end of a batch: usually a batch or two later.
 
     Every rank looks at its own stage; nothing is exchanged. Rank 0, the last stage of the first replica, logs what it
     sees. Every rank raises if a micro-batch ran on other weights than the schedule promises.
@@ -66,6 +91,9 @@ class PipelineMonitor(TokensPerSecond):
         self._stage: StageWindow | None = None
         self._mini_batch = 0
         self._window = window
+        self._clock: Clock = HOST
+        self._since: Moment = 0.0
+        self._unread: deque[_Batch] = deque()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a strategy that has no stages."""
@@ -84,6 +112,8 @@ class PipelineMonitor(TokensPerSecond):
         self._counts_tokens = callable(getattr(pl_module, "micro_batch_weight", None))
         self._peak = self.peak_flops or _known_peak(trainer, pl_module)
         self._follower = follow(engine)
+        self._clock = engine.runner.clock
+        self._unread.clear()
         start = engine.settings.synchronous_start
         self._stage = StageWindow(engine.mesh.stage, engine.delay, self._window, start)
 
@@ -91,6 +121,8 @@ class PipelineMonitor(TokensPerSecond):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Note which mini-batch it is, and start the clock if it is stopped."""
+        if self._last_end is None:
+            self._since = self._clock.now()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._mini_batch = trainer.strategy.session.running().mini_batch  # type: ignore[attr-defined]
 
@@ -98,23 +130,38 @@ class PipelineMonitor(TokensPerSecond):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take in what the stage did since the end of the batch before, and log."""
-        assert self._stage is not None
         assert self._follower is not None
         elapsed = self._measure(trainer, pl_module, batch)
         end = trainer.strategy.session.running().next_forward  # type: ignore[attr-defined]
-        self._stage.add(self._mini_batch, end, self._batches[-1][0] if elapsed else None, self._follower.take())
+        seconds, now = self._batches[-1][0] if elapsed else None, self._clock.now()
+        self._unread.append(_Batch(self._mini_batch, end, seconds, self._since, now, self._follower.recorded))
+        self._since = now
+        self._read(self._follower)
         if trainer.is_global_zero and elapsed and (batch_idx + 1) % self.every_n_batches == 0:
             for name, value in self._metrics(trainer, pl_module).items():
                 if value is not None:
                     log_on_rank_zero(pl_module, name, value)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let go of the stage."""
+        """Take in what is left, and let go of the stage."""
+        if self._unread and self._follower is not None:
+            has_passed(self._clock, self._unread[-1].until, _END_SECONDS)
+            self._read(self._follower)
         self._let_go()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Let go of the stage."""
         self._let_go()
+
+    def _read(self, follower: Follower) -> None:
+        """Take in the batches that have ended where they are computed."""
+        assert self._stage is not None
+        while self._unread and (until := self._clock.when(self._unread[0].until)) is not None:
+            batch = self._unread.popleft()
+            seconds, since = batch.seconds, self._clock.when(batch.since)
+            if self._clock is not HOST and since is not None and seconds is not None:
+                seconds = until - since
+            self._stage.add(batch.mini_batch, batch.end, seconds, follower.take(batch.recorded))
 
     def _metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
         assert self._stage is not None

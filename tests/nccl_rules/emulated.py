@@ -6,6 +6,7 @@ What gloo forgives and NCCL does not:
 * a message lies on its stream until the other side issues its counterpart: only then do both end;
 * ``wait()`` does not wait for a send, and the bytes are read when the message runs, not when it was issued;
 * nobody may read what is received before ``wait()``: until then it holds NaN;
+* it knows few dtypes, and int16 is none of them;
 * a wait for the whole device (``torch.cuda.synchronize()``, ``empty_cache()``, the end of a profile) waits for every
   message that was issued. So a receive must not be issued before its send is: its host may be in such a wait.
 
@@ -34,6 +35,10 @@ from lightning_asyncpp.pipeline.runner import StageRunner
 
 HANG_SECONDS = 20.0
 _SLOWEST_SECONDS = 0.002
+_KNOWN_DTYPES = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.bool,
+})  # fmt: skip
 _delays = random.Random()  # not torch's or Python's own generator, which a run looks after
 
 
@@ -94,6 +99,8 @@ class Message:
     """
 
     def __init__(self, device: Device, kind: str, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+        if tensor.dtype not in _KNOWN_DTYPES:
+            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
         self.kind, self.group, self.done = kind, group, threading.Event()
         self._device, self._tensor, self._peer = device, tensor.detach(), peer
         self._issued = time.monotonic()  # the same clock in all processes of a machine
@@ -224,7 +231,9 @@ def emulate(rank: int, share_of_waits: float = 0.03) -> Callable[[], None]:
 
 
 def _poison(tensor: Tensor) -> None:
-    if tensor.is_floating_point():
+    if tensor.dtype == torch.uint8:  # the bytes of anything: NaN in all kinds of floats
+        tensor.fill_(255)
+    elif tensor.is_floating_point():
         tensor.fill_(float("nan"))
     elif tensor.dtype != torch.bool:
         tensor.fill_(99)

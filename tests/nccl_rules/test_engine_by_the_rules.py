@@ -9,6 +9,7 @@ import torch
 
 from tests.nccl_rules.broken import allocate_late, receive_early, send_at_once
 from tests.nccl_rules.emulated import emulate
+from tests.nccl_rules.short_numbers import with_short_numbers
 from tests.pipeline.cases import Case
 from tests.pipeline.compare import assert_same_norms, assert_same_weights
 from tests.pipeline.conftest import Pools
@@ -28,6 +29,7 @@ CASES = {
     "checkpointing": Case(5, checkpointing=True, start=1),
     "fresh": Case(5, fresh=True, max_norm=0.5),
     "synchronous": Case(3, delay=0, max_norm=0.3),
+    "int16": Case(5, model=with_short_numbers),
 }
 
 

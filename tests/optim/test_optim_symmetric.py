@@ -6,10 +6,12 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
+from lightning_asyncpp.optim import symmetric
 from lightning_asyncpp.optim.symmetric import STRIP_ROWS, STRIP_ROWS_OTHERWISE, full_product, symmetric_product
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -114,3 +116,30 @@ def test_the_kernel_interpreted_on_a_cpu_equals_the_full_product() -> None:
 @pytest.mark.slow
 def test_the_kernel_compiles_to_tensor_core_instructions(tmp_path) -> None:
     run(COMPILED, TRITON_CACHE_DIR=str(tmp_path))
+
+
+@needs_triton
+def test_a_device_that_the_kernel_does_not_fit_computes_full_products_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the meta device, which stands for a GPU here."""
+    from triton import OutOfResources
+
+    from lightning_asyncpp.optim import symmetric_triton
+
+    launches = []
+
+    def does_not_fit(*_: object) -> torch.Tensor:
+        launches.append(1)
+        raise OutOfResources(98304, 65536, "shared memory")
+
+    monkeypatch.setattr(symmetric, "_too_small", set())
+    monkeypatch.setattr(symmetric, "_may_have_kernel", lambda *_: True)
+    monkeypatch.setattr(symmetric_triton, "triton_symmetric_product", does_not_fit)
+    x = torch.empty(2, 512, 700, dtype=torch.bfloat16, device="meta")
+    out = torch.empty(2, 512, 512, dtype=torch.bfloat16, device="meta")
+    with pytest.warns(UserWarning, match="does not fit meta .*shared memory.*computes full products there"):
+        assert symmetric_product(x, x.mT, out) is out
+    with warnings.catch_warnings(action="error"):
+        assert symmetric_product(x, x.mT, out) is out
+    assert len(launches) == 1

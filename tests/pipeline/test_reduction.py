@@ -164,7 +164,7 @@ def test_nothing_is_waited_for_until_it_is_needed(works: list[Work]) -> None:
     assert reduction.gradients["w1"] is None
     assert reduction.gradients["w0"] is not None
     assert reduction.gradients["w0"].tolist() == [2.0] * 4
-    assert 0 < reduction.started <= reduction.ended
+    assert 0 < reduction.started <= max(reduction.ends)  # type: ignore[operator]
     assert reduction.num_bytes == 3 * 5 * 4
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_asyncpp.pipeline.clocks import HOST
 from lightning_asyncpp.pipeline.recording.follow import follow
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Beside, Span, Trace, Wait, utilisation
@@ -60,7 +61,7 @@ def test_a_kept_trace_loses_nothing() -> None:
 
 
 def engine(trace: Trace | None = None) -> Any:
-    return SimpleNamespace(runner=SimpleNamespace(trace=trace), mesh=SimpleNamespace(stage=2))
+    return SimpleNamespace(runner=SimpleNamespace(trace=trace, clock=HOST), mesh=SimpleNamespace(stage=2))
 
 
 def test_the_first_reader_starts_the_recording_and_the_last_ends_it() -> None:

@@ -253,7 +253,10 @@ def test_a_session_raises_what_another_rank_did_once() -> None:
     [
         ("[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [::1]:9: Connection reset", True),
         ("Application timeout caused pair closure", True),
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv", True),
         ("mat1 and mat2 shapes cannot be multiplied (4x2 and 3x3)", False),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: the launch timed out and was terminated", False),
     ],
 )
 def test_what_a_broken_connection_sounds_like(text: str, noise: bool) -> None:

@@ -18,6 +18,7 @@ from lightning_asyncpp.pipeline.recording.clock import ClockOffset, clock_offset
 from lightning_asyncpp.pipeline.trace import Trace
 from lightning_asyncpp.tools.bench.sleeping import SleepingLayer, Sleeps
 from tests.pipeline.cases import DIM
+from tests.pipeline.fake_device import lagging_clock
 from tests.trainer.runs import Net, Run, fit
 
 METER = Trace(-1)
@@ -73,6 +74,13 @@ def fit_twice(run: Run) -> list[str]:
     fit(run)
     dist.barrier()
     return sorted(str(path.name) for path in Path(run.callbacks[0][1]["dirpath"]).parent.iterdir())
+
+
+class Lags(L.Callback):
+    """Comes first: what this rank does is measured as on a device that lags behind its host."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        trainer.strategy.session.running().runner.clock = lagging_clock()  # type: ignore[attr-defined]
 
 
 class KilledError(RuntimeError):

@@ -18,7 +18,7 @@ from lightning_asyncpp.tools.trace.run import RecordedRun
 from lightning_asyncpp.tools.trace.summary import summarise
 from lightning_asyncpp.tools.trace.table import table
 from tests.trainer.pool import Pools
-from tests.trainer.recorded import EndsSuddenly, fit_asleep, fit_twice, shifted_clock
+from tests.trainer.recorded import EndsSuddenly, Lags, fit_asleep, fit_twice, shifted_clock
 from tests.trainer.runs import Net, Run, fit
 
 SMALL = Run(Net, samples=48, batch_size=8)
@@ -195,3 +195,24 @@ def test_files_are_json_lines(pools: Pools, tmp_path: Path) -> None:
         assert (head["format"], head["version"], head["micro_batches"], head["delay"]) == ("asyncpp trace", 1, 2, 1)
         assert rows[-1][0] == "end"
         assert {len(row) for row in rows} == {6, 4, 2}
+
+
+def test_what_a_device_does_later_than_its_host_is_recorded_nevertheless(pools: Pools, tmp_path: Path) -> None:
+    """What has not ended when a batch has is read at a later one, or at the end; with a validation between."""
+    monitor = (PipelineMonitor, {"window": 50, "every_n_batches": 1})
+    trainer = {"logger": "list", "val_check_interval": 4}
+    plain = replace(SMALL, val_samples=(8,), trainer=trainer, callbacks=(monitor,))
+    lagging = recorded(plain, tmp_path)
+    results = pools.run(2, fit, replace(lagging, callbacks=((Lags, {}), *lagging.callbacks)))
+    pools.run(2, fit, recorded(plain, tmp_path / "host"))
+    read, host = read_run(tmp_path / "trace"), read_run(tmp_path / "host" / "trace")
+    assert read.notes == []
+    for stage in range(2):
+        for kind in (*Kind, Wait.ACTIVATION, Wait.GRADIENT, Wait.AGREEMENT, Beside.SEND, Beside.DRAIN, Beside.EVALUATE):
+            assert indices(read, kind, stage) == indices(host, kind, stage), kind
+        assert [s.mini_batch for s in read.ranks[stage].starts] == [s.mini_batch for s in host.ranks[stage].starts]
+    assert summarise(read).violated == 0
+    logged = [metrics for _, metrics in results[0]["records"] if "bubble" in metrics]
+    assert logged
+    assert all(0 <= metrics["bubble"] < 1 for metrics in logged)
+    assert {metrics["gradient_staleness"] for metrics in logged} <= {0, 1}

@@ -14,7 +14,7 @@ def follow(engine: Engine) -> Follower:
     runner = engine.runner
     trace = runner.trace
     if trace is None:
-        trace = runner.trace = Trace(engine.mesh.stage, keep=False)
+        trace = runner.trace = Trace(engine.mesh.stage, keep=False, clock=runner.clock)
     follower = trace.follow()
 
     def stop() -> None:

@@ -16,16 +16,19 @@ from pathlib import Path
 import torch
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
+from lightning_asyncpp.pipeline.clocks import Moment
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.recording.clock import clock_offset, host_name
 from lightning_asyncpp.pipeline.recording.file import PATTERN, Meta, SpanFile, file_name
 from lightning_asyncpp.pipeline.recording.follow import follow
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import is_whole
-from lightning_asyncpp.pipeline.trace import Beside, Follower, Span, Wait
+from lightning_asyncpp.pipeline.trace import Beside, Follower, Recorded, Wait, take_ended
 
 WRITE_EVERY = 0.25
 """Seconds between two writes: what a killed run may lose."""
+_END_SECONDS = 1.0
+"""How long a pause or an end of the recording waits for a device to come to what was launched."""
 _KNOWN_BATCHES = 4  # before the first one: their backwards may still come
 
 
@@ -73,16 +76,18 @@ class Recorder:
             raise ConfigurationError.from_problems(problems)
         self._window = window
         self._engine = session.running()
+        self._clock = self._engine.runner.clock
         mesh = self._engine.mesh
         self.folder = Path(exchange(mesh, str(unused(folder)) if mesh.rank == 0 else "")[0])
         self._file = self._open()
         self._follower: Follower | None = None
         self._batches: deque[tuple[int, int]] = deque(maxlen=_KNOWN_BATCHES)
-        self._own: list[Span] = []
-        self._waiting_since: float | None = None
+        self._begun: deque[tuple[int, int, Moment]] = deque()  # whose moment is still to come
+        self._own: deque[Recorded] = deque()
+        self._waiting_since: Moment | None = None
         self._waiting_for: Wait | Beside = Wait.DATA
         self._written = 0.0
-        self._evaluating_since = 0.0
+        self._evaluating_since: Moment = 0.0
         self._closed = False
         # By a weak reference: a recording that nobody holds any more must not keep its engine alive.
         self._at_exit = partial(_close, weakref.ref(self))
@@ -90,7 +95,7 @@ class Recorder:
 
     def begin_batch(self) -> None:
         """The next training batch is there and is run now."""
-        now = time.perf_counter()
+        now = self._clock.now()
         self._end_waiting(now)
         self._waiting_for = Wait.DATA
         mini_batch, first = self._engine.mini_batch, self._engine.next_forward
@@ -100,18 +105,18 @@ class Recorder:
         if self._window.count is not None and mini_batch >= self._window.first + self._window.count:
             self.close()
         elif self._follower is not None:
-            self._file.begin_batch(mini_batch, first, now)
+            self._note_begun(mini_batch, first, now)
         elif mini_batch >= self._window.first:
             self._follower = follow(self._engine)
             *before, _ = self._batches
             for known, its_first in before:
                 self._file.begin_batch(known, its_first, None)
-            self._file.begin_batch(mini_batch, first, now)
+            self._note_begun(mini_batch, first, now)
 
     def end_batch(self) -> None:
         """The training batch is over: what follows is the way to the next one."""
-        self._waiting_since = now = time.perf_counter()
-        if self._follower is not None and now - self._written >= WRITE_EVERY:
+        self._waiting_since = self._clock.now()
+        if self._follower is not None and time.perf_counter() - self._written >= WRITE_EVERY:
             self.write()
 
     def note_checkpoint(self) -> None:
@@ -120,7 +125,7 @@ class Recorder:
 
     def stop_waiting(self) -> None:
         """What follows is no way to the next batch: an epoch ends."""
-        self._end_waiting(time.perf_counter())
+        self._end_waiting(self._clock.now())
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -133,31 +138,36 @@ class Recorder:
 
     def begin_evaluation(self) -> None:
         """An evaluation begins, which is no part of the trace."""
-        self._end_waiting(time.perf_counter())
+        self._end_waiting(self._clock.now())
         if self._follower is not None:
-            self.write()
-        self._evaluating_since = time.perf_counter()
+            self.write(_END_SECONDS)
+        self._evaluating_since = self._clock.now()
 
     def end_evaluation(self) -> None:
         """The evaluation is over."""
-        now = time.perf_counter()
+        now = self._clock.now()
         if self._follower is not None:
-            self._follower.take()
-            self._own.append(Span(Beside.EVALUATE, self._engine.mini_batch, self._evaluating_since, now))
+            self._follower.skip()
+            self._own.append(Recorded(Beside.EVALUATE, self._engine.mini_batch, self._evaluating_since, now))
         self._waiting_since = now
 
-    def write(self) -> None:
-        """Write what was recorded so far."""
+    def write(self, seconds: float = 0.0) -> None:
+        """Write what has ended so far.
+
+        Args:
+            seconds: that a device is given to come to what was launched.
+        """
         if self._follower is not None:
-            self._file.add([*self._own, *self._follower.take()])
-            self._own.clear()
+            spans = self._follower.take_all(seconds) if seconds else self._follower.take()
+            self._write_begun()
+            self._file.add([*take_ended(self._own, self._clock), *spans])
             self._written = time.perf_counter()
 
     def close(self) -> None:
         """Write the rest and end the file; may be called twice."""
         if self._closed:
             return
-        self.write()
+        self.write(_END_SECONDS)
         self._closed = True
         self._file.close(time.perf_counter())
         if self._follower is not None:
@@ -171,10 +181,19 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end_waiting(self, now: float) -> None:
+    def _end_waiting(self, now: Moment) -> None:
         if self._waiting_since is not None and self._follower is not None:
-            self._own.append(Span(self._waiting_for, self._engine.mini_batch, self._waiting_since, now))
+            self._own.append(Recorded(self._waiting_for, self._engine.mini_batch, self._waiting_since, now))
         self._waiting_since = None
+
+    def _note_begun(self, mini_batch: int, first: int, now: Moment) -> None:
+        self._begun.append((mini_batch, first, now))
+        self._write_begun()
+
+    def _write_begun(self) -> None:
+        while self._begun and (time := self._clock.when(self._begun[0][2])) is not None:
+            mini_batch, first, _ = self._begun.popleft()
+            self._file.begin_batch(mini_batch, first, time)
 
     def _open(self) -> SpanFile:
         mesh, settings = self._engine.mesh, self._engine.settings

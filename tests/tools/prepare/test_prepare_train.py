@@ -13,6 +13,7 @@ from tests.tools.prepare.corpus import make_texts, write
 ROOT = Path(__file__).parents[3]
 SMALL = (
     "--trainer.accelerator cpu --trainer.devices 2 --trainer.precision 32-true --trainer.val_check_interval 4 "
+    "--trainer.strategy.init_args.weight_dtype null "
     "--trainer.limit_val_batches 2 --trainer.strategy.init_args.micro_batches 4 "
     "--trainer.strategy.init_args.lookahead 1 --trainer.logger.init_args.version main --model.init_args.warmup_steps 2 "
     "--model.init_args.total_steps 16 --model.init_args.config.num_layers 2 --model.init_args.config.dim 32 "
