@@ -160,15 +160,15 @@ class Outbox:
         try:
             while True:
                 kind, k, size = self._link.read_frame()
-                with self._changed:
-                    put = self._waiting.pop(k, None)
+                put = self._waiting.get(k)
                 if kind != _TAKE or size or put is None:
                     raise ProtocolError(f"{self._link.peer} asked for tensors that were not put out: {kind}, {k}")
                 works = self._way.send(put.tensors, put.ready)
-                with self._changed:
+                self._link.write(_SENT, k, [])
+                with self._changed:  # not before the answer is out: who waits for this may close the connection
+                    del self._waiting[k]
                     self._sends += zip(works, put.tensors)
                     self._changed.notify_all()
-                self._link.write(_SENT, k, [])
         except BaseException as error:  # raised for whoever puts or waits
             with self._changed:
                 self._error = error
