@@ -166,7 +166,8 @@ class Outbox:
                 works = self._way.send(put.tensors, put.ready)
                 self._link.write(_SENT, k, [])
                 with self._changed:  # not before the answer is out: who waits for this may close the connection
-                    del self._waiting[k]
+                    if self._waiting.get(k) is put:  # and not one of an evaluation, which counts for itself
+                        del self._waiting[k]
                     self._sends += zip(works, put.tensors)
                     self._changed.notify_all()
         except BaseException as error:  # raised for whoever puts or waits

@@ -46,7 +46,10 @@ class Wire:
         self.sent += tensors
         return [Done() for _ in tensors]
 
-    def receive(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
+    def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
+        return [torch.empty(info.shape, dtype=info.dtype) for info in infos]
+
+    def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
         assert len(self.sent) == len(infos), "launched before the other side launched its send, or twice"
         received, self.sent = self.sent, []
         return received
