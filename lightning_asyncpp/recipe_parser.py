@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from jsonargparse import Namespace, get_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
-
 _DEBUG = "JSONARGPARSE_DEBUG"  # has jsonargparse raise what it found
 
 
