@@ -47,6 +47,7 @@ from lightning_asyncpp.pytorch.grouping import grouping_problems
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.launching import Launching
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
+from lightning_asyncpp.pytorch.one_stage import leave_alone, warn_of_state_dict
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.refusals import (
@@ -159,6 +160,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
+        leave_alone(module)
         weight_dtype = self.session.settings.weight_dtype
         agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
         self._cut(
@@ -397,6 +399,8 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
                 self._conductor.preemption.requeue()
             with _without_meta_tensors(self.lightning_module):
                 super().teardown()
+            if self.lightning_module is not None:
+                warn_of_state_dict(self.lightning_module)
         finally:
             self.session.guard.release()
 
