@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -29,7 +29,7 @@ from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
-from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers, trains_nothing
+from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
@@ -47,6 +47,7 @@ from lightning_asyncpp.pytorch.grouping import grouping_problems
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.launching import Launching
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
+from lightning_asyncpp.pytorch.one_stage import leave_alone, warn_of_state_dict
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.refusals import (
@@ -159,6 +160,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
+        leave_alone(module)
         weight_dtype = self.session.settings.weight_dtype
         agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
         self._cut(
@@ -205,7 +207,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         """
         error: Exception | None = None
         try:
-            with EmptyOptimizers() if trains_nothing(self._module) else nullcontext():
+            with EmptyOptimizers():  # one without a parameter may be the second of two, which is what is wrong then
                 super().setup_optimizers(trainer)
         except Exception as caught:
             known = (text for sign, text in OPTIMIZER_ERRORS if sign in str(caught))
@@ -401,6 +403,8 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
                 self._conductor.preemption.requeue()
             with _without_meta_tensors(self.lightning_module):
                 super().teardown()
+            if self.lightning_module is not None:
+                warn_of_state_dict(self.lightning_module)
         finally:
             self.session.guard.release()
 
