@@ -63,7 +63,8 @@ class StaleReads:
         engine = self._session.running()
         if engine.settings.delay == 0:
             return
-        names = {id(parameter): name for name, parameter in engine.weights.parameters.items()}
+        trained = set(map(id, engine.weights.parameters.values()))
+        names = {id(p): name for name, p in self._module.named_parameters() if id(p) in trained}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             self._replace(callback, CALLBACK_HOOKS, names)
         self._replace(self._module, MODULE_HOOKS, names)
