@@ -41,7 +41,7 @@ def test_readers_are_named_once(pools: Pools, ranks: int, options: dict[str, Any
     assert "on_before_zero_grad of Vectors" in "\n".join(results[0][1])
     assert all("after_own_update" in text for text in results[0][1])
     if ranks == 2:
-        weights, _ = oracle(run, 2, list(mini_batches_of(run, 2)))
+        weights, _ = oracle(run, 2, list(mini_batches_of(run)))
         assert_equal_weights(joined_weights([result for result, _ in results], 2), weights)
 
 
