@@ -58,6 +58,7 @@ from lightning_asyncpp.pytorch.refusals import (
     trainer_problems,
     without_gradients,
 )
+from lightning_asyncpp.pytorch.stale_reads import StaleReads
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
@@ -148,6 +149,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._placeholder_hooks = PlaceholderHooks([])
         self._batch_ends: BatchEnds | None = None
+        self._stale_reads: StaleReads | None = None
         self._steps_of: dict[int, int] = {}  # mini-batch -> global_step in its batch
         self._hidden_example: HiddenExample | None = None
         self._conductor: Conductor | None = None
@@ -197,6 +199,8 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
             unfit += grouping_problems(self.optimizers, module, self.session.stage)
             agree_on_problems(self._mesh, unfit)
             self._attach_optimizer(trainer)
+            self._stale_reads = StaleReads(module, self.session)
+            self._stale_reads.install(trainer)
         self.setup_precision_plugin()
 
     @override
@@ -281,7 +285,9 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         if has_placeholder(batch):
             return batch
         engine = self.session.engine
-        with nullcontext() if engine is None else engine.runner.around.watching_transfer():
+        if engine is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with engine.runner.around.watching_transfer():
             return super().batch_to_device(batch, device, dataloader_idx)
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -297,7 +303,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         engine = self.session.running()
         if private.begins_accumulation(self._module.trainer):
             engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
-        with self.session.user_step():
+        with self._engine_works(), self.session.user_step():
             output = self.session.run(args[0], self._user_step("training_step", args, kwargs))
         if not self._mesh.is_last:
             return self._loss.clone()
@@ -323,19 +329,24 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         """Run the batch, file its ticket, and apply the update of the batch before."""
         assert self._batch_ends is not None
         self.session.check_optimizer(optimizer)
-        result = closure()
-        if not self.session.running().accumulating:
-            raise ConfigurationError(NOTHING_TO_STEP)
-        self._steps_of[self.session.running().mini_batch] = self._module.trainer.global_step
-        self.session.close(self.step_metrics.payload())
-        self._receive(self.session.apply_due(self._step_optimizer, self._batch_ends.call_late))
+        with self._engine_works():
+            result = closure()
+            if not self.session.running().accumulating:
+                raise ConfigurationError(NOTHING_TO_STEP)
+            self._steps_of[self.session.running().mini_batch] = self._module.trainer.global_step
+            self.session.close(self.step_metrics.payload())
+            self._receive(self.session.apply_due(self._step_optimizer, self._batch_ends.call_late))
         return result
 
     def drain(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory."""
         if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
             self._batch_ends.check_drain()
-            self._receive(self.session.drain(self._step_optimizer, self._batch_ends.call_late))
+            with self._engine_works():
+                self._receive(self.session.drain(self._step_optimizer, self._batch_ends.call_late))
+
+    def _engine_works(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._stale_reads is None else self._stale_reads.paused()
 
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:
@@ -390,6 +401,8 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
             vars(self.precision_plugin).pop(name, None)
         self.step_metrics.disconnect()
         self._placeholder_hooks.release()
+        if self._stale_reads is not None:
+            self._stale_reads.release()
         if self._batch_ends is not None:
             self._batch_ends.release()
         if self._hidden_example is not None:
