@@ -20,6 +20,7 @@ from lightning_asyncpp.pytorch import (
     TokensPerSecond,
 )
 from lightning_asyncpp.pytorch.delayed_gradient import register as register_delayed_gradient
+from lightning_asyncpp.pytorch.module_first import after_own_update
 from lightning_asyncpp.pytorch.strategy import register
 from lightning_asyncpp.tools.check import check_model
 
@@ -39,6 +40,7 @@ __all__ = [
     "SampleText",
     "SyncPipelineStrategy",
     "TokensPerSecond",
+    "after_own_update",
     "apply_layers",
     "check_model",
 ]

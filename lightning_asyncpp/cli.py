@@ -192,9 +192,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check_subcommand(given: Sequence[str]) -> None:
-    """Refuse a name that is none; Lightning's parser would not name the tools."""
+    """Refuse a missing name, and one that is none; Lightning's parser would not name the tools."""
     known = [*AsyncppCLI.subcommands(), *TOOLS]
-    if given and not given[0].startswith("-") and given[0] not in known:
+    if not given:
+        raise ConfigurationError(f"a subcommand is missing; choose one of {', '.join(known)}")
+    if not given[0].startswith("-") and given[0] not in known:
         raise ConfigurationError(f"there is no subcommand {given[0]!r}; choose one of {', '.join(known)}")
 
 
@@ -287,7 +289,7 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         subclass_mode_data=True,
         # Each stage builds its own optimizer, after the cut and with the parameters' names.
         auto_configure_optimizers=False,
-        parser_kwargs={"description": _DESCRIPTION},
+        parser_kwargs={"description": _DESCRIPTION, "prog": "asyncpp"},
         parser_class=RecipeParser,
         **how,
     )

@@ -1,16 +1,27 @@
-"""The parser of recipes: it refuses unknown names with nothing under them, too."""
+"""The parser of recipes: it refuses unknown names with nothing under them, too, and says what is wrong first."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import Namespace, get_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
+_DEBUG = "JSONARGPARSE_DEBUG"  # has jsonargparse raise what it found
+
 
 class RecipeParser(LightningArgumentParser):
     """Refuses ``trainr: {}``, which jsonargparse drops before it looks for unknown names."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with what is wrong; the usage, a screen of options, would hide it."""
+        if not self.exit_on_error or _DEBUG in os.environ:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        program = parser.prog.replace(" [options]", "")
+        self.exit(2, f"asyncpp: error: {message}\n(`{program} --help` lists the options)\n")
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         """Read a recipe."""

@@ -92,6 +92,25 @@ def test_an_unknown_subcommand_is_answered_with_all_there_are(capsys: pytest.Cap
     )
 
 
+def test_a_missing_subcommand_is_answered_with_all_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("asyncpp: error: a subcommand is missing; choose one of fit, ")
+    assert all(f" {tool}" in said for tool in TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(["--config", "nothere.yaml"], "nothere.yaml"), ([*RECIPE, "--trainer.max_step=3"], "--trainer.max_step=3")],
+)
+def test_what_is_wrong_comes_first(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused("fit", *arguments) == 2
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("asyncpp: error: ")
+    assert reason in first
+    assert last == "(`asyncpp fit --help` lists the options)"
+
+
 # A tool, what it cannot do without, and an option of its own that lacks the last letter.
 SHORTENED = [
     ["ablate", str(ROOT / "recipes/ablations/smoke.yaml"), "--worker=1"],

@@ -6,6 +6,8 @@ stage of it would average layers with other layers, without an error where the s
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.untouched import Untouched
 
 _UPDATES = ("update_parameters", "update")
+_SHAPES = re.compile(r"\b(size|shape)", re.IGNORECASE)
 
 
 class OtherStageOfAverage(OtherStage):
@@ -124,6 +127,22 @@ def copy_that_changes(names: list[str]) -> str:
         " layers. Make it torch.optim.swa_utils.AveragedModel(self.model), which is cut like self.model, or use"
         " Lightning's EMAWeightAveraging callback; a copy that stays as it is may be used whole"
     )
+
+
+def averaged_by_hand(error: BaseException, hook: str, averages: Averages | None) -> ConfigurationError | None:
+    """What an error means that tensors of two layers do not fit together, raised in a hook where averages are updated.
+
+    Args:
+        error: that the hook raised.
+        hook: its name.
+        averages: of the model; only a copy that stays whole gives the error another meaning.
+    """
+    if averages is None or not averages.copies or not isinstance(error, RuntimeError) or not _SHAPES.search(str(error)):
+        return None
+    if not any(frame.f_code.co_name == hook for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return None
+    said = f"{hook} failed ({type(error).__name__}: {error})"
+    return ConfigurationError(f"{said}. {copy_that_changes([*averages.copies])}")
 
 
 def _averages(module: nn.Module, model: nn.Module, signature: list[Any]) -> bool:

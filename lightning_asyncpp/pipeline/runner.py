@@ -307,7 +307,7 @@ class StageRunner:
             result = self.call.redirect(lambda: task.step(task.slot, weight), compute)
         if arrival is not None:
             self.around.check_step()
-        outputs = (self._loss_to_differentiate(result),) if task.purpose == "train" else ()
+        outputs = (self._loss_to_differentiate(result, inputs),) if task.purpose == "train" else ()
         return Flight(task.k, task.version, weight, inputs, outputs, result, said)
 
     def _seed(self, *parts: int | str) -> None:
@@ -332,14 +332,19 @@ class StageRunner:
         is_tensor = arrival.header.kind == Header.TENSOR
         return tuple(inputs), tensors[0] if is_tensor else put_together(tensors, arrival.header.structure)
 
-    def _loss_to_differentiate(self, result: Any) -> Tensor:
-        loss = loss_of(result)
-        if not loss.requires_grad:
+    def _loss_to_differentiate(self, result: Any, inputs: tuple[InputGradient, ...]) -> Tensor:
+        loss, model = loss_of(result), self.hooks.model_name
+        if loss.requires_grad:
+            return loss
+        if not inputs and not any(parameter.requires_grad for parameter in self.stage.parameters.values()):
             raise ConfigurationError(
-                f"the loss that training_step returned does not depend on {self.hooks.model_name}'s parameters: it has"
-                " no gradient; compute it from the model's output, without detach() or no_grad()"
+                f"no parameter of {model} requires a gradient on the last stage, and what arrives there needs none:"
+                " call requires_grad_(True) on what is to be trained"
             )
-        return loss
+        raise ConfigurationError(
+            f"the loss that training_step returned does not depend on {model}'s parameters: it has no gradient; compute"
+            " it from the model's output, without detach() or no_grad()"
+        )
 
 
 def _span(
@@ -359,8 +364,12 @@ def loss_of(result: Any) -> Tensor:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
         if isinstance(result, Mapping):
             what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
+        mend = "" if result is not None else (
+            "; to leave a batch out return a loss of 0, such as 0.0 * self.model(...).sum(): weights stay as they are"
+            " but for momentum and decay"
+        )  # fmt: skip
         raise ConfigurationError(
-            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}"
+            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}{mend}"
         )
     return loss.reshape(()) if loss.ndim else loss
 

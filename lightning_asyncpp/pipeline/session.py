@@ -160,7 +160,7 @@ class PipelineSession(FailingSession):
         """What was chosen, in one line."""
         engine = self.running()
         mesh, settings, transport = engine.mesh, engine.settings, engine.runner.transport
-        ahead = f", lookahead {settings.lookahead}" if settings.delay else ""
+        ahead = f", lookahead {min(settings.lookahead, mesh.num_stages - 1)}" if settings.delay else ""
         after = f" after {settings.synchronous_start} synchronous mini-batches" if settings.synchronous_start else ""
         route = "" if transport is None else f"; tensors travel {transport.route}"
         layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"

@@ -88,7 +88,8 @@ class PipelineSettings:
 
     Attributes:
         micro_batches: micro-batches per batch, m; ``None`` takes the number of stages.
-        lookahead: extra micro-batches in flight; ``None`` takes 1 where it is allowed (asynchronous only), else 0.
+        lookahead: extra micro-batches in flight, more than P - 1 taken as P - 1; ``None`` takes 1 where it is allowed
+            (asynchronous only), else 0.
         data_parallel_size: number of replicas of the pipeline, D.
         delay: 1 for PipeDream-2BW, 0 for a flush per mini-batch.
         fresh_last_stage: let the last stage run without delay: its newest weights are ready before its next mini-batch.

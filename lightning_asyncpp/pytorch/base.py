@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -30,7 +30,7 @@ from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.mesh import Placement
 from lightning_asyncpp.pipeline.mini_batch import Update
-from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers, trains_nothing
+from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
@@ -48,6 +48,7 @@ from lightning_asyncpp.pytorch.grouping import grouping_problems
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.launching import Launching
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
+from lightning_asyncpp.pytorch.one_stage import leave_alone, warn_of_state_dict
 from lightning_asyncpp.pytorch.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.refusals import (
@@ -58,6 +59,7 @@ from lightning_asyncpp.pytorch.refusals import (
     trainer_problems,
     without_gradients,
 )
+from lightning_asyncpp.pytorch.stale_reads import StaleReads
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
@@ -152,6 +154,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         self._placeholder_hooks = PlaceholderHooks([])
         self._only_moves_batches = True
         self._batch_ends: BatchEnds | None = None
+        self._stale_reads: StaleReads | None = None
         self._steps_of: dict[int, int] = {}  # mini-batch -> global_step in its batch
         self._hidden_example: HiddenExample | None = None
         self._conductor: Conductor | None = None
@@ -164,6 +167,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
+        leave_alone(module)
         weight_dtype = self.session.settings.weight_dtype
         agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
         self._cut(
@@ -202,6 +206,8 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
             unfit += grouping_problems(self.optimizers, module, self.session.stage)
             agree_on_problems(self._mesh, unfit)
             self._attach_optimizer(trainer)
+            self._stale_reads = StaleReads(module, self.session)
+            self._stale_reads.install(trainer)
         self.setup_precision_plugin()
 
     @override
@@ -212,7 +218,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         """
         error: Exception | None = None
         try:
-            with EmptyOptimizers() if trains_nothing(self._module) else nullcontext():
+            with EmptyOptimizers():  # one without a parameter may be the second of two, which is what is wrong then
                 super().setup_optimizers(trainer)
         except Exception as caught:
             known = (text for sign, text in OPTIMIZER_ERRORS if sign in str(caught))
@@ -312,7 +318,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         engine = self.session.running()
         if private.begins_accumulation(self._module.trainer):
             engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
-        with self.session.user_step():
+        with self._engine_works(), self.session.user_step():
             output = self.session.run(args[0], self._user_step("training_step", args, kwargs))
         if not self._mesh.is_last:
             return self._loss.clone()
@@ -338,19 +344,24 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         """Run the batch, file its ticket, and apply the update of the batch before."""
         assert self._batch_ends is not None
         self.session.check_optimizer(optimizer)
-        result = closure()
-        if not self.session.running().accumulating:
-            raise ConfigurationError(NOTHING_TO_STEP)
-        self._steps_of[self.session.running().mini_batch] = self._module.trainer.global_step
-        self.session.close(self.step_metrics.payload())
-        self._receive(self.session.apply_due(self._step_optimizer, self._batch_ends.call_late))
+        with self._engine_works():
+            result = closure()
+            if not self.session.running().accumulating:
+                raise ConfigurationError(NOTHING_TO_STEP)
+            self._steps_of[self.session.running().mini_batch] = self._module.trainer.global_step
+            self.session.close(self.step_metrics.payload())
+            self._receive(self.session.apply_due(self._step_optimizer, self._batch_ends.call_late))
         return result
 
     def drain(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory."""
         if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
             self._batch_ends.check_drain()
-            self._receive(self.session.drain(self._step_optimizer, self._batch_ends.call_late))
+            with self._engine_works():
+                self._receive(self.session.drain(self._step_optimizer, self._batch_ends.call_late))
+
+    def _engine_works(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._stale_reads is None else self._stale_reads.paused()
 
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:
@@ -405,6 +416,8 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
             vars(self.precision_plugin).pop(name, None)
         self.step_metrics.disconnect()
         self._placeholder_hooks.release()
+        if self._stale_reads is not None:
+            self._stale_reads.release()
         if self._batch_ends is not None:
             self._batch_ends.release()
         if self._hidden_example is not None:
@@ -418,6 +431,8 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
                 self._conductor.preemption.requeue()
             with _without_meta_tensors(self.lightning_module):
                 super().teardown()
+            if self.lightning_module is not None:
+                warn_of_state_dict(self.lightning_module)
         finally:
             self.session.guard.release()
 

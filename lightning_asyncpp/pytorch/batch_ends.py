@@ -27,6 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_asyncpp.pipeline.agreement import exchange
+from lightning_asyncpp.pipeline.averages import averaged_by_hand
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.session import PipelineSession
@@ -141,7 +142,15 @@ class BatchEnds(ModuleFirst):
                 drawing_from(self._seed(end.first)),
                 private.running_hook(self._module, HOOK),
             ):
-                self._call(self._trainer, end.outputs, end.batch, end.batch_idx)
+                self._call_hooks(self._trainer, end)
+
+    def _call_hooks(self, trainer: L.Trainer, end: _BatchEnd) -> None:
+        try:
+            self._call(trainer, end.outputs, end.batch, end.batch_idx)
+        except RuntimeError as error:
+            if (meant := averaged_by_hand(error, HOOK, self._session.averages)) is not None:
+                raise meant from error
+            raise
 
     def _seed(self, k: int) -> int:
         # Not from the process's generators: how much was drawn there by then depends on when the hook is called, and on

@@ -37,6 +37,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tied_state import check_copies
 from lightning_asyncpp.pytorch.kept_apart import Given, hand_back, unite_stages
+from lightning_asyncpp.pytorch.one_stage import leave_alone
 from lightning_asyncpp.pytorch.progress import PROGRESS, Progress
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 
@@ -119,6 +120,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         self.session.running()
+        leave_alone(self._module)
         self.drain()
         return of_stages(self.session, self._module.state_dict())
 

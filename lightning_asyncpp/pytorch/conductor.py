@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_asyncpp.pipeline.agreement import exchange
-from lightning_asyncpp.pipeline.averages import copy_that_changes
+from lightning_asyncpp.pipeline.averages import averaged_by_hand, copy_that_changes
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
@@ -20,6 +20,7 @@ from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.loop_state import ResumedLoops
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
+from lightning_asyncpp.pytorch.module_first import HOOK
 from lightning_asyncpp.pytorch.preemption import Preemption, save_nothing_on_exception, save_on_exception_again
 from lightning_asyncpp.pytorch.progress import Progress
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
@@ -177,7 +178,7 @@ class Conductor(Callback):
         engine = self.session.engine
         agreed = isinstance(exception, SIGTERMException) and self._is_preempted
         if not agreed or engine is None or not engine.idle:
-            self.session.fail(exception)
+            self.session.fail(averaged_by_hand(exception, HOOK, self.session.averages) or exception)
             save_nothing_on_exception(trainer)
             return
         if trainer.validating and not trainer.sanity_checking:

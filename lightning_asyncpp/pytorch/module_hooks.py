@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
@@ -29,6 +30,7 @@ _LOG = inspect.signature(LightningModule.log)
 InEpochEnd = Callable[[str], AbstractContextManager[None]]
 _SYNC = "sync"
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "sum": sum, "min": min, "max": max}
+_MOST_NAMED = 4
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
 
 
@@ -78,6 +80,7 @@ class ModuleHooks:
         self._in_epoch_end = in_epoch_end
         self._module, self._mesh, self._log, self._after_batch = module, mesh, log, after_batch
         self._recorded: list[dict[str, Any]] = []
+        self._has_warned = False
         for name in _WRAPPED_EPOCH_ENDS:
             self._replace(name, functools.partial(self._end_epoch, name, getattr(module, name)))
         for name in _BATCH_ENDS:
@@ -124,10 +127,33 @@ class ModuleHooks:
         agree_on_error(self._mesh, error)
         recorded, self._recorded = self._recorded, []
         by_rank = [json.loads(text) for text in exchange(self._mesh, json.dumps(recorded))]
+        self._warn_of_lost(name, by_rank)
         for fields in by_rank[0]:
             if reduction := fields.pop(_SYNC, None):
                 fields["value"] = _REDUCTIONS[reduction](self._of_replicas(by_rank, fields["name"]))
             self._log(**fields, batch_size=1)
+
+    def _warn_of_lost(self, hook: str, by_rank: list[list[dict[str, Any]]]) -> None:
+        """Say once what other ranks logged under names that rank 0 does not log, such as statistics of their layers."""
+        counted = {fields["name"] for fields in by_rank[0]}
+        lost = {
+            rank: names
+            for rank, logged in enumerate(by_rank)
+            if (names := [fields["name"] for fields in logged if fields["name"] not in counted])
+        }
+        if self._has_warned or not lost:
+            return
+        self._has_warned = True
+        owners = "; ".join(
+            f"{', '.join(names[:_MOST_NAMED])}{' and more' if len(names) > _MOST_NAMED else ''} by rank {rank} (stage"
+            f" {self._mesh.stage_of(rank)})"
+            for rank, names in list(lost.items())[:_MOST_NAMED]
+        )
+        rank_zero_warn(
+            f"{hook}: not logged, because what rank 0 logs there counts for all ranks: {owners}. To log what other"
+            " stages know, call torch.distributed.all_gather_object(parts, own) in this hook on every rank, and log"
+            " what is in parts"
+        )
 
     def _of_replicas(self, by_rank: list[list[dict[str, Any]]], name: str) -> list[float]:
         """What the last stages of all replicas logged under a name."""

@@ -214,8 +214,7 @@ def log_step_metrics(trainer: Trainer, batches_ago: int) -> None:
     if due or trainer.should_stop:
         metrics = dict(required(connector, "metrics", purpose)["log"])
         if metrics:
-            metrics.setdefault("epoch", trainer.current_epoch)
-            connector.log_metrics(metrics, step=step)
+            _log_with_epoch(trainer, metrics, step)
 
 
 def log_at_step(trainer: Trainer, metrics: dict[str, float], batches_ago: int) -> None:
@@ -225,8 +224,18 @@ def log_at_step(trainer: Trainer, metrics: dict[str, float], batches_ago: int) -
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     if metrics and every > 0 and (step + 1) % every == 0:
         rounded = {name: torch.tensor(value, dtype=torch.float32).item() for name, value in metrics.items()}
-        connector = required(trainer, "_logger_connector", purpose)
-        connector.log_metrics({**rounded, "epoch": trainer.current_epoch}, step=step)
+        _log_with_epoch(trainer, rounded, step)
+
+
+def _log_with_epoch(trainer: Trainer, metrics: dict[str, Any], step: int) -> None:
+    """Send values to the loggers, with the epoch; ``trainer.logged_metrics`` has it only if somebody logs it."""
+    connector = required(trainer, "_logger_connector", "log metrics with the step that they belong to")
+    logged = required(connector, "_logged_metrics", "keep what was logged as plain Lightning does")
+    before = {name: logged[name] for name in ("epoch",) if name in logged}
+    connector.log_metrics({**metrics, "epoch": metrics.get("epoch", trainer.current_epoch)}, step=step)
+    if "epoch" not in metrics:
+        logged.pop("epoch", None)
+        logged.update(before)
 
 
 def current_hook(module: LightningModule) -> str | None:

@@ -21,8 +21,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.gradient_hooks import parameter_hook_problems
-from lightning_asyncpp.pipeline.optimizers.nothing_to_train import is_placeholder
+from lightning_asyncpp.pipeline.optimizers.nothing_to_train import is_placeholder, trains_nothing
 from lightning_asyncpp.pipeline.settings import problems_of_precision
 from lightning_asyncpp.pipeline.units import model_problems
 from lightning_asyncpp.pytorch import private
@@ -98,6 +99,7 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
         problems += model_problems(network)
         if is_trained:
             problems += parameter_hook_problems(network)
+            problems += frozen_problems(network)
     else:
         problems.append(
             f"{type(module).__name__} has no self.model: assign the network to it, as an nn.Sequential or a module with"
@@ -108,6 +110,17 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
     if (reduction := getattr(module, "loss_reduction", "mean")) not in ("mean", "sum"):
         problems.append(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
     return problems
+
+
+def frozen_problems(network: nn.Module) -> list[str]:
+    """Whether nothing of a whole model is to be trained; a stage of one that was cut before may train nothing."""
+    is_cut = any(isinstance(part, OtherStage) for part in network.modules())
+    if is_cut or not any(True for _ in network.parameters()) or not trains_nothing(network):
+        return []
+    return [
+        "no parameter of self.model requires a gradient: all of it is frozen and there is nothing to train; call"
+        " requires_grad_(True) on what is to be trained"
+    ]
 
 
 def backward_problems(module: LightningModule) -> list[str]:
@@ -136,19 +149,16 @@ ONE_OPTIMIZER = (
     " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
 )
 
-# What errors of torch and Lightning say, and what is meant.
+NOTHING_OF_THIS_STAGE = (
+    "configure_optimizers gave the optimizer no parameter of this stage: give it all of self.parameters(), and freeze"
+    " those that are not to be trained (requires_grad_(False))"
+)
 NOTHING_TO_STEP = (
     "optimizer.step() came without a gradient: no closure has run since the step before; a pipeline applies every"
     " gradient once, so call optimizer.step(closure=optimizer_closure), or the closure first"
 )
-OPTIMIZER_ERRORS = (
-    ("multiple optimizers", ONE_OPTIMIZER),
-    (
-        "empty parameter list",
-        "configure_optimizers gave the optimizer no parameter of this stage: give it all of self.parameters(), and"
-        " freeze those that are not to be trained (requires_grad_(False))",
-    ),
-)
+# What errors of torch and Lightning say, and what is meant.
+OPTIMIZER_ERRORS = (("multiple optimizers", ONE_OPTIMIZER), ("empty parameter list", NOTHING_OF_THIS_STAGE))
 
 
 def optimizer_problems(optimizers: Sequence[Optimizer], module: LightningModule) -> list[str]:
@@ -158,6 +168,8 @@ def optimizer_problems(optimizers: Sequence[Optimizer], module: LightningModule)
     own = {id(parameter) for parameter in module.parameters()}
     groups = optimizers[0].param_groups if optimizers else []
     held = [parameter for group in groups for parameter in group["params"] if not is_placeholder(parameter)]
+    if groups and not held and not trains_nothing(module):
+        return [NOTHING_OF_THIS_STAGE]
     if not groups or any(id(parameter) not in own for parameter in held):
         return [
             "configure_optimizers returned no optimizer, or one over parameters that are not this stage's: build it in"

@@ -429,6 +429,16 @@ class Routed(nn.Linear):
         return out
 
 
+class KeepsForItsBackward(Net):
+    """The first layer's backward hook reads what its forward hook kept, which is a later micro-batch's by then."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        layer = next(iter(self.model.children()))
+        layer.register_forward_hook(lambda at, _, output: setattr(at, "kept", output.detach()))
+        layer.register_full_backward_hook(lambda at, gradients, _: tuple(g if g is None else g / 2 for g in gradients))
+
+
 class SumsBalances(Net):
     """The first and the last stage hold a router each; the older weight_norm computes an attribute before the call."""
 

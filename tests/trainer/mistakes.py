@@ -28,6 +28,13 @@ class TwoOptimizers(Net):
         return [torch.optim.SGD(self.model.parameters(), 0.1), torch.optim.SGD(self.model.parameters(), 0.1)]
 
 
+class OptimizerForEachStage(Net):
+    def configure_optimizers(self) -> Any:
+        first, *others = self.model.children()
+        rest = [parameter for layer in others for parameter in layer.parameters()]
+        return [torch.optim.SGD(first.parameters(), 0.1), torch.optim.SGD(rest, 0.1)]
+
+
 class NoOptimizer(Net):
     def configure_optimizers(self) -> Any:
         return None
@@ -165,6 +172,12 @@ def gpt_with_another_rate_for_the_head(run: Run) -> GPTModule:
 class ReturnsNone(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
+
+
+class Frozen(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model.requires_grad_(False)
 
 
 class ReturnsNoLoss(Net):

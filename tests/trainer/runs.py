@@ -336,6 +336,7 @@ def report(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         "full_afterwards": arrays(trainer.strategy.full_state_dict()) if watch.full else {},
         "buffers": arrays(dict(module.named_buffers())),
         "callback_metrics": plain_metrics(trainer),
+        "logged": sorted(trainer.logged_metrics),
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "records": records,

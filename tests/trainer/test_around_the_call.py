@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from tests.trainer import around
 from tests.trainer.delays import delayed
+from tests.trainer.idioms.steps import PairsHooks
 from tests.trainer.mistakes import CountsSteps
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
@@ -106,3 +107,10 @@ def test_what_layers_keep_for_the_step_is_warned_of(pools: Pools) -> None:
         named = [" ".join(texts).split(":")[0] for _, texts in heard]  # the first stage's first
         assert ", ".join(named[:-1]) == "features, model.1.balance"
         assert named[-1] == ""
+
+
+@pytest.mark.parametrize("module", [around.KeepsForItsBackward, PairsHooks])
+def test_what_forwards_keep_for_backward_hooks_is_warned_of_but_for_queues(pools: Pools, module: Any) -> None:
+    heard = [texts for _, texts in pools.run(2, fit_and_hear, Run(module), "full backward hook")]
+    assert heard[0] == []  # the last stage, where every forward is followed by its backward
+    assert ["model.0.kept" in text for text in heard[1]] == [True] * (module is around.KeepsForItsBackward)

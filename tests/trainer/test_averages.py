@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,25 @@ class Distills(MixesLayers):
         """Leave it alone."""
 
 
+class ShapesDiffer(Distills):
+    """Layers that torch cannot even mix."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        sizes = (DIM, 3, 5, 7, 9, 11, 1)
+        self.model = torch.nn.Sequential(*[torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+
+class MixesShapes(ShapesDiffer):
+    on_train_batch_end = MixesLayers.on_train_batch_end
+
+
+class Mixes(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        MixesLayers.on_train_batch_end(module)
+
+
 class CallsAverage(HasAverage):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.ema(batch["x"]).mean())
@@ -163,6 +183,11 @@ def fitted(run: Run) -> dict[str, np.ndarray]:
     ("run", "said"),
     [
         (Run(MixesLayers), ["self.teacher", "AveragedModel", "EMAWeightAveraging"]),
+        (Run(MixesShapes), ["on_train_batch_end failed (RuntimeError: ", "self.teacher", "AveragedModel"]),
+        (
+            Run(ShapesDiffer, callbacks=((Mixes, {}),)),
+            ["on_train_batch_end failed (RuntimeError: ", "self.teacher", "AveragedModel"],
+        ),
         (Run(CallsAverage, val_samples=(8,)), ["EMAWeightAveraging"]),
         (
             Run(Net, options={"weight_dtype": "bf16"}, trainer={"precision": "bf16-mixed"}, callbacks=EMA),

@@ -102,6 +102,12 @@ class NoGradient(Branches):
         return super().training_step(batch, batch_idx)["loss"].detach()
 
 
+class Frozen(Branches):
+    def configure_optimizers(self) -> Any:
+        self.requires_grad_(False)
+        return super().configure_optimizers()
+
+
 @pytest.mark.parametrize(
     ("module", "options", "messages"),
     [
@@ -110,6 +116,7 @@ class NoGradient(Branches):
         (Lazy, {}, ["parameters have no shape yet (late.weight, late.bias)"]),
         (ForeignParameters, {}, ["2 tensor(s), the first of shape (3, 2), that are no parameters"]),
         (NoGradient, {"micro_batches": 2}, ["does not depend on the module's parameters"]),
+        (Frozen, {"micro_batches": 2}, ["no parameter of the module requires a gradient"]),
         (Branches, {"delay": "pipedream", "stages": 99}, ["stages=99 is more than the module has parameters (12)"]),
         (Branches, {"delay": "pipedream", "stages": 2, "stage_of": len}, ["stage_of('scale') returned 5", "0 to 1"]),
     ],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -24,7 +27,7 @@ from tests.trainer.reference import (
     oracle,
     plain_module,
 )
-from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit
+from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit, loader, make_trainer, val_loaders
 
 # -- precision ----------------------------------------------------------------------------------------------------
 
@@ -223,6 +226,45 @@ def test_every_replica_has_running_statistics_of_its_own(pools: Pools) -> None:
 
 
 # -- the whole model ----------------------------------------------------------------------------------------------
+
+
+def heard_of_state_dicts(run: Run) -> list[list[str]]:
+    """Warnings of a training, and of each step of what follows it."""
+    module, trainer, heard = run.module(run), make_trainer(run), []
+
+    def save() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.save_checkpoint(Path(folder) / "whole.ckpt")
+
+    def validate() -> None:
+        trainer.validate(module, val_loaders(run), verbose=False)
+
+    def train_again() -> None:
+        make_trainer(run, callbacks=[TakesStateDict()]).fit(module, loader(run))
+
+    for does in (
+        lambda: trainer.fit(module, loader(run)), save, module.state_dict, validate, train_again,
+        module.state_dict, module.state_dict, module.model.state_dict,
+    ):  # fmt: skip
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            does()
+        heard.append([str(w.message) for w in caught if "pipeline stage alone" in str(w.message)])
+    return heard
+
+
+class TakesStateDict(L.Callback):
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.state_dict()
+
+
+def test_a_state_dict_after_the_training_is_said_to_be_of_one_stage(pools: Pools) -> None:
+    run = Run(Net, val_samples=(8,))
+    heard, other = pools.run(2, heard_of_state_dicts, run)
+    assert [len(texts) for texts in heard] == [0, 0, 0, 0, 0, 1, 0, 1]
+    assert "trainer.strategy.full_state_dict()" in heard[5][0]
+    assert not any(other)  # rank 0 says it
+    assert not any(pools.run(1, heard_of_state_dicts, run)[0])
 
 
 def test_plain_module_takes_the_weights_of_all_stages(pools: Pools) -> None:

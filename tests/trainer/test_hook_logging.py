@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torchmetrics import MeanSquaredError
 
 from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, evaluate, fit, loader, make_trainer
+from tests.trainer.runs import Net, Run, evaluate, fit, fit_and_hear, loader, make_trainer
 
 STAGES = 3
 
@@ -135,6 +135,38 @@ def test_a_hook_that_needs_what_steps_collected_is_told_where_there_is_nothing(p
     for outcome in outcomes:
         assert "on_validation_epoch_end failed off the last stage (RuntimeError: " in outcome.message
         assert "Return early where nothing was collected" in outcome.message
+
+
+class LogsItsLayers(Net):
+    """A number of every layer that this rank holds, of which rank 0 knows its own."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.numbers())
+
+    def numbers(self) -> dict[str, float]:
+        return {f"size_{name}": float(weight.numel()) for name, weight in self.named_parameters()}
+
+
+class GathersItsLayers(LogsItsLayers):
+    """What the warning advises."""
+
+    def numbers(self) -> dict[str, float]:
+        parts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, super().numbers())
+        return {name: value for part in parts for name, value in part.items()}
+
+
+def test_what_only_other_stages_log_at_an_epochs_end_is_said_once(pools: Pools) -> None:
+    run = Run(LogsItsLayers, trainer={"max_epochs": 2})
+    (result, heard), (_, other) = pools.run(2, fit_and_hear, run, "not logged")
+    assert len(heard) == 1
+    assert not other
+    assert "size_model.0" in heard[0]
+    assert "by rank 1 (stage 0)" in heard[0]
+    assert not any(name.startswith("size_model.0") for name in result["callback_metrics"])
+    (gathered, nothing), _ = pools.run(2, fit_and_hear, replace(run, module=GathersItsLayers), "not logged")
+    assert not nothing
+    assert any(name.startswith("size_model.0") for name in gathered["callback_metrics"])
 
 
 class SkipsRest(Net):

@@ -59,12 +59,13 @@ MODULES = [
     (m.ParameterOutside, ["parameters outside the layers of self.model: temperature"]),
     (m.UsesParameter, ["used directly in training_step"]),
     (m.CallsTwice, ["after calling twice self.model"]),
-    (m.NeverCalls, ["without calling self.model"]),
+    (m.NeverCalls, ["without calling self.model", "to leave a batch out return a loss of 0"]),
     (m.CallsALayer, ["self.model"]),
     (m.Uncuttable, ["self.model is a Bilinear", "pipeline_layers()"]),
     (m.NoModel, ["NoModel has no self.model"]),
     (m.NoInitialiser, ["meta tensors without an initialiser: 1.weight", "reset_parameters()"]),
-    (m.ReturnsNone, ["training_step must return a loss of one element", "NoneType"]),
+    (m.ReturnsNone, ["training_step must return a loss of one element", "NoneType", "return a loss of 0"]),
+    (m.Frozen, ["no parameter of self.model requires a gradient", "requires_grad_(True)"]),
     (m.ReturnsNoLoss, ["got a dict with the keys ['value']"]),
     (m.ReturnsVector, ["training_step must return a loss of one element", "shape"]),
     (m.Detached, ["has no gradient"]),
@@ -121,6 +122,12 @@ def test_modules(pools: Pools, module: Any, parts: list[str]) -> None:
 def test_modules_whose_mistake_shows_on_one_of_three_stages(pools: Pools, module: Any) -> None:
     outcomes = refusals(pools, Run(module), 3)
     assert {outcome.error for outcome in outcomes} == {"ConfigurationError"}
+
+
+def test_two_optimizers_are_the_only_thing_that_is_wrong_with_one_for_each_stage(pools: Pools) -> None:
+    outcomes = refusals(pools, Run(m.OptimizerForEachStage))
+    assert_refused(outcomes, "more than one optimizer")
+    assert not any("no parameter of this stage" in outcome.message for outcome in outcomes)
 
 
 def test_more_stages_than_layers(pools: Pools) -> None:

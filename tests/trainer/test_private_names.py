@@ -123,12 +123,14 @@ def test_a_missing_name_is_named(trainer: L.Trainer, monkeypatch: pytest.MonkeyP
         use(trainer)
 
 
-@pytest.mark.parametrize("name", ["_batches_that_stepped", "metrics"])
+@pytest.mark.parametrize("name", ["_batches_that_stepped", "metrics", "_logged_metrics"])
 def test_a_missing_name_of_a_running_trainer_is_named(name: str) -> None:
-    loop, connector = SimpleNamespace(_batches_that_stepped=0), SimpleNamespace(metrics={"log": {}})
+    loop = SimpleNamespace(_batches_that_stepped=0)
+    connector = SimpleNamespace(metrics={"log": {"x": 1.0}}, _logged_metrics={}, log_metrics=lambda metrics, step: None)
     running: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=loop), _logger_connector=connector, log_every_n_steps=1, should_stop=False
-    )
+        fit_loop=SimpleNamespace(epoch_loop=loop), _logger_connector=connector, log_every_n_steps=1, should_stop=False,
+        current_epoch=0,
+    )  # fmt: skip
     private.log_step_metrics(running, 0)
     del vars(loop if name in vars(loop) else connector)[name]
     with pytest.raises(PrivateNameError, match=name):
@@ -196,7 +198,7 @@ def test_a_missing_count_of_a_metrics_updates_is_named() -> None:
 def test_every_name_is_tested() -> None:
     source = Path(private.__file__).read_text()
     required = set(re.findall(r', "(\w+)", (?:purpose|")', source))
-    assert required == set(USES) | {"_batches_that_stepped", "metrics", "batches", *AT_AN_EPOCHS_END}
+    assert required == set(USES) | {"_batches_that_stepped", "metrics", "_logged_metrics", "batches", *AT_AN_EPOCHS_END}
     assert "getattr(" not in source, "a name that is looked up quietly"
 
 

@@ -172,6 +172,10 @@ class MicroBatchGradient:
                     self.counted.add(layer, counts)
         loss = loss_of(result)
         if not loss.requires_grad:
+            if not any(parameter.requires_grad for parameter in self.parameters.values()):
+                raise ConfigurationError(
+                    "no parameter of the module requires a gradient: all of it is frozen and there is nothing to train"
+                )
             raise ConfigurationError(
                 "the loss that training_step returned does not depend on the module's parameters: it has no gradient;"
                 " compute it without detach() or no_grad()"

@@ -73,7 +73,8 @@ class CheckReport:
             f"the pipeline trained to something else than a single process: {len(wrong)} weights and buffers differ, by"
             f" up to {max(wrong.values()):.1e} of their largest change ({names}); {since}. Likely causes: a step that"
             " keeps something from one call to the next, sums up what layers keep in attributes, or draws random"
-            " numbers that are not torch's; a function that"
+            " numbers that are not torch's; a backward hook that reads what the layer's forward left in an attribute"
+            " (keep a queue); a function that"
             " pipeline_layers() pairs with a layer, and that draws random numbers before it calls the layer\n\n"
             + "\n".join(self._cuts())
         )

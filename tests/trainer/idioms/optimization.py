@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 
 from tests.pipeline.cases import DIM
 from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
+from tests.trainer.reads import Ema, ReadsAsModule, marked_ema
 from tests.trainer.runs import Net, Run
 
 
@@ -390,6 +391,26 @@ IDIOMS = [
         WORKS,
         "Each stage averages its layers; checkpoints hold all.",
         Averages,
+    ),
+    Idiom(
+        "weights read in a callback's `on_train_batch_end` (a mean, the norm of an update, a swap)",
+        NOTE,
+        "**One update old there**, with a warning: `after_own_update(callback)`, or the module's `on_train_batch_end`.",
+        more={"callbacks": ((Ema, {}),)},
+        label="reads-in-a-callback",
+    ),
+    Idiom(
+        "... of `lightning_asyncpp.after_own_update(callback)`",
+        WORKS,
+        "Called once its batch's update has been applied.",
+        more={"callbacks": ((marked_ema, {}),)},
+        label="reads-in-a-marked-callback",
+    ),
+    Idiom(
+        "weights read after `super().optimizer_step(...)`, in `on_train_batch_start` or `on_before_zero_grad`",
+        NOTE,
+        "**One update old there**, with a warning: read in the module's `on_train_batch_end`.",
+        ReadsAsModule,
     ),
     Idiom(
         "a penalty on `self.parameters()` in the step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -164,6 +165,29 @@ class LogsAll(Net):
         return loss
 
 
+class PairsHooks(Net):
+    """Scales gradients by activations."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        for layer in self.model.children():
+            layer.queue = deque()
+            layer.register_forward_hook(lambda at, _, out: at.queue.append(out.detach()) if at.training else None)
+            layer.register_full_backward_hook(scale_by_activation)
+
+
+def scale_by_activation(layer: Any, gradients: Any, _: Any) -> Any:
+    scale = 1 / (1 + layer.queue.popleft().abs().mean())
+    return tuple(None if gradient is None else gradient * scale for gradient in gradients)
+
+
+class LogsTheLargest(Net):
+    """The largest loss of an evaluation, which depends on how its batches are cut."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("largest", F.mse_loss(self.model(batch["x"]), batch["y"]), reduce_fx="max")
+
+
 class Measures(Net):
     """Metrics of torchmetrics, a collection among them."""
 
@@ -262,7 +286,8 @@ IDIOMS = [
     Idiom(
         "random numbers in the step (mixup)",
         NOTE,
-        "Drawn for each micro-batch, alike on all stages, from the seed of the run.",
+        "Drawn for each micro-batch, alike on all stages, from the seed of the run. From torch's generators: Python's"
+        " and numpy's differ from stage to stage.",
         Mixes,
     ),
     Idiom("a frozen teacher in the step", WORKS, "", Distils),
@@ -274,7 +299,13 @@ IDIOMS = [
         OutsideParameter,
         says="outside the layers",
     ),
-    Idiom("`register_buffer` on the LightningModule", WORKS, "", Buffered),
+    Idiom(
+        "`register_buffer` on the LightningModule",
+        NOTE,
+        "Where steps only read it. What a step writes after `self.model(...)` and the next one reads before it differs"
+        " between stages.",
+        Buffered,
+    ),
     Idiom(
         "`torch.autocast(...)` around `self.model(...)`",
         NOTE,
@@ -289,6 +320,12 @@ IDIOMS = [
         says="train() or eval() on self.model",
     ),
     Idiom("`self.model.eval()` in `on_train_epoch_start`", WORKS, "", TrainsInEvaluationMode),
+    Idiom(
+        "a forward hook and a full backward hook of a layer, with a queue between them",
+        NOTE,
+        "Not with an attribute: other forwards run between a micro-batch's forward and its backward.",
+        PairsHooks,
+    ),
     Idiom("`torch.utils.checkpoint.checkpoint(...)` in a layer", WORKS, "", Recomputes),
     Idiom(
         "a loss over all pairs of the batch (contrastive)",
@@ -297,6 +334,13 @@ IDIOMS = [
         Contrasts,
     ),
     Idiom("`self.log(..., on_step, on_epoch, prog_bar, reduce_fx, sync_dist)`, `self.log_dict`", WORKS, "", LogsAll),
+    Idiom(
+        '`self.log(..., reduce_fx="max")` in `validation_step`',
+        NOTE,
+        "Of micro-batches; `delayed_gradient(micro_batches=...)` evaluates whole batches.",
+        LogsTheLargest,
+        metrics=False,
+    ),
     Idiom("`torchmetrics`, `MetricCollection`", WORKS, "", Measures),
     Idiom(
         "collected outputs in `on_validation_epoch_end`",
