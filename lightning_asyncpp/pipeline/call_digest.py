@@ -54,7 +54,7 @@ def _of_tensor(tensor: Tensor) -> tuple[float, bytes]:
     """The size of what is real in a tensor, and what else there is to say of it."""
     text = f"{tuple(tensor.shape)}{tensor.dtype}".encode()
     flat = tensor.detach().reshape(-1)
-    if not flat.numel() or flat.is_meta:
+    if not flat.numel() or flat.is_meta or type(flat) is not Tensor:  # one without values, or that may have none
         return 0.0, text
     some = flat[:: -(-flat.numel() // _SAMPLED)].cpu()
     if not some.is_floating_point():

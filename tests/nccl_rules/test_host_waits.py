@@ -84,7 +84,7 @@ def test_no_stage_waits_more_than_it_may_elsewhere(pools: Pools, name: str) -> N
 def test_what_a_user_adds_is_found(pools: Pools) -> None:
     last, first = pools.run(2, count, Counted("waits"), timeout=120)
     assert added(last) == {
-        Wait("mini-batch", "tensor(..., device=)", "lightning/pytorch/trainer/call.py:_call_lightning_module_hook"): 1,
+        Wait("mini-batch", "tensor(..., device=)", "pytorch/stale_reads.py:__torch_function__"): 1,
         Wait("micro-batch", "item", "pytorch/base.py:step"): 2 * MICRO_BATCHES,
         Wait("micro-batch", "mask as index", "pytorch/base.py:step"): MICRO_BATCHES,
     }

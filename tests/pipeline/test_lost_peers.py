@@ -77,7 +77,7 @@ def test_an_error_of_the_thread_that_sends_is_told_apart_as_well(errors: dict[st
     """Whose thread hands tensors over tells whoever puts the next ones in."""
     for error in errors.values():
         outbox = object.__new__(Outbox)
-        outbox._error, outbox._link = error, _Link()  # type: ignore[assignment]
+        outbox._error, outbox._link, outbox._closed = error, _Link(), False  # type: ignore[assignment]
         with pytest.raises(RuntimeError) as caught:
             outbox._raise_error()
         assert isinstance(caught.value, PeerLostError) == (errors is OF_ANOTHER), error

@@ -116,7 +116,10 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
         (["schedule", "--systems", "1f1b", "zbw", "async", "--stages", "1"], "zbw: unknown; there are async, "),
         (["schedule", "--systems", "zbw", "--stages", "1"], "at least 2 stages"),
         (["schedule", "--systems", "zbv", "zbv"], "zbv: named more than once"),
-        (["compute", "--also", "clip", "async", "--stages", "1"], "--also clip async: unknown; there are async+clip, "),
+        (
+            ["compute", "--also", "clip", "async", "--stages", "1"],
+            "--also clip async: unknown; there are async+user, async+clip, ",
+        ),
         (["schedule", "--systems", "1f1b", "--also", "async+clip", "--stages", "4", "--micro-batches", "3"], ">= 4"),
         (["schedule", "--systems", "1f1b", "--also", "async+clip"], "--systems lacks: add it"),
         (["schedule", "--also", "async+trace", "--svg", "x.svg"], "every system records"),
