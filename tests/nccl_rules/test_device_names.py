@@ -7,7 +7,7 @@ it, so backwards are not run here; gradients are made up.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, symmetric
-from lightning_asyncpp.pipeline import foreach, handover, reduction, runner
+from lightning_asyncpp.pipeline import foreach, handover, reduction, runner, update
 from lightning_asyncpp.pipeline.buckets import plan_buckets
 from lightning_asyncpp.pipeline.handover import Way
 from lightning_asyncpp.pipeline.header import _DTYPES, TensorInfo
@@ -196,8 +196,24 @@ def test_updates(name: str, dtype: torch.dtype | None) -> None:
     assert {tensor.device for tensor in [*kept, *weights.leaves(2).values()]} == {CUDA}
 
 
+class MadeUp:
+    """Numbers in the place of those that pinned memory would bring to the host."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        assert len({tensor.device for tensor in tensors}) == 1
+        self._numbers = [[1.0] * tensor.numel() for tensor in tensors]
+
+    def is_there(self) -> bool:
+        return True
+
+    def get(self) -> list[list[float]]:
+        return self._numbers
+
+
 def test_gradients_of_replicas_and_the_control_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "dist", Distributed())
+    for module in (reduction, update):
+        monkeypatch.setattr(module, "Reading", MadeUp)
     model = layers()
     parameters = dict(model.named_parameters())
     gradients: dict[str, Tensor | None] = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -210,5 +226,6 @@ def test_gradients_of_replicas_and_the_control_message(monkeypatch: pytest.Monke
     assert len(squares(gradients)) == len(parameters) - 1
     pending = PendingUpdate(Mesh(1, 1, 0), CUDA, gradients, 2.0, StopFlags(), MiniBatch(0, 0).payload)
     pending.launch()
+    assert pending.poll()
     assert pending._message is not None
     assert pending._message.device.type == "cpu"
