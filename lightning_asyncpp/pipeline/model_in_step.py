@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class ModelInStep:
         """
         self._modes, self._unit_modes = _modes(self._modules), _modes(self._units)
         self._attributes = [(module, dict(vars(module))) for module in self._unseen]
+        self._values = _identities(self._unseen)
         self._parameters = list(self._stage.parameters.values()) if purpose == "train" else []
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._batches[purpose] += 1
@@ -71,7 +73,7 @@ class ModelInStep:
                 f"requires_grad_() on parameters of {self._name} in the step: the stages that do not run the step would"
                 " go on as before; freeze and unfreeze before the training, or between two trainings"
             )
-        if self._read_weights() != self._weights or any(True for module in self._others for _ in module.parameters()):
+        if self._read_weights() != self._weights or (self.closely and self._others_have_weights()):
             return (
                 f"other weights in {self._name} while the step calls it (torch.func.functional_call, weights of an"
                 " averaged model swapped in): only the stages that run the step would have them, and training runs on"
@@ -114,6 +116,8 @@ class ModelInStep:
         Args:
             stages: which; None: all that do not run the step to its end.
         """
+        if _identities(self._unseen) == self._values:
+            return None
         for module, before in self._attributes:
             for key, value in vars(module).items() if stages is None or module.stage in stages else ():
                 if key != "training" and not _same(value, before.get(key, PLAIN)):
@@ -132,6 +136,9 @@ class ModelInStep:
             " strategy.training_step or evaluation_step)"
         )
 
+    def _others_have_weights(self) -> bool:
+        return any(True for module in self._others for _ in module.parameters())
+
     def _read_weights(self) -> list[Any]:
         """Which tensors this stage's modules hold; in batches 1, 2, 4, 8, ... also whether something was written there.
 
@@ -144,6 +151,11 @@ class ModelInStep:
             samples = [tensor.detach().reshape(-1)[:_SAMPLED] for tensor in held[:_LOOKED_AT]]
             kept += [sample.view(torch.uint8).tolist() for sample in samples]
         return kept
+
+
+def _identities(modules: Sequence[nn.Module]) -> list[int]:
+    """Which objects their attributes are, without a call for each: there may be many layers on other stages."""
+    return list(map(id, chain.from_iterable(map(dict.values, map(vars, modules)))))
 
 
 def _modes(modules: list[nn.Module]) -> list[bool]:
