@@ -74,8 +74,14 @@ def test_refused(pools: Pools, module: Any, says: str, stages: int) -> None:
         assert says in outcome.message
 
 
+# A run that is refused midway takes its processes with it, which costs seconds.
+USUAL = (around.SetsAttributesOfAllLayers, around.SetsAttributesAfterwards, around.RunningMean)
+
+
 @pytest.mark.parametrize(
-    ("module", "says", "stages"), around.REFUSED_LATER, ids=lambda value: getattr(value, "__name__", "")
+    ("module", "says", "stages"),
+    [pytest.param(*case, marks=[] if case[0] in USUAL else [pytest.mark.slow]) for case in around.REFUSED_LATER],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_refused_when_it_makes_a_difference(pools: Pools, module: Any, says: str, stages: int) -> None:
     run = Run(module, dropout=0.1, options={"micro_batches": 4})
