@@ -7,11 +7,13 @@ import os
 import secrets
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import multiprocessing as mp
 
 _IMPORTED = [
@@ -29,6 +31,26 @@ def worker_context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
+
+
+class Closable(Protocol):
+    """Pools of worker processes."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+P = TypeVar("P", bound=Closable)
+
+
+@contextmanager
+def opened(pools: P) -> Iterator[P]:
+    """Pools for a module's tests, beside which this process computes with one thread, as the workers do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield pools
+    pools.close()
+    torch.set_num_threads(threads)
 
 
 def end_with_parent() -> None:

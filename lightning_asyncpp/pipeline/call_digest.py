@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.tree import children_of
+from lightning_asyncpp.pipeline.tree import leaves_of
 
 _PARTS, _NUMBER = struct.Struct("<fI"), struct.Struct("<q")
 _SAMPLED, _MOST_LEAVES = 64, 64  # elements of each tensor, and tensors or numbers
@@ -29,7 +28,7 @@ NOT_LOOKED_AT = 0
 def digest(args: tuple, kwargs: dict[str, Any]) -> int:
     """The number of a call's arguments, of 64 bits: the size of what is real in them, and a hash of everything else."""
     size, told = 0.0, zlib.crc32(repr(sorted(kwargs)).encode())
-    for place, leaf in zip(range(_MOST_LEAVES), _leaves((args, [kwargs[key] for key in sorted(kwargs)]))):
+    for place, leaf in zip(range(_MOST_LEAVES), leaves_of((args, [kwargs[key] for key in sorted(kwargs)]))):
         real, other = _of_tensor(leaf) if isinstance(leaf, Tensor) else _of_number(leaf)
         size += real * _WEIGHTS[place % len(_WEIGHTS)]
         told = zlib.crc32(other, told)
@@ -40,14 +39,6 @@ def differ(there: int, here: int) -> bool:
     """Whether two digests are those of different arguments."""
     (size, told), (own_size, own_told) = (_PARTS.unpack(_NUMBER.pack(number)) for number in (there, here))
     return told != own_told or not math.isclose(size, own_size, rel_tol=_TOLERANCE, abs_tol=1e-6)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    children = children_of(tree)
-    if not children:
-        yield tree
-    for child in children:
-        yield from _leaves(child)
 
 
 def _of_tensor(tensor: Tensor) -> tuple[float, bytes]:
@@ -67,6 +58,5 @@ def _of_tensor(tensor: Tensor) -> tuple[float, bytes]:
 def _of_number(leaf: Any) -> tuple[float, bytes]:
     if isinstance(leaf, float):
         return (abs(leaf) if math.isfinite(leaf) else 0.0), b"float"
-    return 0.0, repr(leaf).encode() if isinstance(leaf, (bool, int, str, bytes, type(None))) else type(
-        leaf
-    ).__name__.encode()
+    is_plain = isinstance(leaf, (bool, int, str, bytes, type(None)))
+    return 0.0, (repr(leaf) if is_plain else type(leaf).__name__).encode()

@@ -106,7 +106,7 @@ class ModelInStep:
             return None
         return (
             f"{self._name}.{changed} was set {where}, which not all stages run to its end: layers of other stages, and"
-            f" the model that these know, would go on with the old value; set it in a hook that runs on every stage,"
+            " the model that these know, would go on with the old value; set it in a hook that runs on every stage,"
             " such as on_train_batch_start"
         )
 

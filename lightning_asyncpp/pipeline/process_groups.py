@@ -41,16 +41,14 @@ def disjoint_groups(
     Returns:
         The group that this rank is in, if there is one.
     """
-    parts = [list(part) for part in parts if len(part) > 1]
-    if not parts:
+    shared = [list(part) for part in parts if len(part) > 1]
+    if not shared:
         return None
     if splits():
-        group = dist.split_group(
-            split_ranks=[list(part) for part in parts], timeout=timeout, pg_options=options() if options else None
-        )
-        return group if any(dist.get_rank() in part for part in parts) else None  # type: ignore[return-value]
+        group = dist.split_group(split_ranks=shared, timeout=timeout, pg_options=options() if options else None)
+        return group if any(dist.get_rank() in part for part in shared) else None  # type: ignore[return-value]
     mine = None
-    for part in parts:
+    for part in shared:
         group = new_group(timeout, part)
         if dist.get_rank() in part:
             mine = group

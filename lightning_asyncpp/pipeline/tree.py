@@ -9,13 +9,18 @@ from typing import Any
 from torch import Tensor
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples, lists, mappings and dataclasses, in their order."""
-    if isinstance(tree, Tensor):
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """Yield what nested tuples, lists, mappings and dataclasses hold, in their order; an empty one is a leaf itself."""
+    children = [] if isinstance(tree, Tensor) else children_of(tree)
+    if not children:
         yield tree
-    else:
-        for child in children_of(tree):
-            yield from tensors_of(child)
+    for child in children:
+        yield from leaves_of(child)
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the leaves."""
+    return (leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor))
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

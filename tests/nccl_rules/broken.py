@@ -22,19 +22,12 @@ def send_at_once(rank: int) -> Callable[[], None]:
 
     Two neighbours that both wait for their devices, each with a send under way, wait for ever.
     """
-    emulated.HANG_SECONDS = SECONDS
-    check = emulated.emulate(rank, share_of_waits=0.3)
-    Outbox.put = _put_at_once  # type: ignore[method-assign]
-    Inbox.take = _take_unasked  # type: ignore[method-assign]
-    return check
+    return _without_handover(rank, share_of_waits=0.3)
 
 
 def receive_early(rank: int) -> Callable[[], None]:
     """The receive of a gradient is launched with the activation, long before the gradient is made."""
-    emulated.HANG_SECONDS = SECONDS
-    check = emulated.emulate(rank, share_of_waits=0.1)
-    Outbox.put = _put_at_once  # type: ignore[method-assign]
-    Inbox.take = _take_unasked  # type: ignore[method-assign]
+    check = _without_handover(rank, share_of_waits=0.1)
     send_activation, receive_gradients = Transport.send_activation, Transport.receive_gradients
     posted: dict[int, list[Tensor]] = {}
     works: dict[int, list[dist.Work]] = {}
@@ -68,6 +61,14 @@ def allocate_late(rank: int) -> Callable[[], None]:
     allocate, receive = Way.allocate, Way.receive
     Way.allocate = lambda *_: []  # type: ignore[method-assign]
     Way.receive = lambda self, infos, _: receive(self, infos, allocate(self, infos))  # type: ignore[method-assign]
+    return check
+
+
+def _without_handover(rank: int, share_of_waits: float) -> Callable[[], None]:
+    emulated.HANG_SECONDS = SECONDS
+    check = emulated.emulate(rank, share_of_waits)
+    Outbox.put = _put_at_once  # type: ignore[method-assign]
+    Inbox.take = _take_unasked  # type: ignore[method-assign]
     return check
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.nccl_rules.broken import allocate_late, receive_early, send_at_once
 from tests.nccl_rules.emulated import emulate
@@ -16,6 +15,7 @@ from tests.pipeline.conftest import Pools
 from tests.pipeline.pool import Prepare
 from tests.pipeline.runs import run_oracle
 from tests.pipeline.test_random_cases import check
+from tests.workers import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
@@ -35,12 +35,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Pools]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pools = Pools(emulate)
-    yield pools
-    pools.close()
-    torch.set_num_threads(threads)
+    with opened(Pools(emulate)) as pools:
+        yield pools
 
 
 @pytest.mark.parametrize("stages", [3, 5, *(pytest.param(few, marks=pytest.mark.slow) for few in (2, 4))])

@@ -11,6 +11,7 @@ from lightning_asyncpp.pipeline.reading import Reading
 from tests.nccl_rules.counted_runs import MICRO_BATCHES, Counted, Found, count
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, is_on_device
 from tests.trainer.pool import Pools
+from tests.workers import opened
 
 # Waits per mini-batch and stage. Both come when an update is due, for a gradient whose last backward was launched long
 # before: normally the device has got there, and nobody waits.
@@ -52,12 +53,8 @@ MORE_CASES = {
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pools = Pools()
-    yield pools
-    pools.close()
-    torch.set_num_threads(threads)
+    with opened(Pools()) as pools:
+        yield pools
 
 
 def check(pools: Pools, world_size: int, counted: Counted) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.nccl_rules.late import read_late
 from tests.nccl_rules.test_engine_by_the_rules import CASES
@@ -13,18 +12,15 @@ from tests.pipeline.compare import assert_same_norms, assert_same_weights
 from tests.pipeline.conftest import Pools
 from tests.pipeline.runs import run_oracle
 from tests.pipeline.test_random_cases import check
+from tests.workers import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
 
 @pytest.fixture(scope="module")
 def late() -> Iterator[Pools]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pools = Pools(read_late)
-    yield pools
-    pools.close()
-    torch.set_num_threads(threads)
+    with opened(Pools(read_late)) as pools:
+        yield pools
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_asyncpp.pipeline.mesh import Mesh
 from tests.pipeline.cases import Case
 from tests.pipeline.pool import Prepare, WorkerPool
 from tests.pipeline.runs import run_case
+from tests.workers import opened
 
 
 class Pools:
@@ -45,9 +45,5 @@ class Pools:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pools = Pools()
-    yield pools
-    pools.close()
-    torch.set_num_threads(threads)
+    with opened(Pools()) as pools:
+        yield pools

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.trainer.pool import Pools
+from tests.workers import opened
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pools = Pools()
-    yield pools
-    pools.close()
-    torch.set_num_threads(threads)
+    with opened(Pools()) as pools:
+        yield pools
