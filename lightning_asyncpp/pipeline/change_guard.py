@@ -7,7 +7,7 @@ from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.untouched import Untouched
 
-_LOOKS_TOGETHER = 4
+_LOOKS_TOGETHER = 2
 
 
 class ChangeGuard:
@@ -17,7 +17,8 @@ class ChangeGuard:
       backwards may be in flight, whose gradients would be taken at changed weights, on some stages only.
     * While an update is outstanding: it would be applied before the change or after it.
 
-    The first few times all ranks raise together.
+    The first times all ranks raise together: whoever changes weights mostly does so after every batch. It costs each of
+    these mini-batches a wait for the whole pipeline, so they are few.
 
     Args:
         engine: of this stage.

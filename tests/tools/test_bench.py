@@ -17,7 +17,7 @@ from lightning_asyncpp.tools.bench.job import Job, RankRun
 from lightning_asyncpp.tools.bench.launch import Measured, measure
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
-    ASYNC_CLIPPED,
+    ASYNC_MONITORED,
     ASYNC_TRACED,
     EXTRAS,
     FLOOR,
@@ -91,15 +91,15 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
     file = tmp_path / "out.json"
     sizes = ["--micro-batches", "2", "--target-ms", "2", "--rows", "16", "--width", "16"]
     systems = [ASYNC, ONE_F_ONE_B, INTERLEAVED, ZBV, FLOOR]
-    main(["compute", *TINY, *sizes, "--systems", *systems, "--also", ASYNC_CLIPPED, "--json", str(file)])
+    main(["compute", *TINY, *sizes, "--systems", *systems, "--also", ASYNC_MONITORED, "--json", str(file)])
     (results,) = json.loads(file.read_text())
-    check_systems(results, {*systems, ASYNC_CLIPPED})
+    check_systems(results, {*systems, ASYNC_MONITORED})
     assert ZBV in results["failures"] or results["systems"][ZBV]["utilisation"] is None
     assert results["systems"][INTERLEAVED]["utilisation"] is not None
     assert results["ideal_gain"] == 1.5
     assert results["facts"]["blocks"] >= 1
     printed = capsys.readouterr().out
-    assert "clipping costs" in printed
+    assert "PipelineMonitor costs" in printed
     assert "gain / ideal" in printed
 
 
@@ -118,10 +118,10 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
         (["schedule", "--systems", "zbv", "zbv"], "zbv: named more than once"),
         (
             ["compute", "--also", "clip", "async", "--stages", "1"],
-            "--also clip async: unknown; there are async+user, async+clip, ",
+            "--also clip async: unknown; there are async+fresh, async+trace, ",
         ),
-        (["schedule", "--systems", "1f1b", "--also", "async+clip", "--stages", "4", "--micro-batches", "3"], ">= 4"),
-        (["schedule", "--systems", "1f1b", "--also", "async+clip"], "--systems lacks: add it"),
+        (["schedule", "--systems", "1f1b", "--also", "async+monitor", "--stages", "4", "--micro-batches", "3"], ">= 4"),
+        (["schedule", "--systems", "1f1b", "--also", "async+monitor"], "--systems lacks: add it"),
         (["schedule", "--also", "async+trace", "--svg", "x.svg"], "every system records"),
         (["schedule", "--jitter", "-0.1"], "jitter"),
         (["schedule", "--weight-share", "1.5"], "weight"),
@@ -199,10 +199,10 @@ def fake_run(system: str, stage: int, seconds: float, busy: float) -> RankRun:
 
 
 def test_medians_utilisation_and_gain_are_those_of_the_steady_state() -> None:
-    job = Job("sleep", 2, 2, (ASYNC, ASYNC_CLIPPED, ONE_F_ONE_B, FLOOR), repeats=3, mini_batches=3, warm_up=1)
+    job = Job("sleep", 2, 2, (ASYNC, ASYNC_MONITORED, ONE_F_ONE_B, FLOOR), repeats=3, mini_batches=3, warm_up=1)
     runs = {
         ASYNC: [[fake_run(ASYNC, 0, s, 0.5 * s), fake_run(ASYNC, 1, s, 0.9 * s)] for s in (1.0, 1.2, 5.0)],
-        ASYNC_CLIPPED: [[fake_run(ASYNC_CLIPPED, 0, s, s)] for s in (1.01, 1.2, 5.5)],
+        ASYNC_MONITORED: [[fake_run(ASYNC_MONITORED, 0, s, s)] for s in (1.01, 1.2, 5.5)],
         ONE_F_ONE_B: [[fake_run(ONE_F_ONE_B, 0, s, s / 2)] for s in (1.8, 2.4, 5.0)],
         FLOOR: [[fake_run(FLOOR, 0, s, s)] for s in (0.9, 1.2, 4.0)],
     }
@@ -217,7 +217,7 @@ def test_medians_utilisation_and_gain_are_those_of_the_steady_state() -> None:
     assert (line.of_floor.median, line.of_floor.min, line.of_floor.max) == pytest.approx((0.9, 0.8, 1.0))
     costs = costs_of_extras(job, measured)
     assert {system: (c.median, c.min, c.max) for system, c in costs.items()} == {
-        ASYNC_CLIPPED: pytest.approx((0.01, 0.0, 0.1))
+        ASYNC_MONITORED: pytest.approx((0.01, 0.0, 0.1))
     }
     assert costs_of_extras(job, Measured({FLOOR: runs[FLOOR]}, {})) == {}
     assert "1200.0 [1000.0-5000.0]" in table([line])
@@ -228,8 +228,8 @@ def test_medians_utilisation_and_gain_are_those_of_the_steady_state() -> None:
 
 
 def test_what_extras_cost_is_told_with_its_spread() -> None:
-    costs = {ASYNC_CLIPPED: Spread(0.001, -0.002, 0.01), ASYNC_TRACED: Spread(0.0042, 0.0, 0.005)}
+    costs = {ASYNC_MONITORED: Spread(0.001, -0.002, 0.01), ASYNC_TRACED: Spread(0.0042, 0.0, 0.005)}
     assert costs_text(costs) == (
-        "clipping costs +0.1% [-0.2% to +1.0%] of the time\nPipelineTrace costs +0.4% [+0.0% to +0.5%] of the time\n"
+        "PipelineMonitor costs +0.1% [-0.2% to +1.0%] of the time\nPipelineTrace costs +0.4% [+0.0% to +0.5%] of the time\n"
     )
     assert costs_text({}) == ""

@@ -37,7 +37,7 @@ def make_parser(name: str, description: str, systems: Sequence[str], known: Iter
         "--lookahead", type=NonNegativeInt | None, default=None, help="extra micro-batches in flight (default: auto)"
     )
     parser.add_argument("--mini-batches", type=PositiveInt, default=20, help="measured mini-batches per repeat")
-    parser.add_argument("--warm-up", type=PositiveInt, default=3, help="mini-batches before them")
+    parser.add_argument("--warm-up", type=PositiveInt, default=6, help="mini-batches before them")
     parser.add_argument("--repeats", type=PositiveInt, default=3, help="how often every system is measured, in turn")
     parser.add_argument(
         "--timeout",

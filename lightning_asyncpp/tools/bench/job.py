@@ -48,7 +48,7 @@ class Job:
     systems: tuple[str, ...]
     repeats: int = 3
     mini_batches: int = 20
-    warm_up: int = 3
+    warm_up: int = 6
     lookahead: int | None = None
     forward_ms: float = 20.0
     backward_ms: float = 40.0

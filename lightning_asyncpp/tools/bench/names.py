@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-ASYNC, ASYNC_CLIPPED, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+clip", "async+fresh", "async+fabric"
-ASYNC_TRACED, ASYNC_MONITORED, ASYNC_USER = "async+trace", "async+monitor", "async+user"
+ASYNC, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+fresh", "async+fabric"
+ASYNC_TRACED, ASYNC_MONITORED = "async+trace", "async+monitor"
 SYNC = "sync"
 ONE_F_ONE_B, GPIPE = "1f1b", "gpipe"
 INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZBV = "interleaved", "interleaved-zb", "zbv"
@@ -13,8 +13,6 @@ FLOOR = "floor"
 
 TITLES = {
     ASYNC: "async_pipeline, through the Trainer",
-    ASYNC_USER: "async_pipeline, with a data loader and clipping",
-    ASYNC_CLIPPED: "async_pipeline, clipping on",
     ASYNC_FRESH: "async_pipeline, fresh last stage",
     ASYNC_TRACED: "async_pipeline, PipelineTrace on",
     ASYNC_MONITORED: "async_pipeline, PipelineMonitor on",
@@ -33,8 +31,6 @@ RIVALS = (ONE_F_ONE_B, GPIPE, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZBV)
 SPLIT_BACKWARD = (INTERLEAVED_ZERO_BUBBLE, ZBV)
 """Schedules that run the gradients of inputs and of weights apart."""
 EXTRAS = {
-    ASYNC_USER: "a data loader and clipping",
-    ASYNC_CLIPPED: "clipping",
     ASYNC_FRESH: "a fresh last stage",
     ASYNC_TRACED: "PipelineTrace",
     ASYNC_MONITORED: "PipelineMonitor",

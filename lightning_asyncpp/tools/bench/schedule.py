@@ -5,8 +5,9 @@ and on the work around it, hardly on the machine: 32 stages run on two cores. Al
 in turn, again and again, and every repeat begins with another one.
 
 What is measured: per mini-batch, the elapsed time in the steady state, and the utilisation: time inside a stage's own
-sleeps over elapsed time, on the busiest stage. Both Lightning strategies run through an ordinary Trainer that logs
-the loss; torch's schedules, and the asynchronous one in Fabric, run in a plain loop; all take an SGD step per
+sleeps over elapsed time, on the busiest stage. Both Lightning strategies run as users run them, through an ordinary
+Trainer that loads and collates samples, logs the loss in every step and clips gradients; torch's schedules, and the
+asynchronous one in Fabric, run in a plain loop, on batches that are there, and clip nothing; all take an SGD step per
 mini-batch and get the same batches and loss. The floor sleeps and steps as often, without messages, neighbours or
 Trainer; ``of the floor`` is a system's throughput relative to it, paired within a repeat.
 

@@ -23,18 +23,19 @@ from lightning_asyncpp.pytorch import AsyncPipelineStrategy, PipelineMonitor, Pi
 from lightning_asyncpp.tools.bench.job import Job, RankRun
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
-    ASYNC_CLIPPED,
     ASYNC_FABRIC,
     ASYNC_FRESH,
     ASYNC_MONITORED,
     ASYNC_TRACED,
-    ASYNC_USER,
     FLOOR,
     RIVALS,
     SYNC,
 )
 from lightning_asyncpp.tools.bench.rivals import run_rival
 from lightning_asyncpp.tools.bench.work import LayerFactory, make_optimizer
+
+
+_MAX_NORM = 1e-3  # so small that gradients are always scaled
 
 
 class BenchModule(L.LightningModule):
@@ -78,7 +79,7 @@ class _Marks(L.Callback):
 
 
 def run_trainer(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
-    """Run one of our strategies through an ordinary Trainer."""
+    """Run one of our strategies as users do: an ordinary Trainer that loads, logs and clips."""
     meter = Trace(-1)
     marks = _Marks(job.traced)
     with _callbacks(system) as callbacks:
@@ -100,19 +101,16 @@ def _fit(job: Job, system: str, callbacks: list[L.Callback], layers: list[nn.Mod
     trainer = L.Trainer(
         accelerator="cpu", devices=job.stages // job.hosts, num_nodes=job.hosts, plugins=[LightningEnvironment()],
         callbacks=callbacks, strategy=_strategy(job, system),
-        gradient_clip_val=1e-3 if system in (ASYNC_CLIPPED, ASYNC_USER) else None, max_epochs=1, logger=False,
+        gradient_clip_val=_MAX_NORM, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=system == ASYNC_USER,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(BenchModule(layers), _loader(job, system))
+        trainer.fit(BenchModule(layers), _loader(job))
 
 
-def _loader(job: Job, system: str) -> DataLoader:
-    """Whole batches that are there already, as all systems get them; or, as users have them, samples to be collated."""
-    if system != ASYNC_USER:
-        return DataLoader(job.batches(), batch_size=None)  # type: ignore[arg-type]
+def _loader(job: Job) -> DataLoader:
+    """Samples to be collated, as users have them; the other systems get whole batches that are there already."""
     inputs, targets = (torch.cat(tensors) for tensors in zip(*job.batches()))
     return DataLoader(TensorDataset(inputs, targets), batch_size=job.micro_batches * job.rows)
 
@@ -163,8 +161,6 @@ def run_floor(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
 
 RUNNERS: dict[str, Callable[[Job, str, LayerFactory], RankRun]] = {
     ASYNC: run_trainer,
-    ASYNC_USER: run_trainer,
-    ASYNC_CLIPPED: run_trainer,
     ASYNC_FRESH: run_trainer,
     ASYNC_TRACED: run_trainer,
     ASYNC_MONITORED: run_trainer,
