@@ -230,6 +230,7 @@ def test_medians_utilisation_and_gain_are_those_of_the_steady_state() -> None:
 def test_what_extras_cost_is_told_with_its_spread() -> None:
     costs = {ASYNC_MONITORED: Spread(0.001, -0.002, 0.01), ASYNC_TRACED: Spread(0.0042, 0.0, 0.005)}
     assert costs_text(costs) == (
-        "PipelineMonitor costs +0.1% [-0.2% to +1.0%] of the time\nPipelineTrace costs +0.4% [+0.0% to +0.5%] of the time\n"
+        "PipelineMonitor costs +0.1% [-0.2% to +1.0%] of the time\n"
+        "PipelineTrace costs +0.4% [+0.0% to +0.5%] of the time\n"
     )
     assert costs_text({}) == ""

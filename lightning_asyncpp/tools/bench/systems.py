@@ -34,7 +34,6 @@ from lightning_asyncpp.tools.bench.names import (
 from lightning_asyncpp.tools.bench.rivals import run_rival
 from lightning_asyncpp.tools.bench.work import LayerFactory, make_optimizer
 
-
 _MAX_NORM = 1e-3  # so small that gradients are always scaled
 
 
