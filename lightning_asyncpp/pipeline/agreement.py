@@ -79,6 +79,22 @@ def broadcast(mesh: Mesh, value: T, source: int) -> T:
     return received
 
 
+@torch.no_grad()
+def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite a tensor with that of a rank; a blocking collective.
+
+    It travels as bytes: backends know few dtypes, and NCCL takes contiguous tensors alone.
+
+    Args:
+        tensor: on the group's devices; of the same shape and dtype on all ranks.
+        source: the rank, among all.
+        group: default: all ranks.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    dist.broadcast(data, source, group=group)
+    tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
 def _gather(mesh: Mesh, tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(mesh.world_size)]
     dist.all_gather(gathered, tensor, group=group)

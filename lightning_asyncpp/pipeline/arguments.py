@@ -57,6 +57,12 @@ def _name(what: str) -> Callable[[object], str | None]:
     return lambda value: None if value is None or (isinstance(value, str) and value) else f"the name of {what}, or None"
 
 
+def _backend(value: object) -> str | None:
+    if isinstance(value, str) and {":", ","} & set(value):
+        return "one backend, such as 'nccl', and not several: host data goes over gloo anyway"
+    return _name("a backend of torch.distributed, such as 'nccl' or 'gloo'")(value)
+
+
 def _timeout(value: object) -> str | None:
     if value is None or (isinstance(value, timedelta) and value > timedelta(0)):
         return None
@@ -66,7 +72,7 @@ def _timeout(value: object) -> str | None:
 _CHECKS: dict[str, Callable[[object], str | None]] = {
     "timeout": _timeout,
     "interface": _name("a network interface, such as 'eth1'"),
-    "process_group_backend": _name("a backend of torch.distributed, such as 'nccl' or 'gloo'"),
+    "process_group_backend": _backend,
     "start_method": _start_method,
     "state_dict_type": _one_of("full", "sharded"),
     "loss_reduction": _one_of("mean", "sum", None),

@@ -154,7 +154,7 @@ class CudaEvents:
     def aside(self) -> Event:
         """On a stream of its own, with nothing before it."""
         if self._idle is None:
-            self._idle = torch.cuda.Stream(self._device)
+            self._idle = torch.cuda.Stream(self._device, priority=-1)  # from a pool that few take from
         event: Event = self._idle.record_event(torch.cuda.Event(enable_timing=True))
         return event
 

@@ -57,25 +57,25 @@ class DeviceTensors:
             return None
         return cls(mesh, device, timeout)
 
-    def put_activation(self, k: int, tensors: Sequence[Tensor]) -> None:
+    def put_activation(self, tensors: Sequence[Tensor]) -> None:
         """Let the stage after take tensors; to be announced when this has returned."""
         assert self._to_next is not None, "nothing comes after the last stage"
-        self._to_next.put(k, tensors)
+        self._to_next.put(tensors)
 
-    def take_activation(self, k: int, infos: Sequence[TensorInfo]) -> list[Tensor]:
+    def take_activation(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Take tensors of the stage before, which has announced them."""
         assert self._from_before is not None, "nothing comes before the first stage"
-        return self._from_before.take(k, infos)
+        return self._from_before.take(infos)
 
-    def put_gradients(self, k: int, gradients: Sequence[Tensor]) -> None:
+    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Let the stage before take gradients; to be announced when this has returned."""
         assert self._to_before is not None, "nothing comes before the first stage"
-        self._to_before.put(k, gradients)
+        self._to_before.put(gradients)
 
-    def take_gradients(self, k: int, infos: Sequence[TensorInfo]) -> list[Tensor]:
+    def take_gradients(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Take gradients of the stage after, which has announced them."""
         assert self._from_next is not None, "nothing comes after the last stage"
-        return self._from_next.take(k, infos)
+        return self._from_next.take(infos)
 
     def wait_for_stage_after(self, limit: int) -> None:
         """Wait until the stage after has taken all but ``limit`` activations."""

@@ -131,11 +131,11 @@ class Engine:
         """
         count = self.settings.micro_batches
         self._check_what_is_there()
+        self.runner.begin()
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
         self._in_evaluation = {module for module in self.stage.modules() if not module.training}
         if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
             self.weights.adopt()
-        self.runner.begin()
         first = self.next_forward
         flights: list[Flight] = []
         with preserved_generators(self.runner.device):
@@ -219,6 +219,7 @@ class Engine:
         """
         if not self.idle:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
+        self.runner.begin(purpose)
         try:
             slots = self._slots(batch)
         except Exception as error:
@@ -226,7 +227,6 @@ class Engine:
             raise
         flights = []
         self.weights.adopt()
-        self.runner.begin(purpose)
         weights = self.weights.for_evaluation()
         with preserved_generators(self.runner.device):
             for slot in slots:
@@ -292,7 +292,8 @@ class Engine:
             return [Slot()] * count
         hooks = self.runner.hooks
         weigh = hooks.micro_batch_weight if self.mesh.is_first else None
-        return cut_batch(batch, count, hooks.split_batch, weigh, self.host_batch.of(batch))
+        closely = self.runner.around.looks_closely
+        return cut_batch(batch, count, hooks.split_batch, weigh, self.host_batch.of(batch), may_wait=closely)
 
     def _slots_checked(self, batch: Any) -> list[Slot]:
         slots: list[Slot] = []

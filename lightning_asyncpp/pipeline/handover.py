@@ -7,7 +7,7 @@ to be launched by a host that waits likewise, nobody goes on. Hence the rule: **
 hosts are launching theirs**, and nothing between the two may wait for a device, not even for memory.
 
     sender, where it is computed          receiver, where it is used
-        put(k) ...............................  take(k): allocates, asks for k, and waits for the answer alone
+        put() ................................  take(): allocates, asks, and waits for the answer alone
         a thread launches the send, answers ..  launches the receive
 
 The thread answers at once, whatever its process waits for; so the receiver's host loses a round trip, and its device
@@ -18,6 +18,7 @@ and not for what is being computed now.
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -56,7 +57,13 @@ class Way(NamedTuple):
     def to(cls, peer: int, group: dist.ProcessGroup | None, device: torch.device) -> Way:
         """That to a rank, or from it."""
         assert group is not None
-        return cls(peer, group, device, torch.cuda.Stream(device) if device.type == "cuda" else None)
+        # Of high priority, from a pool that others do not take from: torch gives the same streams out again and again.
+        return cls(peer, group, device, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None)
+
+    def enter(self) -> None:
+        """Let what this thread does be on the device: a thread begins on the first one, and would open it, too."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def launching(self) -> AbstractContextManager[object]:
         """What is launched inside does not wait for what this thread has under way."""
@@ -104,7 +111,7 @@ class _Put(NamedTuple):
 
 
 class Outbox:
-    """Where the tensors of one direction wait until the neighbour takes them.
+    """Where the tensors of one direction wait until the neighbour takes them, in the order in which they came.
 
     Args:
         way: to the neighbour.
@@ -114,30 +121,30 @@ class Outbox:
     def __init__(self, way: Way, link: Link) -> None:
         self._way, self._link = way, link
         self._changed = threading.Condition()
-        self._waiting: dict[int, _Put] = {}
+        self._waiting: deque[_Put] = deque()
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()  # what is sent must live until it is done
         self._error: BaseException | None = None
         self._closed = False
         background.run(self._serve, "outbox")
         atexit.register(self.close)
 
-    def put(self, k: int, tensors: Sequence[Tensor]) -> None:
-        """Let the neighbour take the tensors of micro-batch ``k``; it has to be told that they are there.
+    def put(self, tensors: Sequence[Tensor]) -> None:
+        """Let the neighbour take tensors; it has to be told that they are there.
 
         Raises:
             PeerLostError: it is gone.
             RuntimeError: a send failed.
         """
-        put = _Put([tensor.contiguous() for tensor in tensors], self._way.mark())
+        put = _Put([tensor.detach().contiguous() for tensor in tensors], self._way.mark())
         with self._changed:
             self._raise_error()
             while self._sends and self._sends[0][0].is_completed():
                 self._sends.popleft()
             if put.tensors:
-                self._waiting[k] = put
+                self._waiting.append(put)
 
     def wait_until_taken(self, limit: int = 0) -> None:
-        """Wait until no more than ``limit`` micro-batches are still to be taken; raises as :meth:`put` does."""
+        """Wait until no more than ``limit`` messages are still to be taken; raises as :meth:`put` does."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._closed or len(self._waiting) <= limit)
             self._raise_error()
@@ -158,18 +165,9 @@ class Outbox:
 
     def _serve(self) -> None:
         try:
-            while True:
-                kind, k, size = self._link.read_frame()
-                put = self._waiting.get(k)
-                if kind != _TAKE or size or put is None:
-                    raise ProtocolError(f"{self._link.peer} asked for tensors that were not put out: {kind}, {k}")
-                works = self._way.send(put.tensors, put.ready)
-                self._link.write(_SENT, k, [])
-                with self._changed:  # not before the answer is out: who waits for this may close the connection
-                    if self._waiting.get(k) is put:  # and not one of an evaluation, which counts for itself
-                        del self._waiting[k]
-                    self._sends += zip(works, put.tensors)
-                    self._changed.notify_all()
+            self._way.enter()
+            for number in itertools.count():
+                self._hand_over(number)
         except BaseException as error:  # raised for whoever puts or waits
             with self._changed:
                 self._error = error
@@ -177,6 +175,22 @@ class Outbox:
             self._link.hang_up()  # the other side may be waiting for an answer
         if self._closed:
             self._link.close()
+
+    def _hand_over(self, number: int) -> None:
+        """Wait until the neighbour asks for the next message, and send it."""
+        frame = self._link.read_frame()
+        put = self._waiting[0] if self._waiting else None
+        if frame != (_TAKE, number, 0) or put is None:
+            raise ProtocolError(f"{self._link.peer} asked for tensors that were not put out: {tuple(frame)}")
+        works = self._way.send(put.tensors, put.ready)
+        self._link.write(_SENT, number, [])
+        with self._changed:  # not before the answer is out: who waits for this may close the connection
+            self._waiting.popleft()
+            self._sends += zip(works, put.tensors)
+            # Whoever puts lets go of them, not this thread: to free memory it would wait for the allocator, and with
+            # Python's lock, while somebody who holds the allocator waits for what this thread has to answer.
+            del works, put
+            self._changed.notify_all()
 
     def _raise_error(self) -> None:
         if self._closed:  # by this side, which needs nothing any more
@@ -199,9 +213,10 @@ class Inbox:
 
     def __init__(self, way: Way, link: Link) -> None:
         self._way, self._link = way, link
+        self._taken = 0
 
-    def take(self, k: int, infos: Sequence[TensorInfo]) -> list[Tensor]:
-        """Return the tensors of micro-batch ``k``, which were put out and look so; the host does not wait for them.
+    def take(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
+        """Return the tensors that were put out next, and look so; the host does not wait for them.
 
         Raises:
             PeerLostError: the neighbour is gone, or failed to send.
@@ -212,10 +227,11 @@ class Inbox:
         # Before the send is launched: two hosts that each have a send under way, and wait for their devices while they
         # look for memory, would wait for ever.
         tensors = self._way.allocate(infos)
-        self._link.write(_TAKE, k, [])
+        self._link.write(_TAKE, self._taken, [])
         frame = self._link.read_frame()
-        if frame != (_SENT, k, 0):
-            raise ProtocolError(f"{self._link.peer} did not send the tensors of micro-batch {k}: {frame}")
+        if frame != (_SENT, self._taken, 0):
+            raise ProtocolError(f"{self._link.peer} did not send the tensors that were taken: {tuple(frame)}")
+        self._taken += 1
         return self._way.receive(infos, tensors)
 
     def close(self) -> None:

@@ -72,6 +72,14 @@ def _close(group: dist.ProcessGroup) -> None:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
+    """End what is under way in a group on devices, in a thread of its own.
+
+    It may wait for its device, where a message of another group waits for a rank that is gone; and for that one's end.
+    """
+    background.run(lambda: _abort_now(group), "abort")
+
+
+def _abort_now(group: dist.ProcessGroup) -> None:
     with suppress(RuntimeError):  # it is gone, or its backend has no such thing
         group.abort()
 

@@ -77,7 +77,7 @@ class Header:
         k: the micro-batch, counted over the run (training) or over the evaluation.
         kind: a tensor, several tensors, an empty slot, or the news that the stage before failed.
         weight: the micro-batch's weight w_k.
-        fingerprint: of the first stage's micro-batch.
+        fingerprint: of the first stage's micro-batch; 0 where it was not taken.
         tensors: what follows.
         structure: what was around several tensors, as :func:`lightning_asyncpp.pipeline.boundary.take_apart` wrote it;
             or why the stage before failed.

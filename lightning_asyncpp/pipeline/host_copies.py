@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ _PIECE_BYTES = 64 * 2**20
 
 
 class HostCopy:
-    """A copy on its way to the host, beside what is computed.
+    """A copy on its way to the host, behind all that was launched before it, and beside what is computed from now on.
 
     Args:
         tensor: on any device; it may be let go of, but not changed before :meth:`is_done`.
@@ -26,8 +27,8 @@ class HostCopy:
         if tensor.is_cpu:
             return
         self.tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream, computing = torch.cuda.Stream(tensor.device), torch.cuda.current_stream(tensor.device)
-        stream.wait_stream(computing)
+        stream = _beside(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             self.tensor.copy_(tensor.detach(), non_blocking=True)
             self._ready = stream.record_event()
@@ -44,11 +45,29 @@ class HostCopy:
         return self.tensor
 
 
+@lru_cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all copies from a device: torch has 32 streams in all, and gives them out again and again."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 def pieces_on_host(tensor: Tensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[Tensor]:
     """The elements of a tensor in order, as flat contiguous pieces on the host; one or two of them exist at a time."""
     flat = tensor.detach().contiguous().view(-1)
     for piece in flat.split(max(1, piece_bytes // flat.element_size())):
         yield HostCopy(piece).wait()
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The memory of a tensor if it is on the host, and a contiguous copy of it there otherwise."""
+    if tensor.is_cpu:
+        return tensor.detach()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    flat, begin = copy.view(-1), 0
+    for piece in pieces_on_host(tensor):
+        flat[begin : begin + len(piece)] = piece
+        begin += len(piece)
+    return copy
 
 
 def empty_on_host(elements: int, like: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.reading import Reading
 from lightning_asyncpp.pipeline.tree import children_of, is_named_tuple, map_leaves, tensors_of
 
 # The fingerprint looks at this many elements of a tensor per micro-batch at most, evenly spread.
@@ -121,17 +122,20 @@ def _is_array_of(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.ndim > 0 and len(leaf) == samples
 
 
+NO_MARK = 0
+
+
 class Slot(NamedTuple):
     """A micro-batch, or the place of one that is missing.
 
     Attributes:
         content: the micro-batch; None for an empty slot, and on stages that see no batches.
-        mark: fingerprint that the first and the last stage compare.
+        mark: fingerprint that the first and the last stage compare; :data:`NO_MARK` where it was not taken.
         weight: w_k, where it was asked for.
     """
 
     content: Any = None
-    mark: int = 0
+    mark: int = NO_MARK
     weight: float = 1.0
 
 
@@ -141,19 +145,21 @@ def cut_batch(
     split: Callable[[Any, int], list[Any]],
     weigh: Callable[[Any], float] | None = None,
     on_host: Any = None,
+    may_wait: bool = True,
 ) -> list[Slot]:
     """Cut a batch into slots with their marks and weights.
 
-    One mark for the whole batch suffices where it is cut by :func:`split_batch`, which draws no random numbers. Hashing
-    every micro-batch would cost more, and on a GPU wait for it every time.
+    One mark for the whole batch suffices where it is cut by :func:`split_batch`, which draws no random numbers: hashing
+    every micro-batch would cost more.
 
     Args:
         batch: the batch.
         parts: number of slots.
         split: cuts it.
-        weigh: micro-batch -> its weight; None: nobody asks for weights.
+        weigh: micro-batch -> its weight, or a tensor with it; None: nobody asks for weights.
         on_host: the batch where reading it waits for nothing; None: it is that itself. A ``split`` of the user's is not
             called for it: it may draw random numbers.
+        may_wait: whether a mark is worth a wait for the GPU, where that alone has the batch.
 
     Raises:
         ConfigurationError: ``split`` returned another number of parts, or a weight is none.
@@ -162,18 +168,27 @@ def cut_batch(
     contents = split(batch, parts)
     if len(contents) != parts:
         raise ConfigurationError(f"split_batch(batch, {parts}) returned {len(contents)} micro-batches")
-    if split is split_batch:
-        readable = contents if on_host is batch else split(on_host, parts)
-        marks = [fingerprint(on_host, parts)] * parts
+    is_whole = split is split_batch
+    readable = split(on_host, parts) if is_whole and on_host is not batch else contents
+    if not may_wait and any(tensor.is_cuda for tensor in tensors_of(on_host if is_whole else contents)):
+        marks = [NO_MARK] * parts
     else:
-        readable, marks = contents, [fingerprint(content) for content in contents]
+        marks = [fingerprint(on_host, parts)] * parts if is_whole else list(map(fingerprint, contents))
     if weigh is None:
         return list(map(Slot, contents, marks))
-    weights = [0.0 if content is None else _weight(weigh(content)) for content in readable]
-    return list(map(Slot, contents, marks, weights))
+    return list(map(Slot, contents, marks, _weights(readable, weigh)))
 
 
-def _weight(returned: float) -> float:
+def _weights(micro_batches: Sequence[Any], weigh: Callable[[Any], float]) -> list[float]:
+    """Weights of micro-batches, 0 for one that is missing; what lies on a GPU is read all at once."""
+    returned = [0.0 if micro_batch is None else weigh(micro_batch) for micro_batch in micro_batches]
+    places = [place for place, weight in enumerate(returned) if isinstance(weight, Tensor) and weight.numel() == 1]
+    for place, (weight,) in zip(places, Reading([returned[place] for place in places]).get()):  # type: ignore[misc]
+        returned[place] = weight
+    return list(map(_checked, returned))
+
+
+def _checked(returned: float) -> float:
     weight = float(returned)
     if not (math.isfinite(weight) and weight >= 0):
         raise ConfigurationError(f"micro_batch_weight(micro_batch) returned {weight}: it must be finite, 0 or more")
@@ -191,4 +206,4 @@ def fingerprint(batch: Any, micro_batches: int = 1) -> int:
         stride = -(-flat.numel() // (_FINGERPRINT_ELEMENTS * micro_batches)) or 1
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(flat[::stride].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return int.from_bytes(digest.digest(), "little") >> 1 or 1  # other than NO_MARK

@@ -6,6 +6,8 @@ import warnings
 
 from torch import Tensor
 
+from lightning_asyncpp.pipeline.reading import Reading
+
 
 def nan_loss_text(mini_batch: int, place: int) -> str:
     """What to tell the user, once.
@@ -28,17 +30,17 @@ class NanLosses:
     """Remembers NaN losses until their update has shown whether the gradient was finite, and warns once."""
 
     def __init__(self) -> None:
-        self._places: dict[int, list[Tensor]] = {}
+        self._places: dict[int, list[Reading]] = {}
         self._told = False
 
     def take(self, mini_batch: int, place: Tensor | None) -> None:
-        """Remember where the first NaN is, counted from 1, 0 for none; it is not read from the device here."""
+        """Remember where the first NaN is, counted from 1, 0 for none; nobody waits for the device here."""
         if place is not None and not self._told:
-            self._places.setdefault(mini_batch, []).append(place)
+            self._places.setdefault(mini_batch, []).append(Reading([place]))
 
     def updated(self, mini_batch: int, finite: bool) -> None:
         """The gradient of a mini-batch is known."""
-        places = [int(place) for place in self._places.pop(mini_batch, [])]
+        places = [int(reading.get()[0][0]) for reading in self._places.pop(mini_batch, [])]
         if finite and any(places) and not self._told:
             self._told = True
             warnings.warn(nan_loss_text(mini_batch, next(filter(None, places))), stacklevel=2)

@@ -14,7 +14,10 @@ import torch.distributed as dist
 
 
 def new_group(
-    timeout: timedelta | None, ranks: Sequence[int] | None = None, backend: str | None = None
+    timeout: timedelta | None,
+    ranks: Sequence[int] | None = None,
+    backend: str | None = None,
+    options: Callable[[], Any] | None = None,
 ) -> dist.ProcessGroup:
     """Make one group; a collective call of all ranks.
 
@@ -22,8 +25,11 @@ def new_group(
         timeout: of blocking communication in it; default: torch's.
         ranks: that are in it; default: all.
         backend: default: that of the default group.
+        options: makes those of NCCL, if it is NCCL's; it changes what it is given.
     """
-    group = dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
+    given = options() if options is not None and dist.get_backend() == "nccl" else None
+    members = None if ranks is None else list(ranks)
+    group = dist.new_group(members, timeout=timeout, backend=backend, pg_options=given)
     # Ranks outside a group get a placeholder, which no caller here ever uses.
     return group  # type: ignore[return-value]
 
@@ -49,7 +55,7 @@ def disjoint_groups(
         return group if any(dist.get_rank() in part for part in shared) else None  # type: ignore[return-value]
     mine = None
     for part in shared:
-        group = new_group(timeout, part)
+        group = new_group(timeout, part, options=options)
         if dist.get_rank() in part:
             mine = group
     return mine

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_asyncpp.pipeline.host_copies import HostCopy
+
 
 class Reading:
     """Numbers on their way from the device to the host.
@@ -19,7 +21,7 @@ class Reading:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._event: torch.cuda.Event | None = None
+        self._copy: HostCopy | None = None
         if not any(tensor.is_cuda for tensor in tensors):
             self._numbers = [t.reshape(-1).tolist() if t.ndim else [t.item()] for t in tensors]
             return
@@ -32,20 +34,16 @@ class Reading:
         self._sizes = [flat[place].numel() for place in self._order]
         device = next(tensor.device for tensor in flat if tensor.is_cuda)
         pieces = [torch.cat([flat[p].to(device, non_blocking=True) for p in places]) for places in by_dtype.values()]
-        numbers = torch.cat([piece.double() for piece in pieces])
-        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-        self._copy.copy_(numbers, non_blocking=True)
-        self._event = torch.cuda.current_stream(device).record_event()
+        self._copy = HostCopy(torch.cat([piece.double() for piece in pieces]))
 
     def is_there(self) -> bool:
         """Whether :meth:`get` need not wait."""
-        return self._event is None or self._event.query()
+        return self._copy is None or self._copy.is_done()
 
     def get(self) -> list[list[float]]:
         """The numbers of each tensor, in its order in memory."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-            found = dict(zip(self._order, self._copy.split(self._sizes)))
+        if self._copy is not None:
+            found = dict(zip(self._order, self._copy.wait().split(self._sizes)))
+            self._copy = None
             self._numbers = [found[place].tolist() for place in range(len(found))]
         return self._numbers

@@ -29,7 +29,8 @@ class _Sent:
         self.bucket, self.flat, self._clock = bucket, flat, clock
         self.ended: Moment | None = None
         self.work = started(dist.all_reduce(flat, group=group, async_op=True))
-        self.work.get_future().add_done_callback(self._end)
+        if clock is not HOST or not flat.is_cuda:  # on a GPU each takes one of torch's few streams
+            self.work.get_future().add_done_callback(self._end)
 
     def _end(self, _: object) -> None:
         # With NCCL this is called at once, on a stream that waits for the sum.

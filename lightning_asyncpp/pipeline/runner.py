@@ -20,6 +20,7 @@ from lightning_asyncpp.pipeline.gradients_in_step import GradientsInStep, refuse
 from lightning_asyncpp.pipeline.header import Header, describe
 from lightning_asyncpp.pipeline.kept_tensors import KeptTensors
 from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.micro_batch import NO_MARK
 from lightning_asyncpp.pipeline.model_call import ModelCall
 from lightning_asyncpp.pipeline.randomness import derive, generator_states, seed_generators, set_generator_states
 from lightning_asyncpp.pipeline.received import InputGradient, begin
@@ -77,7 +78,7 @@ class Task(NamedTuple):
         version: number of the weights.
         weights: name -> leaf tensor, or None for the parameters themselves.
         slot: the micro-batch on the first and the last stage; None for an empty slot and on the others.
-        mark: fingerprint of the batch or of the micro-batch, on the first and the last stage.
+        mark: fingerprint of the batch or of the micro-batch, on the first and the last stage, where it was taken.
         step: the user's step, called with the micro-batch and its weight.
         purpose: ``"train"``, or what is evaluated: random numbers are derived from it.
         weight: w_k, on the first stage.
@@ -121,6 +122,7 @@ class StageRunner:
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
+        self.stage.device = self.device
         self.call = ModelCall(self.stage.model, self.hooks.model_name)
         self.around = AroundCall(self.stage, self.device, self.hooks)
         self.kept = KeptTensors(self.stage.root)
@@ -278,7 +280,7 @@ class StageRunner:
         if arrival is None:
             weight = task.weight
         else:
-            if arrival.header.fingerprint != task.mark:
+            if NO_MARK not in (there := arrival.header.fingerprint, task.mark) and there != task.mark:
                 raise BatchMismatchError(_mismatch(task.k, "their shapes or contents differ"))
             weight = arrival.header.weight
             inputs, received = self._open(arrival)

@@ -8,12 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.agreement import agree_on_problems, exchange
+from lightning_asyncpp.pipeline.agreement import agree_on_problems, broadcast_tensor, exchange
 from lightning_asyncpp.pipeline.averages import Averages
 from lightning_asyncpp.pipeline.change_guard import ChangeGuard
 from lightning_asyncpp.pipeline.clipping_guard import ClippingGuard
@@ -391,11 +390,8 @@ class PipelineSession(FailingSession):
             return
         source = mesh.rank_of(mesh.stage, replica=0)
         for tensor in stage.state_dict().values():
-            data = tensor.detach().contiguous().view(-1).view(torch.uint8)  # backends know few dtypes
             with lost_peers():
-                dist.broadcast(data, source, group=group)
-            with torch.no_grad():
-                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+                broadcast_tensor(tensor, source, group)
 
     def _watched(self) -> tuple[Engine, ChangeGuard]:
         engine = self.running()

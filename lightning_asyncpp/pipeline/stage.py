@@ -114,6 +114,7 @@ class Stage:
         self.layers_elsewhere: dict[str, nn.Module] = {}
         self._outside = outside
         self._weights: dict[str, Tensor] | None = None  # those that the units run on
+        self.device = torch.device("cpu")  # of layers without parameters their runner knows it
         self.refresh()
 
     @property
@@ -215,7 +216,7 @@ class Stage:
             place.holder[place.key] = buffer
 
     def _find_device(self) -> torch.device:
-        return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
+        return next((parameter.device for parameter in self.parameters.values()), self.device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This stage's entries of the model's ``state_dict``, with their names in the whole model."""

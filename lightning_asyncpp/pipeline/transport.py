@@ -84,7 +84,7 @@ class Transport:
         if self._direct is None:
             parts += [_bytes_of(tensor) for tensor in stored]
         else:  # before it is announced
-            self._direct.put_activation(header.k, stored)
+            self._direct.put_activation(stored)
         self._after.write(_ACTIVATION, header.k, parts)
         self._sent = header.k + 1
 
@@ -107,7 +107,7 @@ class Transport:
             )
         self._received = k + 1
         if self._direct is not None:
-            return Arrival(header, tuple(self._direct.take_activation(k, header.tensors)))
+            return Arrival(header, tuple(self._direct.take_activation(header.tensors)))
         return Arrival(header, tuple([self._read(link, info) for info in header.tensors]))
 
     # -- gradients ------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Transport:
                 f" {frame.num_bytes}"
             )
         if self._direct is not None:
-            return self._direct.take_gradients(k, infos)
+            return self._direct.take_gradients(infos)
         for info, gradient in zip(infos, gradients):
             self._read_into(link, info.stored(gradient))
         return gradients
@@ -147,7 +147,7 @@ class Transport:
         if self._direct is None:
             parts = [_bytes_of(gradient) for gradient in gradients]
         else:
-            self._direct.put_gradients(k, gradients)
+            self._direct.put_gradients(gradients)
         self._before.write(_GRADIENT, k, parts)
 
     # -- control messages -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.host_copies import on_host
 
 
 class WeightVersions:
@@ -170,6 +171,14 @@ class WeightVersions:
             parameter = self.parameters.get(name)
             if parameter is not None and not torch.equal(parameter.data.to(weights.dtype), weights):
                 parameter.data = weights.detach().to(parameter.dtype)
+
+    def to_host(self) -> None:
+        """Bring all versions to the host, where the module is by now: nothing is computed on them any more."""
+        for slot in self._slots:
+            for leaf in slot.values():
+                leaf.data = on_host(leaf)
+        self._released = {name: on_host(tensor) for name, tensor in self._released.items()}
+        self._show_newest()
 
     def restore(
         self, newest: int, older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None

@@ -430,7 +430,9 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
             if self._conductor is not None:
                 self._conductor.preemption.requeue()
             with _without_meta_tensors(self.lightning_module):
-                super().teardown()
+                super().teardown()  # moves the module to the host
+            if self.session.engine is not None and self.session.failure is None:
+                self.session.engine.weights.to_host()
             if self.lightning_module is not None:
                 warn_of_state_dict(self.lightning_module)
         finally:

@@ -72,10 +72,10 @@ def _without_handover(rank: int, share_of_waits: float) -> Callable[[], None]:
     return check
 
 
-def _put_at_once(self: Outbox, k: int, tensors: Sequence[Tensor]) -> None:
+def _put_at_once(self: Outbox, tensors: Sequence[Tensor]) -> None:
     whole = [tensor.contiguous() for tensor in tensors]
     self._sends += zip(self._way.send(whole, self._way.mark()), whole)
 
 
-def _take_unasked(self: Inbox, k: int, infos: Sequence[TensorInfo]) -> Any:
+def _take_unasked(self: Inbox, infos: Sequence[TensorInfo]) -> Any:
     return self._way.receive(infos, self._way.allocate(infos))

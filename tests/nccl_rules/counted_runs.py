@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from lightning_asyncpp import AsyncPipelineStrategy, GPTModule, PipelineMonitor, SyncPipelineStrategy, TokensPerSecond
 from lightning_asyncpp.models import GPTConfig, MoEConfig
+from lightning_asyncpp.pipeline import transport
 from lightning_asyncpp.pipeline.transport import Arrival, Transport
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, put_on_device
 from tests.trainer.runs import ListLogger, Net, Run, loader
@@ -36,6 +39,7 @@ class Counted:
         optimizer: a name in :mod:`tests.trainer.runs`.
         correction: another.
         trainer: further arguments of the Trainer.
+        saves: instead of the mini-batches, checkpoints after them are watched: whole ones of a run that goes on.
     """
 
     module: str = "net"
@@ -46,6 +50,7 @@ class Counted:
     optimizer: str = "adamw"
     correction: str = ""
     trainer: dict[str, Any] = field(default_factory=dict)
+    saves: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,22 @@ class _Window(L.Callback):
         self._waits.counting = FIRST <= (batch_idx + 1) // self._batches <= LAST
 
 
+class _Saving(L.Callback):
+    """Saves amid the training, and counts meanwhile."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        self._waits = waits
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (FIRST, LAST):
+            self._waits.counting = True
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / f"{batch_idx}.ckpt")
+            self._waits.counting = False
+
+
 def count(counted: Counted) -> Found:
     """Train, and return what was counted on this rank."""
-    dataset = "tokens" if counted.module in ("gpt", "experts") else "samples"
+    dataset = "tokens" if counted.module in ("gpt", "experts", "tied") else "samples"
     run = Run(
         MODULES[counted.module],
         optimizer=counted.optimizer,
@@ -100,14 +118,17 @@ def count(counted: Counted) -> Found:
     world, quiet = int(os.environ["WORLD_SIZE"]), {"enable_checkpointing": False, "enable_model_summary": False}
     batches = counted.trainer.get("accumulate_grad_batches", 1)
     monitor = PipelineMonitor(every_n_batches=1) if counted.logs else TokensPerSecond()
-    callbacks = [_Window(waits, batches), *([monitor] if dataset == "tokens" else [])]
-    with waits.watching(), _received_on_device():
+    callbacks = [
+        _Saving(waits) if counted.saves else _Window(waits, batches),
+        *([monitor] if dataset == "tokens" else []),
+    ]
+    with waits.watching(), _received_on_device(), tempfile.TemporaryDirectory() as folder:
         L.seed_everything(5, verbose=False)
         strategy = kind(**{"micro_batches": MICRO_BATCHES, **counted.options})
         trainer = L.Trainer(
             accelerator="cpu", devices=world, strategy=strategy, callbacks=callbacks, max_epochs=1, **quiet,
             logger=ListLogger() if counted.logs else False, enable_progress_bar=counted.logs, log_every_n_steps=1,
-            gradient_clip_val=counted.clip, use_distributed_sampler=False,
+            gradient_clip_val=counted.clip, use_distributed_sampler=False, default_root_dir=folder,
             **counted.trainer,
         )  # fmt: skip
         trainer.fit(run.module(run), loader(run, count=(LAST + 3) * batches * run.batch_size))
@@ -117,7 +138,7 @@ def count(counted: Counted) -> Found:
 
 @contextmanager
 def _received_on_device() -> Iterator[None]:
-    """What comes over sockets lies in the host's memory on a CPU."""
+    """What goes over sockets is read and arrives where it lies, on a CPU: NCCL takes it from a GPU and puts it there."""
     activation, gradients = Transport.receive_activation, Transport.receive_gradients
 
     def receive_activation(*args: Any) -> Arrival:
@@ -131,18 +152,25 @@ def _received_on_device() -> Iterator[None]:
     with (
         patch.object(Transport, "receive_activation", receive_activation),
         patch.object(Transport, "receive_gradients", receive_gradients),
+        patch.object(transport, "_bytes_of", lambda tensor: transport._view(tensor.detach().contiguous())),
     ):
         yield
 
 
-def _gpt(run: Run, moe: MoEConfig | None = None) -> GPTModule:
-    config = GPTConfig(vocab_size=32, context_length=8, num_layers=4, dim=16, num_heads=2, mlp_dim=32, moe=moe)
+def _gpt(run: Run, moe: MoEConfig | None = None, tied: bool = False) -> GPTModule:
+    config = GPTConfig(
+        vocab_size=32, context_length=8, num_layers=4, dim=16, num_heads=2, mlp_dim=32, moe=moe, tie_embeddings=tied
+    )
     return GPTModule(config, optimizer=run.make_optimizer, decay="constant")
 
 
 def _experts(run: Run) -> GPTModule:
     return _gpt(run, MoEConfig(num_experts=4, top_k=2, expert_dim=8, router="sigmoid", balance_loss=0.1,
                                balance_bias_rate=0.01))  # fmt: skip
+
+
+def _tied(run: Run) -> GPTModule:
+    return _gpt(run, tied=True)
 
 
 class Waits(Net):
@@ -161,8 +189,8 @@ class Waits(Net):
 class Weighted(Net):
     """Weighs a micro-batch by what it holds."""
 
-    def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> float:
-        return float((micro_batch["y"] > -9).sum())
+    def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> Tensor:
+        return (micro_batch["y"] > -9).sum()
 
 
 class Prepares(Weighted):
@@ -174,4 +202,5 @@ class Prepares(Weighted):
 
 MODULES: dict[str, Callable[[Run], L.LightningModule]] = {
     "net": Net, "waits": Waits, "weighted": Weighted, "prepares": Prepares, "gpt": _gpt, "experts": _experts,
+    "tied": _tied,
 }  # fmt: skip

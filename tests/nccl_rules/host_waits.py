@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ _SHAPED_BY_VALUES = frozenset(
 _READ_AT_ONCE = {getattr(Tensor, name): name for name in ("tolist", "numpy", "__array__")}
 _FROM_HOST = frozenset([torch.tensor, torch.as_tensor, torch.asarray])
 _BY_SOCKET = "pipeline/transport.py"
-_ON_BEHALF_OF_OTHERS = ("pipeline/reading.py", "pipeline/foreach.py")
+_ON_BEHALF_OF_OTHERS = ("pipeline/reading.py", "pipeline/host_copies.py", "pipeline/foreach.py")
 _MAY_MIX = frozenset(["copy_", "_to_copy", "index", "index_put_", "set_", "lift_fresh", "_foreach_copy_"])
 
 
@@ -85,8 +85,12 @@ class HostWaits:
         stream = _Stream(self)
         # To other devices than these Lightning copies without blocking.
         blocking = patch("lightning.fabric.utilities.apply_func._BLOCKING_DEVICE_TYPES", ("mps",))
-        with patch("torch.cuda.current_stream", lambda *_: stream), blocking, _Operations(self), _Calls(self):
-            yield
+        computing = patch("torch.cuda.current_stream", lambda *_: stream)
+        copying = patch("lightning_asyncpp.pipeline.host_copies._beside", lambda _: stream)
+        kept = patch.object(Tensor, "record_stream", lambda *_: None)
+        with computing, copying, kept, patch("torch.cuda.stream", nullcontext), blocking:
+            with _Operations(self), _Calls(self):
+                yield
 
     def note(self, what: str, kind: Counter[Wait] | None = None) -> None:
         """Count a wait of the code that runs."""
@@ -100,10 +104,13 @@ class HostWaits:
 
 
 class _Stream:
-    """Stands for the device's one ``torch.cuda.Stream``."""
+    """Stands for the device's one ``torch.cuda.Stream``, on which everything happens in order."""
 
     def __init__(self, waits: HostWaits) -> None:
         self._waits = waits
+
+    def wait_stream(self, other: _Stream) -> None:
+        """It is this one."""
 
     def record_event(self) -> _Event:
         """An event behind all that was launched so far."""
@@ -197,6 +204,8 @@ class _Calls(TorchFunctionMode):
             return DEVICE if is_on_device(args[0]) else func(*args)
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return is_on_device(args[0])
+        if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
+            return not is_on_device(args[0]) and func(*args)
         kwargs.pop("pin_memory", None)
         if func is Tensor.pin_memory:
             return args[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -36,6 +37,11 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[Tensor] = []
         self.fails: Exception | None = None
+        self.threads: list[threading.Thread] = []
+        self.freed_by: list[threading.Thread] = []
+
+    def enter(self) -> None:
+        self.threads.append(threading.current_thread())
 
     def mark(self) -> None:
         return None
@@ -44,6 +50,8 @@ class Wire:
         if self.fails is not None:
             raise self.fails
         self.sent += tensors
+        for tensor in tensors:
+            weakref.finalize(tensor, lambda: self.freed_by.append(threading.current_thread()))
         return [Done() for _ in tensors]
 
     def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
@@ -80,47 +88,66 @@ def infos(*tensors: Tensor) -> list[TensorInfo]:
     return [TensorInfo.of(tensor) for tensor in tensors]
 
 
-def test_nothing_is_launched_before_it_is_taken_in_any_order(ends: Ends) -> None:
+def test_nothing_is_launched_before_it_is_taken(ends: Ends) -> None:
     tensors = [(torch.full((2,), float(k)), torch.tensor([k])) for k in range(3)]
-    for k, pair in enumerate(tensors):
-        ends.outbox.put(k, pair)
+    for pair in tensors:
+        ends.outbox.put(pair)
     time.sleep(0.05)
     assert not ends.wire.sent
-    for k in (1, 0, 2):
-        assert all(map(torch.equal, ends.inbox.take(k, infos(*tensors[k])), tensors[k]))
+    for pair in tensors:
+        assert all(map(torch.equal, ends.inbox.take(infos(*pair)), pair))
     ends.outbox.settle()
 
 
+def test_what_comes_of_an_evaluation_and_is_still_to_be_taken_is_not_replaced_by_the_training(ends: Ends) -> None:
+    """Both count micro-batches for themselves."""
+    evaluated, trained = torch.zeros(2), torch.ones(2)
+    for tensor in (evaluated, trained):
+        ends.outbox.put([tensor])
+    assert all(torch.equal(ends.inbox.take(infos(tensor))[0], tensor) for tensor in (evaluated, trained))
+
+
+def test_the_thread_works_on_the_device_and_frees_nothing(ends: Ends) -> None:
+    """Freeing waits for the allocator, which may wait for what the thread has to answer."""
+    for _ in range(3):
+        ends.outbox.put([torch.ones(1)])
+        ends.inbox.take(infos(torch.ones(1)))
+    ends.outbox.settle()
+    (thread,) = ends.wire.threads
+    assert thread is not threading.main_thread()
+    assert ends.wire.freed_by == [threading.main_thread()] * 3
+
+
 def test_what_is_empty_is_not_asked_for(ends: Ends) -> None:
-    ends.outbox.put(0, [])
-    assert ends.inbox.take(0, []) == []
+    ends.outbox.put([])
+    assert ends.inbox.take([]) == []
     ends.outbox.settle()
 
 
 def test_a_limit_holds_until_somebody_takes(ends: Ends) -> None:
-    for k in range(3):
-        ends.outbox.put(k, [torch.ones(1)])
+    for _ in range(3):
+        ends.outbox.put([torch.ones(1)])
     waited = threading.Thread(target=ends.outbox.wait_until_taken, args=(2,))
     waited.start()
     waited.join(0.1)
     assert waited.is_alive()
-    ends.inbox.take(0, infos(torch.ones(1)))
+    ends.inbox.take(infos(torch.ones(1)))
     waited.join(SECONDS)
     assert not waited.is_alive()
 
 
 def test_a_tensor_that_was_not_put_out_ends_both_sides(ends: Ends) -> None:
     with pytest.raises(PeerLostError):
-        ends.inbox.take(7, infos(torch.ones(1)))
-    with pytest.raises(ProtocolError, match="rank 1 asked for tensors that were not put out: 1, 7"):
-        ends.outbox.put(0, [torch.ones(1)])
+        ends.inbox.take(infos(torch.ones(1)))
+    with pytest.raises(ProtocolError, match="rank 1 asked for tensors that were not put out: \\(1, 0, 0\\)"):
+        ends.outbox.put([torch.ones(1)])
 
 
 def test_a_send_that_fails_is_the_first_cause_where_it_failed(ends: Ends) -> None:
-    ends.outbox.put(0, [torch.ones(1)])
+    ends.outbox.put([torch.ones(1)])
     ends.wire.fails = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(PeerLostError):
-        ends.inbox.take(0, infos(torch.ones(1)))
+        ends.inbox.take(infos(torch.ones(1)))
     with pytest.raises(RuntimeError, match="sending to rank 1 failed: CUDA error: an illegal memory access"):
         ends.outbox.wait_until_taken()
 
@@ -130,21 +157,21 @@ def test_another_answer_is_refused(ends: Ends) -> None:
     liar = Link(theirs, "rank 2", SECONDS)
     inbox = Inbox(cast(Way, ends.wire), Link(ours, "rank 3", SECONDS))
     liar.write(2, 5, [])
-    with pytest.raises(ProtocolError, match="rank 3 did not send the tensors of micro-batch 4"):
-        inbox.take(4, infos(torch.ones(1)))
+    with pytest.raises(ProtocolError, match="rank 3 did not send the tensors that were taken"):
+        inbox.take(infos(torch.ones(1)))
     inbox.close()
     liar.close()
 
 
 def test_who_is_gone_is_lost_to_both_sides(ends: Ends) -> None:
-    ends.outbox.put(0, [torch.ones(1)])
+    ends.outbox.put([torch.ones(1)])
     ends.inbox.close()
     with pytest.raises(PeerLostError):
         ends.outbox.wait_until_taken()
 
 
 def test_after_the_end_nothing_is_waited_for(ends: Ends) -> None:
-    ends.outbox.put(0, [torch.ones(1)])
+    ends.outbox.put([torch.ones(1)])
     ends.inbox.close()
     ends.outbox.close()
     ends.outbox.settle()

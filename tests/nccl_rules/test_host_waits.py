@@ -34,6 +34,7 @@ MORE_CASES = {
     "gpt, three stages": (3, Counted("gpt")),
     "experts, two stages": (2, Counted("experts")),
     "weights, three stages": (3, Counted("weighted", clip=1.0)),
+    "tied": (3, Counted("tied", clip=1.0)),
     "gpt, replicas": (4, Counted("gpt", {"data_parallel_size": 2}, clip=1.0, logs=True)),
     "experts, replicas": (4, Counted("experts", {"data_parallel_size": 2}, clip=1.0, logs=True)),
     "synchronous": (2, Counted("gpt", clip=1.0, logs=True, synchronous=True)),
@@ -78,6 +79,20 @@ def test_no_stage_waits_more_than_it_may_elsewhere(pools: Pools, name: str) -> N
     check(pools, *MORE_CASES[name])
 
 
+@pytest.mark.parametrize(
+    "counted",
+    [
+        Counted("tied", saves=True),
+        pytest.param(Counted("tied", {"weight_dtype": "bf16"}, trainer=MIXED, saves=True), marks=pytest.mark.slow),
+        pytest.param(Counted("tied", correction="feedback", optimizer="muon", saves=True), marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_that_is_gathered_mixes_no_devices(pools: Pools, counted: Counted) -> None:
+    """The optimizer's counts are on the host; and what stages share, the first rank has on its GPU or from another."""
+    for found in pools.run(3, count, counted, timeout=120):
+        assert (found.mixed, found.early) == ({}, {})
+
+
 def test_what_a_user_adds_is_found(pools: Pools) -> None:
     last, first = pools.run(2, count, Counted("waits"), timeout=120)
     assert added(last) == {
@@ -88,10 +103,10 @@ def test_what_a_user_adds_is_found(pools: Pools) -> None:
     assert list(added(first).values()) == [1]  # its step ends where the model is called
 
 
-def test_what_a_hook_makes_of_a_moved_batch_is_what_is_weighed(pools: Pools) -> None:
-    """On the device, where alone it is: the host's might weigh something else."""
+def test_what_a_hook_makes_of_a_moved_batch_is_what_is_weighed_all_at_once(pools: Pools) -> None:
+    """On the device, where alone it is: the host's might weigh something else. Its fingerprint is not taken there."""
     _, first = pools.run(2, count, Counted("prepares"), timeout=120)
-    assert added(first)[Wait("mini-batch", "item", "pipeline/micro_batch.py:cut_batch")] == MICRO_BATCHES
+    assert added(first) == {Wait("mini-batch", "Event.synchronize", "pipeline/micro_batch.py:_weights"): 1}
 
 
 def added(found: Found) -> dict[Wait, float]:

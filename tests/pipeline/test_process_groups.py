@@ -33,8 +33,9 @@ class Splitting:
     def get_backend(self, group: object = None) -> str:
         return "fake"
 
-    def new_group(self, ranks: list[int] | None, timeout: object, backend: str | None) -> str:
+    def new_group(self, ranks: list[int] | None, timeout: object, backend: str | None, pg_options: object) -> str:
         assert ranks is None, "every other rank would have to split, too"
+        assert pg_options is None
         return "gloo"
 
     def split_group(self, split_ranks: list[list[int]], timeout: object, pg_options: Any) -> list[int] | None:
@@ -84,6 +85,18 @@ def test_options_for_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_groups.neighbour_options(3).config.max_ctas == 3
     assert process_groups.neighbour_options(None).high
     assert not hasattr(process_groups.neighbour_options(None).config, "max_ctas")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_groups_that_are_made_one_by_one_have_the_options_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a script has made the default group without a device, it cannot be split."""
+    given: list[object] = []
+    monkeypatch.setattr(process_groups, "splits", lambda: False)
+    monkeypatch.setattr(process_groups.dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(process_groups.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(process_groups.dist, "new_group", lambda *_, pg_options, **__: given.append(pg_options))
+    process_groups.disjoint_groups([[0, 1], [2, 3], [4]], None, lambda: "few")
+    assert given == (["few", "few"] if backend == "nccl" else [None, None])
 
 
 def test_ranks_that_share_a_gpu_may_have_replicas() -> None:

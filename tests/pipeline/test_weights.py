@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_asyncpp.pipeline import weights as weights_module
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.weights import WeightVersions, writing
 
@@ -201,3 +202,21 @@ def test_every_use_of_a_parameter_has_a_leaf_with_the_same_memory() -> None:
     weights.advance()
     assert weights.leaves(1)["b"].data_ptr() == weights.leaves(1)["a"].data_ptr() == parameter.data_ptr()
     assert weights.older().keys() == {"a"}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_at_the_end_all_versions_come_to_the_host(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would keep their memory of the GPU; the parameters, which came there before, stay the newest version."""
+    parameter = nn.Parameter(torch.tensor([1.0]))
+    weights = WeightVersions({"w": parameter}, 2, uses={"u": "w"}, compute_dtype=dtype)
+    weights.advance()
+    with writing(None, weights.compute_weights()), torch.no_grad():
+        parameter.fill_(2.0)
+    on_device = {leaf.data_ptr() for version in (0, 1) for leaf in weights.leaves(version).values()}
+    monkeypatch.setattr(weights_module, "on_host", lambda tensor: tensor.detach().clone())
+    parameter.data = parameter.data.clone()  # as Lightning moves the module
+    weights.to_host()
+    after = [leaf for version in (0, 1) for leaf in weights.leaves(version).values()]
+    assert [leaf.item() for leaf in after] == [1.0, 1.0, 2.0, 2.0]
+    assert not on_device & {leaf.data_ptr() for leaf in after}
+    assert (parameter.data_ptr() == weights.leaves(1)["w"].data_ptr()) == (dtype is None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.agreement import exchange_bytes
 from lightning_asyncpp.pipeline.errors import different_calls, lost_peers
-from lightning_asyncpp.pipeline.host_copies import pieces_on_host
+from lightning_asyncpp.pipeline.host_copies import on_host, pieces_on_host
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.storage.tree import (
     STORED,
@@ -34,7 +34,8 @@ _BUNDLE_BYTES = 2**20  # small tensors travel together, up to as much: each mess
 def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
     """Gather nested content of every stage of the first replica on rank 0, first stage first; elsewhere an empty list.
 
-    A blocking collective. Tensors travel one by one or few by few, so that nobody holds a second copy of all of them.
+    A blocking collective. Tensors travel one by one or few by few, so that nobody holds a second copy of all of them;
+    those of several ranks are on the host then.
 
     Args:
         mesh: this rank's place.
@@ -49,8 +50,7 @@ def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
     if mesh.replica == 0:
         with lost_peers():
             for names in _bundles({name: tensor.nbytes for name, tensor in tensors.items()}):
-                sent = [_bytes(tensors[name]) for name in names]
-                for piece in pieces_on_host(sent[0] if len(sent) == 1 else torch.cat(sent)):
+                for piece in _message([tensors[name] for name in names]):
                     dist.send(piece, 0, group=mesh.groups.host, tag=_TAG)
     return []
 
@@ -99,7 +99,8 @@ def _receiver(mesh: Mesh, skeleton: Any, own: dict[str, Tensor]) -> Any:
     entries = {entry[STORED]: entry for entry in entries_of(skeleton)}
     stage = next((int(shard_of(entry)) for entry in entries.values()), mesh.stage)
     if stage == mesh.stage:
-        return lambda entry: own[entry[STORED]]
+        on_this_host = {name: on_host(tensor) for name, tensor in own.items()}
+        return lambda entry: on_this_host[entry[STORED]]
     received = {
         name: torch.empty(entry_shape(entry), dtype=entry_dtype(entry), device="cpu") for name, entry in entries.items()
     }
@@ -113,6 +114,13 @@ def _receiver(mesh: Mesh, skeleton: Any, own: dict[str, Tensor]) -> Any:
             for part, sent in zip(parts, message.split([len(part) for part in parts])):
                 part.copy_(sent)
     return lambda entry: received[entry[STORED]]
+
+
+def _message(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The bytes of some tensors, one after the other, in pieces on the host; small ones may be on several devices."""
+    if len(tensors) == 1:
+        return pieces_on_host(_bytes(tensors[0]))
+    return iter([torch.cat([_bytes(on_host(tensor)) for tensor in tensors])])
 
 
 def _bundles(sizes: Mapping[str, int]) -> Iterator[list[str]]:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_asyncpp.pipeline.agreement import broadcast_tensor
 from lightning_asyncpp.pipeline.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
@@ -55,7 +55,7 @@ class DelayedStrategyMixin:
                 " a checkpoint, which holds all stages, brings its weights back"
             )
         for tensor in module.state_dict().values():
-            dist.broadcast(tensor.detach(), src=0)
+            broadcast_tensor(tensor, 0)
 
     def _micro_batch_gradient(
         self, module: nn.Module, network: nn.Module | None, hooks: UserHooks

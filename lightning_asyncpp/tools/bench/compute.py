@@ -13,8 +13,8 @@ floats), the update and all work of the framework share the cores with the compu
 CPUs. The floor computes and steps as much, without messages, neighbours or Trainer; but cores that never wait may
 also clock lower.
 
-What is not: memory, data loading, start-up. Messages stay on this machine, unless ``--hosts 2`` puts a link between
-the halves of the pipeline.
+What is not: memory, data loading (all get batches that are there; ours through the Trainer log and clip), start-up.
+Messages stay on this machine, unless ``--hosts 2`` puts a link between the halves of the pipeline.
 """
 
 from __future__ import annotations

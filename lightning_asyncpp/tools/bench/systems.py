@@ -109,7 +109,12 @@ def _fit(job: Job, system: str, callbacks: list[L.Callback], layers: list[nn.Mod
 
 
 def _loader(job: Job) -> DataLoader:
-    """Samples to be collated, as users have them; the other systems get whole batches that are there already."""
+    """Samples to be collated, as users have them; where stages compute, batches that are there, as others get them.
+
+    With many rows to a micro-batch collating takes the training thread milliseconds, which no schedule is to blame for.
+    """
+    if job.work == "compute":
+        return DataLoader(job.batches(), batch_size=None)  # type: ignore[arg-type]
     inputs, targets = (torch.cat(tensors) for tensors in zip(*job.batches()))
     return DataLoader(TensorDataset(inputs, targets), batch_size=job.micro_batches * job.rows)
 

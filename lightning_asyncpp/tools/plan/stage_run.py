@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline import foreach
-from lightning_asyncpp.pipeline.buckets import plan_buckets
+from lightning_asyncpp.pipeline.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
 from lightning_asyncpp.pipeline.header import Header
 from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.reduction import Reduction
@@ -203,7 +203,8 @@ class _Run:
         flight.result = None
 
     def _reduction(self) -> Reduction:
-        buckets = plan_buckets(self.weights.parameters, late=self.weights.used_twice)
+        size = BUCKET_BYTES if self.job.stage.device.type == "cpu" else GPU_BUCKET_BYTES
+        buckets = plan_buckets(self.weights.parameters, size, self.weights.used_twice)
         return _PackedOnly(buckets, None, late=self.weights.used_twice)  # type: ignore[arg-type]
 
     def _take(self) -> dict[str, Tensor | None]:
