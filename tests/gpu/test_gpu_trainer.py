@@ -32,14 +32,14 @@ class Module(L.LightningModule):
     def training_step(self, batch, batch_idx):
         return F.mse_loss(self.model(batch), batch.sum(1, keepdim=True))
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.model.named_parameters(), lr=0.01)
+        return torch.optim.AdamW(self.model.named_parameters(), lr=0.01, eps=1e-3)
 
 device = torch.device("cuda:0")
 how, folder = sys.argv[1:]
 if how != "alone":
     strategy = AsyncPipelineStrategy(micro_batches=4, parallel_devices=[device, device])
 else:
-    strategy = DelayedGradientStrategy(delay=1)
+    strategy = DelayedGradientStrategy(delay=1, micro_batches=4)
 generator = torch.Generator().manual_seed(0)
 data = [torch.randn(16, 8, generator=generator) for _ in range(12)]
 trainer = L.Trainer(
