@@ -20,7 +20,7 @@ for each other after each."""
 
 STRIP_ROWS_OTHERWISE = 256
 
-_too_small: set[torch.device] = set()
+_without_kernel: set[torch.device] = set()
 
 KERNEL_ROWS = 256
 """Smaller matrices have too few blocks for the Triton kernel to leave some out."""
@@ -44,11 +44,13 @@ def symmetric_product(
         if a.size(-2) >= 2 * strip:
             return _by_strips(a, b, out, addend, beta, alpha, strip)
     elif a.size(-2) >= KERNEL_ROWS and has_kernel(a.device, a.dtype):
-        from lightning_asyncpp.optim.symmetric_triton import OutOfResources, triton_symmetric_product
+        from lightning_asyncpp.optim.symmetric_triton import is_not_launched, triton_symmetric_product
 
         try:
             return triton_symmetric_product(a, b, out, addend, beta, alpha)
-        except OutOfResources as error:  # it was not launched
+        except Exception as error:
+            if not is_not_launched(error):
+                raise
             _give_up_kernel(a.device, error)
     return full_product(a, b, out, addend, beta, alpha)
 
@@ -68,9 +70,10 @@ def full_product(
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the Triton kernel works there: on NVIDIA GPUs from Ampere on, in 16 bits, where triton is installed.
 
-    And where its blocks fit the device's shared memory, which only a launch tells.
+    And where its blocks fit the device's shared memory, and the host can build what launches it, which only a launch
+    tells.
     """
-    return device not in _too_small and _may_have_kernel(device, dtype)
+    return device not in _without_kernel and _may_have_kernel(device, dtype)
 
 
 @cache
@@ -83,9 +86,9 @@ def _may_have_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _give_up_kernel(device: torch.device, error: Exception) -> None:
     """Compute full products on a device from now on, and say so: results differ by rounding, and take longer."""
-    _too_small.add(device)
+    _without_kernel.add(device)
     warnings.warn(
-        f"the Triton kernel for symmetric products does not fit {device} ({error}): Newton-Schulz computes full"
+        f"the Triton kernel for symmetric products cannot run on {device} ({error}): Newton-Schulz computes full"
         " products there, which take up to twice as long",
         stacklevel=2,
     )

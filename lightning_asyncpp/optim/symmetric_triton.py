@@ -7,13 +7,13 @@ the matrices in its batch nor on a search for the fastest sizes.
 
 from __future__ import annotations
 
+import subprocess
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import OutOfResources
-
-__all__ = ["OutOfResources", "triton_symmetric_product"]
 
 BLOCK = 128
 """Rows and columns of a block of the result: its accumulator of 64 KiB is spread over the registers of 8 warps."""
@@ -68,6 +68,16 @@ def _kernel(  # type: ignore[no-untyped-def]
     if block_column < block_row:
         mirrored = out + columns[:, None] * out_row + rows[None, :] * out_column
         tl.store(mirrored, tl.trans(result), mask=column_mask[:, None] & row_mask[None, :])
+
+
+def is_not_launched(error: Exception) -> bool:
+    """Whether a launch never was: the device has too little shared memory, or the host cannot build the launcher.
+
+    That takes a C compiler and Python's headers, ``apt install gcc python3-dev``.
+    """
+    if isinstance(error, RuntimeError):  # Triton has no class for it
+        return "C compiler" in str(error)
+    return isinstance(error, (OutOfResources, subprocess.CalledProcessError, FileNotFoundError))
 
 
 def triton_symmetric_product(

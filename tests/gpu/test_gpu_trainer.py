@@ -1,4 +1,7 @@
-"""A Trainer whose stages share one GPU: started as a user starts it, and equal to a run of one process."""
+"""A Trainer whose stages share one GPU: started as a user starts it, and equal to a run of one process.
+
+Its checkpoints are gathered from the GPU during the fit, and a run goes on from one.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from lightning_asyncpp.tools.doctor.cases import tensors_of
 
 SCRIPT = """
 import json, sys
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 from lightning_asyncpp import DelayedGradientStrategy, AsyncPipelineStrategy
@@ -25,22 +32,24 @@ class Module(L.LightningModule):
     def training_step(self, batch, batch_idx):
         return F.mse_loss(self.model(batch), batch.sum(1, keepdim=True))
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.AdamW(self.model.named_parameters(), lr=0.01, eps=1e-3)
 
 device = torch.device("cuda:0")
-if sys.argv[1] == "pipeline":
+how, folder = sys.argv[1:]
+if how != "alone":
     strategy = AsyncPipelineStrategy(micro_batches=4, parallel_devices=[device, device])
 else:
-    strategy = DelayedGradientStrategy(delay=1)
+    strategy = DelayedGradientStrategy(delay=1, micro_batches=4)
 generator = torch.Generator().manual_seed(0)
 data = [torch.randn(16, 8, generator=generator) for _ in range(12)]
 trainer = L.Trainer(
-    strategy=strategy, devices=1, accelerator="cuda", max_epochs=1, logger=False, enable_checkpointing=False,
-    enable_progress_bar=False,
+    strategy=strategy, devices=1, accelerator="cuda", max_epochs=2, logger=False, enable_progress_bar=False,
+    callbacks=[ModelCheckpoint(f"{folder}/{how}", "{epoch}", save_top_k=-1)],
 )
 module = Module()
-trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
-state = trainer.strategy.full_state_dict() if sys.argv[1] == "pipeline" else module.state_dict()
+resumed = {"ckpt_path": f"{folder}/pipeline/epoch=0.ckpt"} if how == "resumed" else {}
+trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None), **resumed)
+state = module.state_dict() if how == "alone" else trainer.strategy.full_state_dict()
 if trainer.is_global_zero:
     print("RESULT" + json.dumps({name: value.double().sum().item() for name, value in state.items()}))
 """
@@ -49,7 +58,9 @@ if trainer.is_global_zero:
 def run(tmp_path: Path, how: str) -> tuple[dict[str, float], str]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    result = subprocess.run([sys.executable, str(script), how], capture_output=True, text=True, timeout=280)
+    result = subprocess.run(
+        [sys.executable, str(script), how, str(tmp_path)], capture_output=True, text=True, timeout=280
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT"))
     return json.loads(line.removeprefix("RESULT")), result.stdout + result.stderr
@@ -60,3 +71,13 @@ def test_two_stages_on_one_gpu(tmp_path: Path) -> None:
     alone, _ = run(tmp_path, "alone")
     assert pipeline == pytest.approx(alone, abs=1e-4)
     assert "through the host, over local sockets" in text
+    for epoch in (0, 1):
+        saved, expected = (
+            tensors_of(torch.load(tmp_path / how / f"epoch={epoch}.ckpt", "cpu", weights_only=False))
+            for how in ("pipeline", "alone")
+        )
+        assert sorted(saved) == sorted(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    resumed, _ = run(tmp_path, "resumed")
+    assert resumed == pytest.approx(alone, abs=1e-4)

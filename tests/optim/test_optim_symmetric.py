@@ -118,28 +118,49 @@ def test_the_kernel_compiles_to_tensor_core_instructions(tmp_path) -> None:
     run(COMPILED, TRITON_CACHE_DIR=str(tmp_path))
 
 
-@needs_triton
-def test_a_device_that_the_kernel_does_not_fit_computes_full_products_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On the meta device, which stands for a GPU here."""
+def errors_of_launches() -> list[Exception]:
+    if importlib.util.find_spec("triton") is None:
+        return []
     from triton import OutOfResources
 
+    return [
+        OutOfResources(98304, 65536, "shared memory"),
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        subprocess.CalledProcessError(1, ["gcc", "launcher.c"]),
+        FileNotFoundError("cc-that-is-not-there"),
+    ]
+
+
+@pytest.mark.parametrize("error", errors_of_launches(), ids=repr)
+def test_where_the_kernel_cannot_run_full_products_are_computed_and_that_is_said_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device, which stands for a GPU here."""
     from lightning_asyncpp.optim import symmetric_triton
 
     launches = []
 
-    def does_not_fit(*_: object) -> torch.Tensor:
+    def fails(*_: object) -> torch.Tensor:
         launches.append(1)
-        raise OutOfResources(98304, 65536, "shared memory")
+        raise error
 
-    monkeypatch.setattr(symmetric, "_too_small", set())
+    monkeypatch.setattr(symmetric, "_without_kernel", set())
     monkeypatch.setattr(symmetric, "_may_have_kernel", lambda *_: True)
-    monkeypatch.setattr(symmetric_triton, "triton_symmetric_product", does_not_fit)
+    monkeypatch.setattr(symmetric_triton, "triton_symmetric_product", fails)
     x = torch.empty(2, 512, 700, dtype=torch.bfloat16, device="meta")
     out = torch.empty(2, 512, 512, dtype=torch.bfloat16, device="meta")
-    with pytest.warns(UserWarning, match="does not fit meta .*shared memory.*computes full products there"):
+    with pytest.warns(UserWarning, match="cannot run on meta .*computes full products there") as caught:
         assert symmetric_product(x, x.mT, out) is out
+    assert str(error) in str(caught[0].message)
     with warnings.catch_warnings(action="error"):
         assert symmetric_product(x, x.mT, out) is out
     assert len(launches) == 1
+
+
+@needs_triton
+def test_what_the_kernel_raises_otherwise_is_not_hidden() -> None:
+    from lightning_asyncpp.optim.symmetric_triton import is_not_launched
+
+    assert not is_not_launched(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    assert not is_not_launched(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_not_launched(ValueError("shapes"))

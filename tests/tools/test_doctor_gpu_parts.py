@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +19,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asyncpp.tools.doctor import correctness, launching, queues, stage, stage_callback
+from lightning_asyncpp.tools.doctor import correctness, launching, queues, stage_callback
 from lightning_asyncpp.tools.doctor.cases import CASES, Place, make_trainer
 from lightning_asyncpp.tools.doctor.comparing import judged, largest_difference
 from lightning_asyncpp.tools.doctor.correctness import places_of
 from lightning_asyncpp.tools.doctor.findings import Findings
 from lightning_asyncpp.tools.doctor.launching import environment_of
 from lightning_asyncpp.tools.doctor.stage_callback import StageClock
-from lightning_asyncpp.tools.doctor.stage_recipe import peak_tflops, recipe_of, rows_of, size_of
 from lightning_asyncpp.tools.doctor.task import Task
-from tests.tools.doctor_machines import CPUS, with_gpus
+from tests.tools.doctor_machines import with_gpus
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,31 @@ def test_ranks_on_one_gpu_over_nccl_are_machines_of_their_own() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in environments[0]
 
 
-def outcome(weight: float, val_loss: float | None = 2.0) -> dict[str, Any]:
+def test_ranks_on_one_gpu_over_nccl_talk_over_loopback_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    variables = environment_of(Place("nccl on one GPU", 2), 0, 1234)
+    assert variables["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "NCCL_SOCKET_IFNAME" not in variables
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    assert environment_of(Place("nccl on one GPU", 2), 0, 1234)["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert "GLOO_SOCKET_IFNAME" not in environment_of(Place("nccl", 2), 0, 1234)
+
+
+@pytest.mark.parametrize(("gpus", "routes"), [(1, []), (2, ["nccl"]), (4, ["nccl"] * 3)])
+def test_gpus_that_take_one_process_each_are_not_shared(gpus: int, routes: list[str]) -> None:
+    places, not_here = places_of(with_gpus(gpus, nccl=(2, 30, 1), is_exclusive=True))
+    assert [place.route for place in places] == routes
+    assert "nvidia-smi -c DEFAULT" in not_here["2 stages on one GPU, over NCCL"]
+
+
+def outcome(weight: float, val_loss: float | None = 2.0, saved: float = 3.0) -> dict[str, Any]:
     metrics = {} if val_loss is None else {"val_loss": val_loss}
     return {
         "weights": {"w": torch.tensor([1.0, weight])}, "start": {"w": torch.zeros(2)}, "metrics": metrics,
+        "saved": {"step of w": torch.tensor(saved)},
         "route": "2 stages; tensors travel between GPUs by NCCL", "seconds": 1.0,
     }  # fmt: skip
 
@@ -87,12 +108,22 @@ def outcome(weight: float, val_loss: float | None = 2.0) -> dict[str, Any]:
         (outcome(float("nan")), False, "failed"),
         (outcome(2.0, val_loss=2.1), False, "failed"),
         (outcome(2.0, val_loss=None), False, "failed"),
+        (outcome(2.0, saved=3.0000003), True, "failed"),
+        (outcome(2.0, saved=3.001), False, "ok"),
+        (outcome(2.0, saved=4.0), False, "failed"),
+        (outcome(2.0) | {"saved": {}}, False, "failed"),
     ],
 )
 def test_what_counts_as_equal(found: dict[str, Any], is_exact: bool, status: str) -> None:
-    said = judged(CASES["layers"], found, outcome(2.0), is_exact)
+    said = judged(replace(CASES["layers"], saves=True), found, outcome(2.0), is_exact)
     assert said[0] == status
     assert status != "ok" or "by NCCL" in said[1]
+
+
+def test_a_checkpoint_that_was_never_saved_is_not_equal() -> None:
+    nothing = outcome(2.0) | {"saved": {}}
+    assert judged(CASES["adamw"], nothing, nothing, True)[0] == "failed"
+    assert judged(CASES["layers"], nothing, nothing, True)[0] == "ok"
 
 
 def test_a_weight_that_is_missing_differs() -> None:
@@ -121,15 +152,51 @@ def test_ranks_that_do_not_come_to_their_end_are_ended(
 def test_a_place_that_hangs_is_said_with_the_case(
     route: Any, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran = launching.Ran({"layers": outcome(2.0)}, "no end within 90 s")
+    ran = launching.Ran({"layers": outcome(2.0) | {"saved": {}}}, "no end within 90 s")
     monkeypatch.setattr(correctness, "launch", lambda *_: ran)
     given = Task("correctness", "", str(tmp_path), True, time.time() + 100)
-    correctness.compare(given, Place(route, 3), dict.fromkeys(CASES, outcome(2.0)), given.findings, "here")
+    correctness.compare(
+        given, Place(route, 3), dict.fromkeys(CASES, outcome(2.0) | {"saved": {}}), given.findings, "here"
+    )
     fine, hung = given.findings.read()
     assert fine.status == "ok"
     assert hung.status == status
     assert "stopped at 'flushed': no end within 90 s" in hung.text
     assert hung.fix
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_there_is_no_time_for_is_not_started(
+    replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "Children", None)
+    given = Task("correctness", "", str(tmp_path), True, time.time() + 20)
+    with given.findings.checking("2 stages"):
+        correctness.compare(given, Place("cpu", 2, replicas), {}, given.findings, "here")
+    (finding,) = given.findings.read()
+    assert (finding.status, finding.text) == ("skipped", "no time was left for it")
+
+
+def test_a_place_whose_time_the_part_cut_short_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_RANK", "tests.tools.doctor_rank")
+    monkeypatch.setattr(launching, "_LEAST_SECONDS", 1)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    given = Task("correctness", "", str(tmp_path), True, time.time() + 7)
+    with given.findings.checking("2 stages"):
+        correctness.compare(given, Place("cpu", 2), {}, given.findings, "here")
+    (finding,) = given.findings.read()
+    assert (finding.status, finding.text) == ("skipped", "no time was left for it")
+
+
+def test_without_a_process_to_compare_with_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "launch", lambda *_: launching.Ran({}, "rank-0 failed: ValueError"))
+    given = Task("correctness", "", str(tmp_path), True, time.time() + 100)
+    with_gpus(8).save(given.machine_file)
+    correctness.run(given, given.findings)
+    *skipped, failed = given.findings.read()
+    assert failed.status == "failed"
+    assert "rank-0 failed: ValueError" in failed.text
+    assert {finding.status for finding in skipped} == {"skipped"}
 
 
 class FakeCuda:
@@ -183,10 +250,35 @@ def test_streams_that_share_a_queue_are_found(
     assert finding.figures["pairs"] == pairs
 
 
+def test_a_host_that_was_held_up_once_is_no_shared_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "torch", SimpleNamespace(cuda=FakeCuda(8)))
+    answers = iter([True] + [False] * 200)
+    monkeypatch.setattr(queues, "_is_held_up", lambda *_: next(answers))
+    assert sum(map(sum, queues.held_up(queues._streams()))) == 0
+
+
+def test_the_spinning_kernel_is_left_out_where_triton_cannot_launch_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "torch", SimpleNamespace(cuda=FakeCuda(8)))
+    monkeypatch.setattr(FakeCuda, "set_device", lambda *_: None, raising=False)
+    given = Task("queues", "", str(tmp_path), False, time.time() + 60)
+    with_gpus(1, has_headers=False).save(given.machine_file)
+    queues.run(given, given.findings)
+    assert [finding.status for finding in given.findings.read()] == ["ok", "skipped"]
+
+
+def test_products_take_about_as_long_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "_products_ms", lambda a, products: 0.2 * products)
+    assert queues._num_products(torch.empty(0)) == 150
+    monkeypatch.setattr(queues, "_products_ms", lambda a, products: 90.0 * products)
+    assert queues._num_products(torch.empty(0)) == 1
+
+
 def test_waits_of_the_host_are_counted_by_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(stage_callback, "now", iter((10.0, 16.0)).__next__)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(stage_callback, "peaks", lambda _: {"allocated": 1, "reserved": 2})
     clock = StageClock(str(tmp_path / "found.json"), warm_up=2, measured=3, watched=2)
@@ -201,72 +293,13 @@ def test_waits_of_the_host_are_counted_by_place(tmp_path: Path, monkeypatch: pyt
     assert "test_doctor_gpu_parts.py" in place
     assert count == 2
     assert modes == ["warn", "default"]
-    assert found["seconds"] >= 0
-
-
-SECONDS = {"eager": 0.5, "plain": 0.4, "compiled": 0.3, "bf16": 0.25, "plain-compiled": 0.3}
-
-
-def test_a_stage_on_a_gpu_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(given: Task, module: list[str], name: str, result: Path, limit: float = 0.0) -> str:
-        if name == "muon":
-            ours = {
-                "milliseconds": {"median": 2.0},
-                "speed_over_torch": {"median": 1.5},
-                "difference": {"relative": 0.01},
-            }
-            systems = {"ours": ours, "torch": {"milliseconds": {"median": 3.0}}}
-            result.write_text(json.dumps({"systems": systems}))
-            return ""
-        if name == "bf16":
-            return "exit code 1: it does not compile"
-        found = {"seconds": SECONDS[name], "allocated": 4 * 2**30, "reserved": 5 * 2**30, "flops_per_token": 1e9}
-        if "plain" not in name:
-            found |= {"waits": 3.0, "places": {"here.py:7": 9}}
-        result.write_text(json.dumps(found))
-        return ""
-
-    monkeypatch.setattr(stage, "_run", run)
-    monkeypatch.setattr(stage, "_planned", lambda *_: 5 * 2**30)
-    given = Task("stage", "", str(tmp_path), False, time.time() + 300)
-    with_gpus(1).save(given.machine_file)
-    stage.run(given, given.findings)
-    found = {finding.title: finding for finding in given.findings.read()}
-    eager = found["one stage, eager, bf16-mixed"]
-    assert eager.figures["tokens_per_second"] == 131072
-    assert eager.figures["mfu"] == pytest.approx(131072e9 / 989e12, abs=1e-4)
-    assert found["waits of the host, eager, bf16-mixed"].status == "warning"
-    assert found["memory, planned and real, eager, bf16-mixed"].status == "warning"
-    assert found["Muon's step, beside torch.optim.Muon's"].figures["speed_over_torch"] == 1.5
-    assert found["one stage, compiled, bf16-mixed, weight_dtype bf16"].status == "warning"
-    assert found["one stage beside a plain loop, eager"].status == "warning"
-    assert found["one stage beside a plain loop, compiled"].status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", None), ("NVIDIA A100-SXM4-40GB", 312), ("Tesla T4", None)],
-)
-def test_peaks_of_known_gpus(name: str, peak: float | None) -> None:
-    assert peak_tflops(name) == peak
-
-
-@pytest.mark.slow
-def test_the_recipes_can_be_planned(tmp_path: Path) -> None:
-    for machine in (CPUS, with_gpus(1)):
-        for row in rows_of(machine, quick=False):
-            path = tmp_path / f"{row.name}.yaml"
-            recipe = recipe_of(row, size_of(machine), bool(machine.gpus), tmp_path / "found.json")
-            path.write_text(json.dumps(recipe))
-            assert 2**20 < stage._planned(path, bool(machine.gpus)) < 20 * 2**30
+    assert found["seconds"] == 2.0  # of 3 mini-batches
 
 
 INTERPRETED = """
 import torch
 from lightning_asyncpp.tools.doctor import spin
-zeros = torch.zeros
-spin.torch.zeros = lambda size, device: zeros(size)
-made = []
+zeros, made = torch.zeros, []
 spin.torch.zeros = lambda size, device: made.append(zeros(size)) or made[-1]
 spin.spin(2, 3)
 expected = ((0.5 * 0.999 + 0.5) * 0.999 + 0.5)

@@ -98,7 +98,10 @@ class Children:
                 process.wait(max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for process in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits in a driver may never end
+                process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def end_with_parent() -> None:
@@ -114,7 +117,10 @@ def end_of(log: Path, characters: int = 4000) -> str:
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit meanwhile, so that ``finally`` and ``with`` clean up; only in the main thread."""
+    """Turn SIGTERM, and the end of the terminal, into SystemExit meanwhile, so that ``finally`` and ``with`` clean up.
+
+    Only in the main thread; what is ignored, as by ``nohup``, stays so.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -122,8 +128,10 @@ def sigterm_raises() -> Iterator[None]:
     def leave(signum: int, _: object) -> None:
         raise SystemExit(128 + signum)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = [signal.signal(number, leave) for number in signals]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)

@@ -6,9 +6,10 @@ import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.pipeline.checkpoint.optimizer_state import BY_PARAMETER
 from lightning_asyncpp.pytorch import (
     AsyncPipelineStrategy,
     DelayedGradientStrategy,
@@ -29,6 +31,7 @@ from lightning_asyncpp.pytorch import (
 
 MICRO_BATCHES = 4
 DIM, VOCABULARY, CONTEXT = 16, 64, 12
+_SAVED_STEP = 5
 _TIMEOUT = timedelta(seconds=60)
 """Of a wait for another rank: a message that never comes shall end these trainings with an error, which says more."""
 
@@ -42,22 +45,24 @@ class Case:
         model: a chain of layers, or a GPT with tied embeddings and dropout, or one without either.
         tolerance: on GPUs, how much a weight may differ, as a share of the largest change in its tensor; on CPUs none.
         delay: 1 for ``async_pipeline``, 0 for ``sync_pipeline``.
-        optimizer: SGD with momentum, or Muon with Error Feedback.
+        optimizer: SGD with momentum, AdamW, or Muon with Error Feedback.
         trainer: arguments of the Trainer.
         samples: of the training set; batches have eight, the last one fewer.
         validates: whether there is a validation set.
         waits: whether a callback waits for the whole device after every batch, as some of Lightning's own do.
+        saves: whether a callback saves a checkpoint amid the run.
     """
 
     title: str
     model: Literal["layers", "tied", "gpt"] = "layers"
     tolerance: float = 1e-3
     delay: int = 1
-    optimizer: Literal["sgd", "muon"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
     trainer: dict[str, Any] = field(default_factory=dict)
     samples: int = 64
     validates: bool = False
     waits: bool = False
+    saves: bool = False
 
 
 _VALIDATIONS: dict[str, Any] = {"gradient_clip_val": 0.1, "val_check_interval": 3}
@@ -66,9 +71,11 @@ CASES = {
     "layers": Case("a chain of layers, no flush"),
     "flushed": Case("the same with a flush per mini-batch", delay=0),
     "tied": Case(
-        "a GPT with tied embeddings, dropout, clipping, validations amid the run, a short last batch", "tied",
-        trainer=_VALIDATIONS, samples=61, validates=True, waits=True,
+        "a GPT with tied embeddings, dropout, clipping, a short last batch, validations and a checkpoint amid the run",
+        "tied", trainer=_VALIDATIONS, samples=61, validates=True, waits=True, saves=True,
     ),
+    # Its state has moments where the weights are, and counts of steps on the host.
+    "adamw": Case("a chain of layers, AdamW, a checkpoint amid the run", "layers", 2e-2, optimizer="adamw", saves=True),
     "feedback": Case("a GPT, Muon with Error Feedback, clipping", "gpt", 2e-2, optimizer="muon", trainer=_VALIDATIONS),
 }  # fmt: skip
 """What every pipeline trains."""
@@ -77,19 +84,22 @@ REPLICATED = ("layers", "feedback")
 """What replicas train: dropout would differ from that of one process."""
 
 
-def fit(case: Case, place: Place, samples_per_batch: int = 8, micro_batches: int = MICRO_BATCHES) -> dict[str, Any]:
+def fit(
+    case: Case, place: Place, folder: Path, samples_per_batch: int = 8, micro_batches: int = MICRO_BATCHES
+) -> dict[str, Any]:
     """Train, and say what came of it: on rank 0 the whole model.
 
     Args:
         case: what is trained.
         place: where.
+        folder: for the checkpoint, which is not kept; the same on all ranks.
         samples_per_batch: of one replica.
         micro_batches: of one replica.
     """
     L.seed_everything(7, verbose=False)
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    watch = _Watch(case.waits)
+    watch = _Watch(case.waits, folder / "saved.ckpt" if case.saves else None)
     trainer = make_trainer(case, place, micro_batches, [watch])
     module = _module(case)
     started = time.perf_counter()
@@ -104,6 +114,7 @@ def fit(case: Case, place: Place, samples_per_batch: int = 8, micro_batches: int
     return {
         "weights": {name: value.detach().cpu().clone() for name, value in state.items()},
         "start": watch.start,
+        "saved": watch.saved,
         "route": watch.route,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "seconds": time.perf_counter() - started,
@@ -174,12 +185,13 @@ class Place:
 
 
 class _Watch(L.Callback):
-    """Keeps the weights at the start and how tensors travel; waits for the device where it shall."""
+    """Keeps the weights at the start and how tensors travel; waits for the device and saves where it shall."""
 
-    def __init__(self, waits: bool) -> None:
+    def __init__(self, waits: bool, checkpoint: Path | None) -> None:
         self.start: dict[str, Tensor] = {}
+        self.saved: dict[str, Tensor] = {}
         self.route = ""
-        self._waits = waits
+        self._waits, self._checkpoint = waits, checkpoint
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look."""
@@ -187,17 +199,38 @@ class _Watch(L.Callback):
         if (session := getattr(trainer.strategy, "session", None)) is not None:
             self.route = session.describe()
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Wait."""
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Wait, and save."""
         if self._waits and torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        if self._checkpoint is not None and trainer.global_step == _SAVED_STEP:
+            trainer.save_checkpoint(self._checkpoint)
+            if trainer.is_global_zero:
+                self.saved = tensors_of(torch.load(self._checkpoint, "cpu", weights_only=False))
+                self._checkpoint.unlink()
+
+
+def tensors_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights and optimizer state in a checkpoint of a pipeline, or of one process, under the same names."""
+    found = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
+    for saved in checkpoint["optimizer_states"]:
+        names: dict[Any, str] = {}
+        if BY_PARAMETER not in saved:
+            for group in saved["param_groups"]:
+                names |= dict(zip(group["params"], group["param_names"], strict=True))
+        for key, state in saved["state"].items():
+            for entry, value in state.items():
+                if value is not None:
+                    found[f"{entry} of {names.get(key, key)}"] = torch.as_tensor(value).clone()
+    return found
 
 
 class _Layers(L.LightningModule):
     """Layers of every kind that has weights in a product or beside one."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
         super().__init__()
+        self._make_optimizer = make_optimizer
         self.model = nn.Sequential(
             nn.Linear(DIM, 32), nn.Tanh(), nn.RMSNorm(32), nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32),
             nn.Linear(32, 1),
@@ -210,24 +243,29 @@ class _Layers(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD with momentum: nothing in it makes roundings larger."""
-        return _sgd(self.model.named_parameters())
+        """That of the case."""
+        return self._make_optimizer(self.model.named_parameters())
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    # Nothing in it makes roundings larger.
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def _muon(parameters: Any) -> torch.optim.Optimizer:
     return ErrorFeedback(parameters, base=functools.partial(MuonAdamW, lr=0.01, newton_schulz_dtype="float32"))
 
 
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"sgd": _sgd, "muon": _muon}
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"sgd": _sgd, "adamw": _adamw, "muon": _muon}
 
 
 def _module(case: Case) -> L.LightningModule:
     if case.model == "layers":
-        return _Layers()
+        return _Layers(_OPTIMIZERS[case.optimizer])
     tied = case.model == "tied"
     config = GPTConfig(
         vocab_size=VOCABULARY, context_length=CONTEXT, num_layers=3, dim=32, num_heads=4, tie_embeddings=tied,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_asyncpp.tools.bench.processes import sigterm_raises
-from lightning_asyncpp.tools.doctor.findings import Finding
+from lightning_asyncpp.tools.doctor.findings import Finding, worst
 from lightning_asyncpp.tools.doctor.machine import Machine
-from lightning_asyncpp.tools.doctor.parts import INSTALLATION, PARTS, Part, examine
+from lightning_asyncpp.tools.doctor.parts import INSTALLATION, PARTS, Part, Result, examine
 from lightning_asyncpp.tools.doctor.report import as_json, as_markdown, line, summary
+from lightning_asyncpp.tools.doctor.running import KILL_SECONDS
 from lightning_asyncpp.tools.doctor.task import MACHINE
 
 
@@ -23,24 +27,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     if problem := _problem(own):
         parser.error(problem)
     chosen = [part for part in PARTS if part is INSTALLATION or part.name in own.parts]
-    limit = sum(part.limit for part in chosen)
-    print(
-        f"Examining {', '.join(part.name for part in chosen)}; this ends within {limit / 60:.0f} minutes.", flush=True
-    )
+    limit = sum(part.limit + KILL_SECONDS for part in chosen)
+    _say(f"Examining {', '.join(part.name for part in chosen)}; this ends within {limit / 60:.0f} minutes.")
+    results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="asyncpp-doctor-", ignore_cleanup_errors=True) as name, sigterm_raises():
-        machine_file = Path(name) / MACHINE
-        results = examine(chosen, Path(name), own.quick, _Progress())
-        machine = Machine.load(machine_file) if machine_file.exists() else None
-    folder = Path(own.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    content = as_json(results, machine, own.quick)
-    (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(as_markdown(results, machine, own.quick), encoding="utf-8")
-    print(
-        f"\n{summary(results)}\n\nThe report: {folder / 'report.md'} (to paste into an issue), {folder / 'report.json'}"
-    )
-    if content["status"] == "failed":
+        try:
+            examine(chosen, Path(name), own.quick, results, _Progress())
+        except KeyboardInterrupt:
+            raise SystemExit(128 + signal.SIGINT) from None
+        finally:
+            machine_file = Path(name) / MACHINE
+            machine = Machine.load(machine_file) if machine_file.exists() else None
+            _write(results, machine, own.quick, Path(own.output))
+    if worst(result.status for result in results) == "failed":
         raise SystemExit(1)
+
+
+def _write(results: Sequence[Result], machine: Machine | None, quick: bool, folder: Path) -> None:
+    content = as_json(results, machine, quick)
+    (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(as_markdown(results, machine, quick), encoding="utf-8")
+    files = f"{folder / 'report.md'} (to paste into an issue), {folder / 'report.json'}"
+    _say(f"\n{summary(results)}\n\nThe report: {files}")
+
+
+def _say(text: str) -> None:
+    """Print; where nobody reads any more, as behind ``| head``, the examination goes on for its report."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 class _Progress:
@@ -52,8 +68,8 @@ class _Progress:
     def __call__(self, part: Part, finding: Finding) -> None:
         if part is not self._part:
             self._part = part
-            print(f"{part.title}:", flush=True)
-        print(line(finding), flush=True)
+            _say(f"{part.title}:")
+        _say(line(finding))
 
 
 def _problem(own: Namespace) -> str:
@@ -63,6 +79,10 @@ def _problem(own: Namespace) -> str:
         return f"--parts {' '.join(unknown)}: unknown; there are {', '.join(names)}"
     if Path(own.output).is_file():
         return f"--output {own.output} is a file: name a folder"
+    try:
+        Path(own.output).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"--output: {error}"
     return ""
 
 
@@ -71,7 +91,7 @@ def _parser() -> ArgumentParser:
         "asyncpp doctor",
         description="Examine this installation, with GPUs or without: versions and settings; whether small pipelines"
         " train what one process trains, on the route that tensors take here; hardware queues; and how fast one stage"
-        " is. Every part runs in processes of its own and is stopped when its time is over; all take less than ten"
+        " is. Every part runs in processes of its own and is stopped when its time is over; all take at most ten"
         " minutes. Ends with code 1 if something failed.",
         allow_abbrev=False,
     )

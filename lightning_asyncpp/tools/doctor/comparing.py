@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_asyncpp.tools.doctor.cases import Case
@@ -32,6 +33,10 @@ def judged(
         return "failed", text, figures, "do not train so; report it with this file"
     if alone is not None and (metric is None or not abs(metric - alone) <= _METRIC_TOLERANCE * abs(alone)):
         return "failed", f"{_METRIC} is {metric}, and in one process {alone}", figures, "report it with this file"
+    saved, where = largest_difference(outcome["saved"], expected["saved"], _nothing(expected["saved"]))
+    if not saved <= tolerance or bool(expected["saved"]) != case.saves:
+        text = f"its checkpoint holds something else: {where or 'all'} differs by {saved:.2g} of its largest value"
+        return "failed", text, figures, "do not resume from such checkpoints; report it with this file"
     text = "equal to the last bit" if not difference else f"equal to rounding: {difference:.1g} of the largest change"
     return "ok", f"{text} ({_route(outcome['route'])})", figures, ""
 
@@ -42,7 +47,7 @@ def largest_difference(
     """Of all weights, as a share of the largest change in the tensor, and in which; infinite where one is missing."""
     if sorted(found) != sorted(expected):
         return float("inf"), str(sorted(set(found) ^ set(expected))[0])
-    worst, where = 0.0, next(iter(expected))
+    worst, where = 0.0, next(iter(expected), "")
     for name, value in expected.items():
         difference = (found[name].double() - value.double()).abs().max().item()
         if not difference:
@@ -52,6 +57,10 @@ def largest_difference(
         if not share <= worst:  # also where it is NaN
             worst, where = share, name
     return worst, where
+
+
+def _nothing(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(value) for name, value in tensors.items()}
 
 
 def _route(described: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_asyncpp.tools.doctor.cases import CASES, REPLICATED, Place
 from lightning_asyncpp.tools.doctor.comparing import judged, largest_difference
-from lightning_asyncpp.tools.doctor.findings import Findings
+from lightning_asyncpp.tools.doctor.findings import Findings, NoTimeLeftError
 from lightning_asyncpp.tools.doctor.launching import SEVERAL_PER_GPU_SINCE, launch
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.task import Task
@@ -18,23 +18,18 @@ from lightning_asyncpp.tools.doctor.task import Task
 def run(task: Task, findings: Findings) -> None:
     """Compare every place with the emulator of the delay in one process."""
     places, not_here = places_of(task.machine)
-    alone = Place("cpu" if places[0].route == "cpu" else "shared", 0)
-    reference = launch(task, alone, list(CASES), "reference", 120)
-    if reference.error:
-        text = f"the single process that pipelines are compared with failed: {reference.error}"
-        findings.add("reference", "failed", text)
-        return
-    for index, place in enumerate(places):
+    for title, why in not_here.items():
+        findings.add(title, "skipped", why)
+    expected: dict[str, dict[str, Any]] = {}
+    with findings.checking("the single process that pipelines are compared with"):
+        expected = _trained_alone(task, bool(task.machine.gpus), list(CASES), "reference")
+    for index, place in enumerate(places if expected else ()):
         title = title_of(place)
         with findings.checking(title):
             if task.quick and place.replicas > 1:
                 findings.add(title, "skipped", "left out by --quick")
-            elif task.seconds_left(60) < 30:
-                findings.add(title, "skipped", "no time was left for it")
             else:
-                compare(task, place, reference.outcomes, findings, f"place-{index}")
-    for title, why in not_here.items():
-        findings.add(title, "skipped", why)
+                compare(task, place, expected, findings, f"place-{index}")
 
 
 def places_of(machine: Machine) -> tuple[list[Place], dict[str, str]]:
@@ -52,11 +47,15 @@ def places_of(machine: Machine) -> tuple[list[Place], dict[str, str]]:
         else:
             not_here[title_of(place)] = f"it takes {place.ranks} GPUs, and there is {count}"
             places.append(Place("shared", stages, replicas))
-    if machine.nccl is not None and machine.nccl >= SEVERAL_PER_GPU_SINCE:
+    if machine.nccl is not None and machine.nccl >= SEVERAL_PER_GPU_SINCE and not machine.hip:
         places += [Place("nccl on one GPU", 2), Place("nccl on one GPU", 3)]
     else:
         title = title_of(Place("nccl on one GPU", 3))
         not_here[title] = "NCCL takes several ranks per GPU since 2.30; here it is another one"
+    if machine.is_exclusive:
+        why = "the GPUs take one process each (EXCLUSIVE_PROCESS; `nvidia-smi -c DEFAULT` would change it)"
+        not_here |= {title_of(place): why for place in places if place.route != "nccl"}
+        places = [place for place in places if place.route == "nccl"]
     return places, not_here
 
 
@@ -74,12 +73,7 @@ def compare(task: Task, place: Place, expected: Mapping[str, dict[str, Any]], fi
     """Train all cases at a place, and compare."""
     names = list(CASES) if place.replicas == 1 else list(REPLICATED)
     if place.replicas > 1:
-        alone = Place("shared" if place.is_gpu else "cpu", 0)
-        reference = launch(task, alone, names, f"{folder}-reference", 90, place.replicas)
-        if reference.error:
-            findings.add(title_of(place), "failed", f"the single process to compare with failed: {reference.error}")
-            return
-        expected = reference.outcomes
+        expected = _trained_alone(task, place.is_gpu, names, f"{folder}-reference", place.replicas)
     is_experiment = place.route == "nccl on one GPU"
     ran = launch(task, place, names, folder, 60 if is_experiment else 90)
     is_exact = not place.is_gpu and place.replicas == 1
@@ -87,6 +81,8 @@ def compare(task: Task, place: Place, expected: Mapping[str, dict[str, Any]], fi
         title = f"{title_of(place)}: {CASES[name].title}"
         if (outcome := ran.outcomes.get(name)) is not None:
             findings.add(title, *judged(CASES[name], outcome, expected[name], is_exact))
+    if ran.ran_out:
+        raise NoTimeLeftError
     if ran.error:
         left = [name for name in names if name not in ran.outcomes]
         text = f"stopped at {left[0]!r}: {ran.error}" if left else ran.error
@@ -97,6 +93,23 @@ def compare(task: Task, place: Place, expected: Mapping[str, dict[str, Any]], fi
             findings.add(title_of(place), "failed", text, fix=_fix_of(place))
     elif "layers" in ran.outcomes and "flushed" in ran.outcomes:
         _check_that_delay_shows(place, ran.outcomes, expected["layers"]["start"], findings)
+
+
+def _trained_alone(
+    task: Task, is_gpu: bool, cases: Sequence[str], folder: str, together: int = 1
+) -> dict[str, dict[str, Any]]:
+    """What one process makes of cases.
+
+    Raises:
+        NoTimeLeftError: the part's time was over.
+        RuntimeError: it failed.
+    """
+    ran = launch(task, Place("shared" if is_gpu else "cpu", 0), cases, folder, 120 if together == 1 else 90, together)
+    if ran.ran_out:
+        raise NoTimeLeftError
+    if ran.error:
+        raise RuntimeError(f"the single process that pipelines are compared with failed: {ran.error}")
+    return ran.outcomes
 
 
 def _check_that_delay_shows(

@@ -6,7 +6,7 @@ import json
 import math
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +14,10 @@ from typing import Any, Literal, get_args
 Status = Literal["ok", "warning", "failed", "skipped"]
 _WORST_FIRST: tuple[Status, ...] = ("failed", "warning", "ok", "skipped")
 assert set(_WORST_FIRST) == set(get_args(Status))
+
+
+class NoTimeLeftError(Exception):
+    """The part's own time does not suffice for what was to be checked, which says nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,14 @@ class Findings:
         """File a finding; arguments as the attributes of :class:`Finding`, figures that are no numbers as words."""
         plain = {name: value if _is_json(value) else str(value) for name, value in (figures or {}).items()}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(Finding(title, status, text, plain, fix))) + "\n")
+            # On a line of its own also behind one that was cut off.
+            file.write("\n" + json.dumps(asdict(Finding(title, status, text, plain, fix))) + "\n")
 
     @contextmanager
     def checking(self, title: str, fix: str = "") -> Iterator[None]:
-        """Turn what the body raises into a failed finding; where it was raised goes to the log.
+        """Turn what the body raises into a failed finding, or a skipped one for want of time.
+
+        Where it was raised goes to the log.
 
         Args:
             title: what is checked.
@@ -69,6 +76,8 @@ class Findings:
         """
         try:
             yield
+        except NoTimeLeftError:
+            self.add(title, "skipped", "no time was left for it")
         except Exception as error:
             traceback.print_exc()
             self.add(title, "failed", f"{type(error).__name__}: {error}", fix=fix)
@@ -78,7 +87,11 @@ class Findings:
         if not self.path.exists():
             return []
         *lines, _ = self.path.read_text(encoding="utf-8").split("\n")
-        return [Finding(**json.loads(line)) for line in lines]
+        found = []
+        for line in lines:
+            with suppress(json.JSONDecodeError):
+                found.append(Finding(**json.loads(line)))
+        return found
 
 
 def _is_json(value: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lightning_asyncpp.tools.doctor.environment import problems
 from lightning_asyncpp.tools.doctor.findings import Finding, Findings
-from lightning_asyncpp.tools.doctor.machine import Machine, examined_machine, used_interface
+from lightning_asyncpp.tools.doctor.machine import Machine, examined_host, used_interface, with_gpus_examined
 from lightning_asyncpp.tools.doctor.task import Task
 
 SMALL_SHM_GIB = 0.25
@@ -18,10 +18,12 @@ KERNEL_SHARED_KIB = 96
 
 def run(task: Task, findings: Findings) -> None:
     """Look at the machine, leave it for the other parts, and say what is wrong with it."""
-    machine = examined_machine()
+    machine = examined_host()
+    machine.save(task.machine_file)  # the driver may hang
+    machine = with_gpus_examined(machine)
+    machine.save(task.machine_file)
     for finding in judged(machine):
         findings.add(**vars(finding))
-    machine.save(task.machine_file)
 
 
 def judged(machine: Machine) -> Iterator[Finding]:
@@ -42,7 +44,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     if machine.driver and not machine.gpus:
         fix = "`nvidia-smi` must list them; then install a torch for CUDA that this driver knows (https://pytorch.org)"
         hidden = machine.environment.get("CUDA_VISIBLE_DEVICES")
-        if hidden is not None and not hidden.strip("-1 "):
+        if hidden is not None and hidden.strip() in ("", "-1"):
             yield Finding("versions", "warning", f"CUDA_VISIBLE_DEVICES={hidden!r} hides all GPUs", figures, "unset it")
             return
         text = (
@@ -54,9 +56,17 @@ def _versions(machine: Machine) -> Iterator[Finding]:
         yield Finding("versions", "failed", "torch has no NCCL, over which GPUs talk", figures, fix)
     else:
         yield Finding("versions", "ok", ", ".join(f"{name} {value}" for name, value in figures.items()), figures)
+    if machine.hip:
+        yield Finding("AMD", "warning", "of AMD's GPUs nothing is known", fix="report it with this file")
+    slower = "torch.compile cannot be used, and Muon multiplies whole symmetric matrices"
     if machine.gpus and "triton" not in machine.packages:
-        text = "there is no triton: torch.compile cannot be used, and Muon multiplies whole symmetric matrices"
-        yield Finding("triton", "warning", text, fix="pip install triton, in the version that torch asks for")
+        fix = "pip install triton, in the version that torch asks for"
+        yield Finding("triton", "warning", f"there is no triton: {slower}", fix=fix)
+    elif machine.gpus and not machine.runs_triton:
+        lacking = "C compiler" if not machine.c_compiler else "Python.h"
+        text = f"there is no {lacking}, without which Triton cannot launch a kernel: {slower}"
+        fix = "apt install gcc python3-dev, or what your system calls them"
+        yield Finding("triton", "warning", text, fix=fix)
     if not machine.compiler:
         text = "there is no C++ compiler, without which torch.compile may fail"
         yield Finding("compiler", "warning", text, fix="install g++")
@@ -93,6 +103,8 @@ def _peer_access(machine: Machine) -> Iterator[Finding]:
         return
     apart = [f"{i}-{j}" for i, row in enumerate(machine.peer_access) for j, reaches in enumerate(row) if not reaches]
     figures = {"topology": machine.topology} if machine.topology else {}
+    if not machine.topology:
+        yield Finding("topology", "skipped", "`nvidia-smi topo -m` says nothing here")
     if apart:
         text = f"GPUs do not reach each other's memory: {', '.join(apart)}; their messages go through the host's"
         fix = "make neighbours of GPUs that do (the order of CUDA_VISIBLE_DEVICES), or expect slower messages"

@@ -6,22 +6,32 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import socket
-import subprocess
+import sysconfig
+import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lightning_asyncpp.pipeline.interfaces import LOOPBACK, address_of
+from lightning_asyncpp.tools.doctor.running import run_limited
 
 PACKAGES = ("lightning-asyncpp", "lightning", "torch", "triton", "torchmetrics", "litdata")
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "TORCHINDUCTOR_")
 """Environment variables that a report shows begin so; others may hold what is nobody's business."""
 
+HIDDEN = ("NCCL_COMM_ID", "NCCL_HOSTID")
+"""Those of them whose values name machines."""
+NOT_SET_BY_USERS = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Lightning sets it when it is imported."""
+
 GIB = 2**30
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 @dataclass(frozen=True)
@@ -57,15 +67,20 @@ class Machine:
         memory_gib: of the host.
         shm_gib: what is free of /dev/shm; ``None`` if there is none.
         compiler: the host's C++ compiler, which ``torch.compile`` needs; empty if there is none.
+        c_compiler: with which Triton builds what launches a kernel; empty if there is none.
+        has_headers: whether Python's headers are there, which that takes, too.
         cuda: that torch was built for; empty: it was not built for NVIDIA GPUs.
+        hip: ROCm's version that torch was built for instead; empty if it was not.
         driver: the NVIDIA driver's version; empty if there is none.
         nccl: version; ``None`` without.
         gpus: that torch sees.
         peer_access: [i][j]: whether GPU i reaches the memory of GPU j.
-        topology: what ``nvidia-smi topo -m`` says of several GPUs.
+        topology: what ``nvidia-smi topo -m`` says of several GPUs; empty if it says nothing.
+        is_exclusive: whether a GPU takes one process alone, as ``nvidia-smi`` says.
         interfaces: network interfaces -> whether they have an IPv4 address.
         environment: variables that begin with one of :data:`PREFIXES`.
         errors: what could not be found out, and why.
+        is_complete: whether all was looked at: a driver may hang.
     """
 
     system: str = ""
@@ -75,19 +90,31 @@ class Machine:
     memory_gib: float = 0.0
     shm_gib: float | None = None
     compiler: str = ""
+    c_compiler: str = ""
+    has_headers: bool = True
     cuda: str = ""
+    hip: str = ""
     driver: str = ""
     nccl: tuple[int, ...] | None = None
     gpus: list[Gpu] = field(default_factory=list)
     peer_access: list[list[bool]] = field(default_factory=list)
     topology: str = ""
+    is_exclusive: bool = False
     interfaces: dict[str, bool] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    is_complete: bool = True
+
+    @property
+    def runs_triton(self) -> bool:
+        """Whether a kernel of Triton can be launched, as far as it takes the host."""
+        return "triton" in self.packages and bool(self.c_compiler) and self.has_headers
 
     def save(self, path: Path) -> None:
-        """Write it for other processes."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        """Write it for other processes, all of it or nothing."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        part.rename(path)
 
     @classmethod
     def load(cls, path: Path) -> Machine:
@@ -98,11 +125,9 @@ class Machine:
         return cls(**{**facts, "gpus": gpus, "nccl": nccl})
 
 
-def examined_machine() -> Machine:
-    """Look at this machine; what raises is left out, and named in ``errors``."""
-    facts: dict[str, Any] = {}
-    errors: dict[str, str] = {}
-    probes: Mapping[str, Callable[[], Any]] = {
+def examined_host() -> Machine:
+    """Look at this machine without its GPUs; what raises is left out, and named in ``errors``."""
+    return _looked_at(Machine(is_complete=False), {
         "system": platform.platform,
         "python": platform.python_version,
         "packages": _packages,
@@ -110,21 +135,37 @@ def examined_machine() -> Machine:
         "memory_gib": lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         "shm_gib": lambda: shutil.disk_usage("/dev/shm").free / GIB if os.path.isdir("/dev/shm") else None,
         "compiler": lambda: shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or "",
+        "c_compiler": _c_compiler,
+        "has_headers": _has_headers,
         "driver": _driver,
         "interfaces": lambda: {name: address_of(name) is not None for _, name in socket.if_nameindex()},
-        "environment": lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(PREFIXES)},
+        "environment": _environment,
+    })  # fmt: skip
+
+
+def with_gpus_examined(host: Machine) -> Machine:
+    """The same with its GPUs, which takes torch and the driver."""
+    machine = _looked_at(host, {
         "cuda": _cuda,
+        "hip": _hip,
         "gpus": _gpus,
         "nccl": _nccl,
         "peer_access": _peer_access,
         "topology": _topology,
-    }
+        "is_exclusive": _is_exclusive,
+    })  # fmt: skip
+    return replace(machine, is_complete=True)
+
+
+def _looked_at(machine: Machine, probes: Mapping[str, Callable[[], Any]]) -> Machine:
+    facts: dict[str, Any] = {}
+    errors = dict(machine.errors)
     for name, probe in probes.items():
         try:
             facts[name] = probe()
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
-    return Machine(**facts, errors=errors)
+    return replace(machine, **facts, errors=errors)
 
 
 def used_interface(machine: Machine) -> str:
@@ -146,6 +187,26 @@ def _packages() -> dict[str, str]:
     return found
 
 
+def _environment() -> dict[str, str]:
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    found.pop(NOT_SET_BY_USERS, None)
+    return {name: "(not shown)" if name in HIDDEN else value for name, value in found.items()}
+
+
+def _c_compiler() -> str:
+    """As Triton looks for it."""
+    if (named := os.environ.get("CC")) is not None:
+        return shutil.which(named) or ""
+    return shutil.which("gcc") or shutil.which("clang") or ""
+
+
+def _has_headers() -> bool:
+    """Where Triton looks for them."""
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme  # of Debian
+    return (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").exists()
+
+
 def _driver() -> str:
     """From what the kernel module says: it answers also where the driver does not."""
     path = Path("/proc/driver/nvidia/version")
@@ -161,9 +222,18 @@ def _cuda() -> str:
     return torch.version.cuda or ""
 
 
+def _hip() -> str:
+    import torch
+
+    return torch.version.hip or ""
+
+
 def _gpus() -> list[Gpu]:
     import torch
 
+    if torch.cuda.device_count():
+        # Until then NVML counts, which knows all GPUs of a host where CUDA shows one instance of MIG.
+        torch.cuda.init()
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -196,7 +266,21 @@ def _peer_access() -> list[list[bool]]:
 def _topology() -> str:
     import torch
 
-    if torch.cuda.device_count() < 2 or shutil.which("nvidia-smi") is None:
+    return _nvidia_smi("topo", "-m") if torch.cuda.device_count() > 1 else ""
+
+
+def _is_exclusive() -> bool:
+    import torch
+
+    modes = _nvidia_smi("--query-gpu=compute_mode", "--format=csv,noheader") if torch.cuda.device_count() else ""
+    return "exclusive" in modes.lower()
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What it prints; empty where it is not there or fails."""
+    if shutil.which("nvidia-smi") is None:
         return ""
-    command = ["nvidia-smi", "topo", "-m"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        ended = run_limited(["nvidia-smi", *arguments], log, 10)
+        return _ESCAPES.sub("", log.read_text(errors="replace")).strip() if ended.code == 0 else ""

@@ -15,7 +15,7 @@ from lightning_asyncpp.tools.doctor.running import run_limited
 from lightning_asyncpp.tools.doctor.task import MACHINE, Task
 
 _HERE = "lightning_asyncpp.tools.doctor"
-_LOG_CHARACTERS = 24_000
+_LOG_CHARACTERS = 200_000
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Part:
 INSTALLATION = Part("installation", "installation and machine", f"{_HERE}.installation", 60)
 PARTS = (
     INSTALLATION,
-    Part("correctness", "small pipelines against one process", f"{_HERE}.correctness", 240),
-    Part("queues", "hardware queues and resident kernels", f"{_HERE}.queues", 60, needs_gpu=True),
+    Part("correctness", "small pipelines against one process", f"{_HERE}.correctness", 230),
+    Part("queues", "hardware queues and resident kernels", f"{_HERE}.queues", 50, needs_gpu=True),
     Part("stage", "one stage: speed, waits, memory, Muon", f"{_HERE}.stage", 220),
 )
-"""In the order in which they run. Their limits add up to less than ten minutes."""
+"""In the order in which they run. Their limits, and what killing them may take, add up to ten minutes."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Result:
         part: which.
         findings: of it.
         seconds: that it took.
-        log: the end of what it and its processes printed; kept where something failed.
+        log: what it and its processes printed; kept where something failed.
     """
 
     part: Part
@@ -70,37 +70,48 @@ class Result:
 
 
 def examine(
-    parts: Sequence[Part], folder: Path, quick: bool, tell: Callable[[Part, Finding], None] = lambda *_: None
-) -> list[Result]:
+    parts: Sequence[Part],
+    folder: Path,
+    quick: bool,
+    results: list[Result],
+    tell: Callable[[Part, Finding], None] = lambda *_: None,
+) -> None:
     """Run parts one after the other.
 
     Args:
         parts: which; the first one leaves what the machine is like.
         folder: where processes leave things for each other.
         quick: whether to do as little as says something.
+        results: gets what became of each part, whatever ends the examination: of one that is interrupted what it had
+            found, and of those behind that they were not reached.
         tell: is called with each finding, as soon as it is there.
     """
-    results: list[Result] = []
-    for part in parts:
-        if results and (reason := _cannot_run(part, parts[0], folder)):
-            skipped = Finding(part.title, "skipped", reason)
-            tell(part, skipped)
-            results.append(Result(part, [skipped], 0.0))
-        else:
-            results.append(_run(part, folder, quick, tell))
-    return results
+    try:
+        for part in parts:
+            if results and (reason := _cannot_run(part, parts[0], folder)):
+                skipped = Finding(part.title, "skipped", reason)
+                results.append(Result(part, [skipped], 0.0))
+                tell(part, skipped)
+            else:
+                _run(part, folder, quick, results, tell)
+    except BaseException:
+        for part in parts[len(results) :]:
+            results.append(Result(part, [Finding(part.title, "skipped", "interrupted before it began")], 0.0))
+        raise
 
 
 def _cannot_run(part: Part, first: Part, folder: Path) -> str:
     """Why a part is not tried; empty if it is."""
-    if not (folder / MACHINE).exists():
+    if not (folder / MACHINE).exists() or not (machine := Machine.load(folder / MACHINE)).is_complete:
         return f"{first.name} did not come to its end, and this would most likely hang, too"
-    if part.needs_gpu and not Machine.load(folder / MACHINE).gpus:
+    if part.needs_gpu and not machine.gpus:
         return "no GPU on this machine"
+    if part.needs_gpu and machine.hip:
+        return "of AMD's GPUs nothing is known"
     return ""
 
 
-def _run(part: Part, folder: Path, quick: bool, tell: Callable[[Part, Finding], None]) -> Result:
+def _run(part: Part, folder: Path, quick: bool, results: list[Result], tell: Callable[[Part, Finding], None]) -> None:
     task = Task(part.name, part.module, str(folder), quick, time.time() + part.limit)
     log = folder / f"{part.name}.log"
     told = 0
@@ -111,7 +122,14 @@ def _run(part: Part, folder: Path, quick: bool, tell: Callable[[Part, Finding], 
             tell(part, finding)
             told += 1
 
-    ended = run_limited(command_of(task), log, part.limit, tell_new)
+    started = time.monotonic()
+    try:
+        ended = run_limited(command_of(task), log, part.limit, tell_new)
+    except BaseException:
+        seconds = time.monotonic() - started
+        task.findings.add(part.title, "warning", f"interrupted after {seconds:.0f} s; the rest of it was not reached")
+        results.append(_result(part, task, log, seconds))
+        raise
     if ended.code is None:
         text = f"took longer than {part.limit:.0f} s and was stopped; the log has a stack of each of its threads"
         fix = "report it with this file; `--parts` runs the others alone"
@@ -120,11 +138,22 @@ def _run(part: Part, folder: Path, quick: bool, tell: Callable[[Part, Finding], 
         task.findings.add(part.title, "failed", text, fix=fix)
     elif ended.code:
         task.findings.add(part.title, "failed", f"ended with exit code {ended.code}; its log says more")
+    results.append(_result(part, task, log, ended.seconds))
     tell_new()
+
+
+def _result(part: Part, task: Task, log: Path, seconds: float) -> Result:
     findings = task.findings.read()
     has_failed = worst(finding.status for finding in findings) in ("failed", "warning")
-    text = log.read_text(errors="replace")[-_LOG_CHARACTERS:] if has_failed else ""
-    return Result(part, findings, ended.seconds, text)
+    text = shortened(log.read_text(errors="replace"), _LOG_CHARACTERS) if has_failed and log.exists() else ""
+    return Result(part, findings, seconds, text)
+
+
+def shortened(text: str, characters: int) -> str:
+    """The beginning and the end of a text: what failed first, and how it ended."""
+    if (left_out := len(text) - characters) <= 0:
+        return text
+    return f"{text[: characters // 2]}\n[... {left_out} characters ...]\n{text[-(characters // 2) :]}"
 
 
 def command_of(task: Task) -> list[str]:

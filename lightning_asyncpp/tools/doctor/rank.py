@@ -27,7 +27,7 @@ def work(job: dict[str, Any]) -> None:
     faulthandler.dump_traceback_later(max(1.0, job["ends"] - time.time() - 2), exit=False)
     for name in job["cases"]:
         print(f"rank {os.environ['RANK']}: {name}", flush=True)
-        outcome = fit(CASES[name], place, 8 * together, MICRO_BATCHES * together)
+        outcome = fit(CASES[name], place, folder, 8 * together, MICRO_BATCHES * together)
         if os.environ["RANK"] == "0":
             path = folder / f"{name}.pt"
             torch.save(outcome, path.with_suffix(".part"))

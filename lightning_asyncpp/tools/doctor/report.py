@@ -10,14 +10,18 @@ from typing import Any
 from lightning_asyncpp.tools.bench.report import aligned
 from lightning_asyncpp.tools.doctor.findings import Finding, worst
 from lightning_asyncpp.tools.doctor.machine import Machine
-from lightning_asyncpp.tools.doctor.parts import Result
+from lightning_asyncpp.tools.doctor.parts import Result, shortened
+from lightning_asyncpp.tools.doctor.scrubbing import Scrubber
+
+LOG_CHARACTERS = 12_000
+"""Of each part, so that the report fits an issue, which GitHub ends at 65,536; more is in the other file."""
 
 _HEADER = ["part", "result", "s", "failed", "warnings", "ok", "not checked"]
 
 
 def as_json(results: Sequence[Result], machine: Machine | None, quick: bool) -> dict[str, Any]:
     """Everything; ``status`` is that of the whole."""
-    return {
+    content = {
         "status": worst(result.status for result in results),
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "quick": quick,
@@ -32,6 +36,8 @@ def as_json(results: Sequence[Result], machine: Machine | None, quick: bool) -> 
         ],
         "not_checked": [{"what": finding.title, "why": finding.text} for finding in not_checked(results)],
     }  # fmt: skip
+    scrubbed: dict[str, Any] = Scrubber()(content)
+    return scrubbed
 
 
 def as_markdown(results: Sequence[Result], machine: Machine | None, quick: bool) -> str:
@@ -51,11 +57,12 @@ def as_markdown(results: Sequence[Result], machine: Machine | None, quick: bool)
         for finding in result.findings:
             lines += _paragraph(finding)
         if result.log:
-            log = result.log.replace("```", "'''")
+            log = shortened(result.log, LOG_CHARACTERS).replace("```", "'''")
             lines += ["", "<details><summary>log</summary>", "", "```", log, "```", "", "</details>"]
     lines += ["", "## Not checked on this machine", ""]
     lines += [f"- {finding.title}: {finding.text}" for finding in not_checked(results)] or ["Nothing was left out."]
-    return "\n".join(lines) + "\n"
+    text: str = Scrubber()("\n".join(lines) + "\n")
+    return text
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -83,6 +90,9 @@ def line(finding: Finding) -> str:
 def _where(machine: Machine | None) -> str:
     if machine is None:
         return "The machine could not be looked at"
+    if not machine.is_complete:
+        facts = {**machine.packages, "driver": machine.driver or "none"}
+        return f"{machine.system}, whose GPUs could not be looked at; {', '.join(map(' '.join, facts.items()))}"
     names = [gpu.name for gpu in machine.gpus]
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
     return f"{gpus}, {machine.cpus} CPU cores, torch {machine.packages.get('torch')}, {machine.system}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_asyncpp.tools.bench.processes import end_of, end_with_parent
 
 _POLL_SECONDS = 0.1
-_KILL_SECONDS = 10.0
+KILL_SECONDS = 10.0
 """How long the kernel may take to end a process: one that waits in a driver may never do so."""
 
 
@@ -26,7 +26,8 @@ class Ended:
     Attributes:
         code: its exit code; ``None`` if it was stopped because its time was over.
         seconds: how long it ran.
-        is_gone: whether it is really over: the kernel cannot end a process that waits in a driver.
+        is_gone: whether it is really over, and all that it has started: the kernel cannot end a process that waits in
+            a driver.
     """
 
     code: int | None
@@ -67,8 +68,8 @@ def run_limited(
 
 
 def _end(process: subprocess.Popen[bytes]) -> bool:
-    """Kill a process and all that descends from it; whether it is gone."""
-    deadline = time.monotonic() + _KILL_SECONDS
+    """Kill a process and all that descends from it; whether they are gone."""
+    deadline = time.monotonic() + KILL_SECONDS
     if process.poll() is None:
         _signal(process.pid, signal.SIGSTOP)  # it starts no more, and stays the parent of what it has started
     while (descendants := _descendants(process.pid)) and time.monotonic() < deadline:
@@ -78,8 +79,8 @@ def _end(process: subprocess.Popen[bytes]) -> bool:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # also those whose parent was gone before
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_KILL_SECONDS)
-    return process.poll() is not None
+        process.wait(max(_POLL_SECONDS, deadline - time.monotonic()))
+    return process.poll() is not None and not descendants
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

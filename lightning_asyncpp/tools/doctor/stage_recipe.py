@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from lightning_asyncpp.tools.plan.devices import DEVICES
 _HERE = "lightning_asyncpp.tools.doctor.stage_callback"
 LEARNING_RATE = 1e-3
 _PEAKS = {"H200": "h200", "H100": "h100", "B200": "b200", "A100": "a100", "L40S": "l40s", "RTX 4090": "rtx4090"}
-_OTHER_PEAKS = ("H100 PCIe", "H100 NVL", "GH200", "MIG")
-"""Names that hold one of the others, and have other figures."""
+_KNOWN = re.compile(rf"\b({'|'.join(_PEAKS)})\b")
+_OTHER_PEAKS = re.compile(r"\b(NVL|MIG|Laptop|H100.* PCIe|4090 D)\b")
+"""Variants with other figures."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Row:
         compiled: whether blocks are compiled.
         weight_dtype: of the weight versions.
         plain: whether a plain loop runs it, without Trainer and strategy.
+        is_quick: whether ``--quick`` runs it, too.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Row:
     compiled: bool = False
     weight_dtype: str | None = None
     plain: bool = False
+    is_quick: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,33 +71,36 @@ _ON_GPU = Size(
      "mlp_dim": 2560},
     4, 8, 5, 8, 3,
 )  # fmt: skip
+_ON_SMALL_GPU = Size(_ON_GPU.config, 1, 4, 3, 4, 2)
+_SMALL_GIB = 12.0
+"""With as much free the larger size fits, which takes some 6 GiB."""
 _ON_CPU = Size({"vocab_size": 512, "context_length": 64, "num_layers": 2, "dim": 128, "num_heads": 4}, 2, 2, 2, 4, 0)
 
 
 def size_of(machine: Machine) -> Size:
     """What fits a machine."""
-    return _ON_GPU if machine.gpus else _ON_CPU
-
-
-def rows_of(machine: Machine, quick: bool) -> list[Row]:
-    """What is run on a machine; the first is the one that is planned, too."""
     if not machine.gpus:
-        rows = [Row("eager", "eager, float32", "32-true"), Row("bf16", "eager, bf16-mixed", "bf16-mixed")]
-        further = [
-            Row("plain", "a plain loop, eager, float32", "32-true", plain=True),
-            Row("compiled", "compiled, float32", "32-true", compiled=True),
+        return _ON_CPU
+    gpu = machine.gpus[0]
+    return _ON_SMALL_GPU if gpu.free_gib < _SMALL_GIB or gpu.capability < (8, 0) else _ON_GPU
+
+
+def rows_of(machine: Machine) -> list[Row]:
+    """What is run on a machine, the most telling first; the first is the one that is planned, too."""
+    if not machine.gpus:
+        return [
+            Row("eager", "eager, float32", "32-true"),
+            Row("bf16", "eager, bf16-mixed", "bf16-mixed"),
+            Row("plain", "a plain loop, eager, float32", "32-true", plain=True, is_quick=False),
+            Row("compiled", "compiled, float32", "32-true", compiled=True, is_quick=False),
         ]
-        return rows if quick else rows + further
-    rows = [
+    return [
         Row("eager", "eager, bf16-mixed", "bf16-mixed"),
         Row("plain", "a plain loop, eager, bf16", "bf16-mixed", plain=True),
         Row("compiled", "compiled, bf16-mixed", "bf16-mixed", True),
+        Row("plain-compiled", "a plain loop, compiled, bf16", "bf16-mixed", True, plain=True, is_quick=False),
+        Row("bf16", "compiled, bf16-mixed, weight_dtype bf16", "bf16-mixed", True, "bf16", is_quick=False),
     ]
-    further = [
-        Row("bf16", "compiled, bf16-mixed, weight_dtype bf16", "bf16-mixed", True, "bf16"),
-        Row("plain-compiled", "a plain loop, compiled, bf16", "bf16-mixed", True, plain=True),
-    ]
-    return rows if quick else rows + further
 
 
 def recipe_of(row: Row, size: Size, is_gpu: bool, result: Path) -> dict[str, Any]:
@@ -138,6 +145,5 @@ def recipe_of(row: Row, size: Size, is_gpu: bool, result: Path) -> dict[str, Any
 
 def peak_tflops(name: str) -> float | None:
     """Peak of a GPU in dense products in bf16, in TFLOP/s, by its name; ``None`` if it is not known."""
-    if any(other in name for other in _OTHER_PEAKS):
-        return None
-    return next((DEVICES[key].tflops for part, key in _PEAKS.items() if part in name), None)
+    known = _KNOWN.search(name)
+    return DEVICES[_PEAKS[known[1]]].tflops if known and not _OTHER_PEAKS.search(name) else None

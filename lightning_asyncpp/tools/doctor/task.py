@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_asyncpp.tools.doctor.findings import Findings
+from lightning_asyncpp.tools.doctor.findings import Findings, NoTimeLeftError
 from lightning_asyncpp.tools.doctor.machine import Machine
 
 MACHINE = "machine.json"
@@ -61,6 +61,21 @@ class Task:
     def seconds_left(self, at_most: float) -> float:
         """How long something inside the part may take, so that there is time to say that it took too long."""
         return max(0.0, min(at_most, self.ends - time.time() - _MARGIN_SECONDS))
+
+    def seconds_for(self, limit: float, least: float) -> tuple[float, bool]:
+        """How long something inside the part may take, and whether that is less than its own limit.
+
+        Args:
+            limit: its own, in seconds.
+            least: with less it is not worth the start.
+
+        Raises:
+            NoTimeLeftError: there is not that much.
+        """
+        seconds = self.seconds_left(limit)
+        if seconds < min(limit, least):
+            raise NoTimeLeftError
+        return seconds, seconds < limit
 
     def save(self) -> Path:
         """Write it for the process that does it."""
