@@ -179,11 +179,11 @@ def cut_batch(
     return list(map(Slot, contents, marks, _weights(readable, weigh)))
 
 
-def _weights(micro_batches: Sequence[Any], weigh: Callable[[Any], float]) -> list[float]:
+def _weights(micro_batches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[float]:
     """Weights of micro-batches, 0 for one that is missing; what lies on a GPU is read all at once."""
-    returned = [0.0 if micro_batch is None else weigh(micro_batch) for micro_batch in micro_batches]
+    returned: list[Any] = [0.0 if micro_batch is None else weigh(micro_batch) for micro_batch in micro_batches]
     places = [place for place, weight in enumerate(returned) if isinstance(weight, Tensor) and weight.numel() == 1]
-    for place, (weight,) in zip(places, Reading([returned[place] for place in places]).get()):  # type: ignore[misc]
+    for place, (weight,) in zip(places, Reading([returned[place] for place in places]).get()):
         returned[place] = weight
     return list(map(_checked, returned))
 

@@ -138,7 +138,7 @@ def count(counted: Counted) -> Found:
 
 @contextmanager
 def _received_on_device() -> Iterator[None]:
-    """What goes over sockets is read and arrives where it lies, on a CPU: NCCL takes it from a GPU and puts it there."""
+    """What goes over sockets is read and arrives where it lies, on a CPU: NCCL takes it from a GPU, to another."""
     activation, gradients = Transport.receive_activation, Transport.receive_gradients
 
     def receive_activation(*args: Any) -> Arrival:
