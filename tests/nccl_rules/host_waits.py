@@ -18,6 +18,7 @@ What is sent over sockets is read where it lies, on a CPU: that is left out, as 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -73,6 +74,7 @@ class HostWaits:
 
     def __init__(self) -> None:
         self.counting = False
+        self._thread = threading.current_thread()  # others, which send copies when they are there, may wait
         self.waits: Counter[Wait] = Counter()
         self.mixed: Counter[Wait] = Counter()
         self.early: Counter[Wait] = Counter()
@@ -94,7 +96,8 @@ class HostWaits:
 
     def note(self, what: str, kind: Counter[Wait] | None = None) -> None:
         """Count a wait of the code that runs."""
-        if self.counting and not (wait := _where(what)).place.startswith(_BY_SOCKET):
+        is_counted = self.counting and threading.current_thread() is self._thread
+        if is_counted and not (wait := _where(what)).place.startswith(_BY_SOCKET):
             (self.waits if kind is None else kind)[wait] += 1
 
     def check_arrived(self, tensor: Tensor, what: str) -> None:

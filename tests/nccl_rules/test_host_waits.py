@@ -65,7 +65,8 @@ def check(pools: Pools, world_size: int, counted: Counted) -> None:
         assert not over, f"rank {rank} waits for the device, per mini-batch: {over}"
         assert sum(found.waits.values()) <= MOST
         assert (found.mixed, found.early) == ({}, {})
-        assert found.waits, "the norm at least is read"
+        # Beside shared parameters the thread that sends their gradients may have waited for what comes after the norm.
+        assert found.waits or counted.module == "tied", "the norm at least is read"
 
 
 @pytest.mark.parametrize("name", CASES)
