@@ -7,12 +7,24 @@ division has to go by replicas instead.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from litdata import CombinedStreamingDataset, ParallelStreamingDataset, StreamingDataLoader, StreamingDataset
 from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from litdata import StreamingDataLoader
+
+
+def classes_of_litdata(*names: str) -> tuple[type[Any], ...]:
+    """Classes of litdata, to ask whether something is one of theirs; none where nobody has imported litdata.
+
+    Its import takes as long as all of this package's: who does not read its datasets is spared it.
+    """
+    litdata = sys.modules.get("litdata")
+    return () if litdata is None else tuple(getattr(litdata, name) for name in names)
 
 
 @contextmanager
@@ -46,7 +58,7 @@ def use_replica(source: Any, num_replicas: int, rank: int) -> None:
         raise ValueError(f"rank={rank}, num_replicas={num_replicas}: rank must be at least 0 and below num_replicas")
     if isinstance(source, DataLoader):
         use_replica(source.dataset, num_replicas, rank)
-        if isinstance(source, StreamingDataLoader):
+        if isinstance(source, classes_of_litdata("StreamingDataLoader")):
             _resume_as_replica(source, num_replicas, rank)
         return
     for dataset in _parts(source):
@@ -57,12 +69,12 @@ def use_replica(source: Any, num_replicas: int, rank: int) -> None:
 
 def is_litdata(loader: object) -> bool:
     """Whether it is a loader of one streaming dataset."""
-    return isinstance(loader, DataLoader) and isinstance(loader.dataset, StreamingDataset)
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, classes_of_litdata("StreamingDataset"))
 
 
 def reads_streams(loader: object) -> bool:
     """Whether it is a loader of a streaming dataset, or of several, of which one may not know how long they are."""
-    combinations = (CombinedStreamingDataset, ParallelStreamingDataset)
+    combinations = classes_of_litdata("CombinedStreamingDataset", "ParallelStreamingDataset")
     return is_litdata(loader) or (isinstance(loader, DataLoader) and isinstance(loader.dataset, combinations))
 
 
@@ -71,7 +83,7 @@ def leave_where_it_was(loader: object) -> None:
 
     It forgets where it was resumed only when an epoch is read to its end.
     """
-    if isinstance(loader, StreamingDataLoader):
+    if isinstance(loader, classes_of_litdata("StreamingDataLoader")):
         loader.restore = False
 
 
@@ -81,7 +93,8 @@ def set_epoch_before(loader: StreamingDataLoader, state: Mapping[str, Any]) -> N
 
 
 def _parts(source: Any) -> list[Any]:
-    datasets = [source] if isinstance(source, StreamingDataset) else list(getattr(source, "_datasets", []))
+    is_one = isinstance(source, classes_of_litdata("StreamingDataset"))
+    datasets = [source] if is_one else list(getattr(source, "_datasets", []))
     if not datasets or not all(hasattr(dataset, "distributed_env") for dataset in datasets):
         raise RuntimeError(
             f"{type(source).__name__} has no `distributed_env`, where litdata keeps its world size, so that every "
@@ -111,8 +124,8 @@ def _resume_as_replica(loader: Any, num_replicas: int, rank: int) -> None:
     load_state_dict = type(loader).load_state_dict
 
     def load_for_replica(state: dict[str, Any]) -> None:
-        dataset = loader.dataset
-        if isinstance(dataset, StreamingDataset) and dataset.input_dir.url is not None:
+        dataset: Any = loader.dataset
+        if isinstance(dataset, classes_of_litdata("StreamingDataset")) and dataset.input_dir.url is not None:
             # A remote dataset is cached in a folder of each process; the checkpoint names the one of its writer.
             own_folders = {"input_dir_path": None, "cache_dir_path": dataset.cache_dir.path}
             state = {**state, "dataset": {**state["dataset"], **own_folders}}

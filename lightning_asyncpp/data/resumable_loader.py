@@ -9,10 +9,9 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.imports import RequirementCache
-from litdata import CombinedStreamingDataset, StreamingDataLoader
 from torch import Tensor
 
-from lightning_asyncpp.data.replica import leave_where_it_was, set_epoch_before
+from lightning_asyncpp.data.replica import classes_of_litdata, leave_where_it_was, set_epoch_before
 from lightning_asyncpp.data.samplers import draws_at_once, draws_unseen, generators_of, is_torchdatas, wrapper_of
 from lightning_asyncpp.data.stage_loader import LoaderInFront
 
@@ -61,7 +60,7 @@ def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
             "the sampler of the training loader, around which Lightning put its own, does not say where it was; give"
             " the loader torchdata's StatefulDistributedSampler, or Lightning use_distributed_sampler=False"
         ]
-    is_combined = isinstance(getattr(loader, "dataset", None), CombinedStreamingDataset)
+    is_combined = isinstance(getattr(loader, "dataset", None), classes_of_litdata("CombinedStreamingDataset"))
     if is_combined and not COMBINED_GOES_ON:
         return [
             f"litdata's CombinedStreamingDataset does not go on where it was: install {COMBINED_GOES_ON.requirement}"
@@ -163,7 +162,7 @@ class ResumableLoader(LoaderInFront):
         inner = None if problems_with_workers(self.loader, state) else state.get("loader")  # and that was accepted
         if inner is not None and not ended:
             self._take_up(inner)
-        elif inner is not None and isinstance(self.loader, StreamingDataLoader):
+        elif inner is not None and isinstance(self.loader, classes_of_litdata("StreamingDataLoader")):
             set_epoch_before(self.loader, inner)
         elif inner is not None:
             self._take_up(inner)

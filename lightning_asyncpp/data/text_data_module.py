@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
 
 from lightning_asyncpp.data.corpus import TEXT_PATTERNS
 from lightning_asyncpp.data.errors import DataError
@@ -28,6 +27,9 @@ from lightning_asyncpp.data.source import (
 from lightning_asyncpp.data.token_dataset import count_sequences, verify_checksums
 from lightning_asyncpp.data.tokenizer import Tokenizer
 from lightning_asyncpp.data.vocabulary import CheckedTokens
+
+if TYPE_CHECKING:
+    from litdata import StreamingDataLoader, StreamingDataset
 
 
 class TextDataModule(L.LightningDataModule):
@@ -183,6 +185,8 @@ class TextDataModule(L.LightningDataModule):
         return self.val_dataloader()
 
     def _loader(self, split: str, training: bool) -> StreamingDataLoader:
+        from litdata import StreamingDataLoader, StreamingDataset, TokensLoader  # see _write_split
+
         num_replicas, rank = self._replica()
         drop_last = self.drop_last if training else num_replicas > 1
         if training and num_replicas > 1 and not drop_last:
@@ -202,7 +206,7 @@ class TextDataModule(L.LightningDataModule):
                 drop_last=drop_last,
                 seed=self.seed,
                 transform=self._checked_tokens(split),
-                **_full_shuffle(),
+                **_full_shuffle(StreamingDataset),
             )
             loader = StreamingDataLoader(
                 dataset,
@@ -351,9 +355,9 @@ class TextDataModule(L.LightningDataModule):
         return problems
 
 
-def _full_shuffle() -> dict[str, Any]:
+def _full_shuffle(dataset_class: type[StreamingDataset]) -> dict[str, Any]:
     # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
-    known = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
+    known = "item_shuffle_window" in inspect.signature(dataset_class).parameters
     return {"item_shuffle_window": 0} if known else {}
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from litdata import TokensLoader
-from litdata.streaming import Cache
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -175,6 +173,10 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _write_split(folder: Path, files: Sequence[TextFile], tokenizer: Tokenizer, dtype: torch.dtype) -> int:
+    # Imported where it is used: litdata brings clients of object stores, which take as long as the rest of the package.
+    from litdata import TokensLoader
+    from litdata.streaming import Cache
+
     total = 0
     # Written in this process: litdata.optimize would spawn others, which run the user's script once more where it has
     # no `if __name__ == "__main__"`, and would leave the order of the chunks to chance.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
-from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -65,7 +64,7 @@ class GPTModule(PipelineModule):
     def __init__(
         self,
         config: GPTConfig,
-        optimizer: OptimizerCallable | None = None,
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,  # Lightning's OptimizerCallable
         warmup_steps: int = 0,
         decay: Literal["cosine", "constant"] = "cosine",
         min_lr_ratio: float = 0.1,
