@@ -5,7 +5,6 @@ from lightning_asyncpp.data.hf_tokenizer import hf_tokenizer_files
 from lightning_asyncpp.data.replica import use_replica
 from lightning_asyncpp.data.text_data_module import TextDataModule
 from lightning_asyncpp.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, tokenizer_of_definition
-from lightning_asyncpp.data.unigram import unigram_loss
 
 __all__ = [
     "BPETokenizer",
@@ -15,6 +14,5 @@ __all__ = [
     "Tokenizer",
     "hf_tokenizer_files",
     "tokenizer_of_definition",
-    "unigram_loss",
     "use_replica",
 ]

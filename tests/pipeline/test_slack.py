@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_asyncpp.pipeline.schedule_check import StageList, check_lists
+from tests.pipeline.schedule_proof import StageList, check_lists
 from tests.pipeline.slack import TRAVELLING, WORK, actions_of, at_the_end, in_flight, period, spread, utilisation
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.settings import is_whole
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED
-from lightning_asyncpp.tools.ablation.recipe.section import Section, is_whole, set_at
+from lightning_asyncpp.tools.ablation.recipe.section import Section, set_at
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml
 
 STRATEGY = "lightning_asyncpp.DelayedGradientStrategy"

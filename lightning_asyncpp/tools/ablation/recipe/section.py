@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Sequence
 from typing import Any
+
+from lightning_asyncpp.models.moe_config import is_finite
+from lightning_asyncpp.pipeline.settings import is_whole
 
 
 class Section:
@@ -100,16 +102,6 @@ class Section:
             else:
                 self.problem(key, f"{value!r} is not {wanted}")
         return tuple(sorted(set(found)))
-
-
-def is_whole(value: object) -> bool:
-    """Whether ``value`` is an int and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_finite(value: object) -> bool:
-    """Whether ``value`` is a number, and neither NaN nor infinite."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def set_at(content: dict[str, Any], path: str, value: object) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, largest_lookahead
-from lightning_asyncpp.pipeline.schedule_check import StageList, actions_of, check, check_lists
 from lightning_asyncpp.pipeline.settings import PipelineSettings
+from tests.pipeline.schedule_proof import StageList, actions_of, check, check_lists
 
 MOST_STAGES, MOST_MICRO_BATCHES = 32, 64
 MOST_DEPTH = 2 * (MOST_STAGES - 1)
