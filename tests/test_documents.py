@@ -1,7 +1,8 @@
-"""The documents: links lead to files and headings that exist."""
+"""The documents: links lead to files and headings that exist, and so do the names that they give of the code."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -12,6 +13,8 @@ import lightning_asyncpp
 import lightning_asyncpp.fabric
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_asyncpp"
+INTERNALS = ROOT / "docs" / "internals.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 PUBLIC = [
@@ -43,6 +46,50 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (heading and heading not in anchors(target)):
             dead.append(link)
     assert not dead
+
+
+def names_in(code: ast.AST, before: str = "") -> set[str]:
+    """Classes and functions of a file; methods with their class's name in front."""
+    names = set()
+    for node in ast.iter_child_nodes(code):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names |= {before + node.name} | names_in(node, f"{before}{node.name}.")
+    return names
+
+
+def unknown_names(text: str) -> list[str]:
+    """Which of the files, folders, ``file.py:name``, and ``Class.method`` in backticks are not in the package."""
+    unknown, known = [], set()
+    for path, name in re.findall(r"`([\w./-]+(?:\.(?:py|md)|/))(?::([\w.]+))?`", text):
+        file = next((folder / path for folder in (PACKAGE, ROOT) if (folder / path).exists()), None)
+        names = names_in(ast.parse(file.read_text(encoding="utf-8"))) if file and file.suffix == ".py" else set()
+        known |= names
+        if file is None or (name and name not in names):
+            unknown.append(f"{path}:{name}")
+    return unknown + [name for name in re.findall(r"`([A-Z]\w+\.\w+)`", text) if name not in known]
+
+
+def test_what_internals_names_exists() -> None:
+    assert not unknown_names(INTERNALS.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["`pipeline/gone.py`", "`gone/`", "`pipeline/ticket.py:Gone`", "`pipeline/ticket.py:TicketOffice.gone`",
+     "`pipeline/ticket.py` and `TicketOffice.gone`"],
+)  # fmt: skip
+def test_what_is_gone_is_noticed(text: str) -> None:
+    assert unknown_names(text)
+    assert not unknown_names("`pipeline/ticket.py:TicketOffice.file`, `TicketOffice.redeemed`, `tests/workers.py`")
+
+
+def test_the_files_in_the_diagram_of_internals_exist() -> None:
+    text = INTERNALS.read_text(encoding="utf-8")
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("    |"))
+    folders = [PACKAGE, PACKAGE / "pipeline", PACKAGE / "models"]
+    named = set(re.findall(r"[\w]+\.py|[\w]+/", rows))
+    assert len(named) > 20
+    assert not [name for name in named if not any((folder / name).exists() for folder in folders)]
 
 
 @pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
