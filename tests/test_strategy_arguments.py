@@ -35,6 +35,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("start_method", "forks", "'popen' or 'spawn' or 'fork'"),
     ("start_method", "forkserver", "'popen' or 'spawn' or 'fork': processes of a fork server would all train the same"),
     ("process_group_backend", 3, "a backend of torch.distributed"),
+    ("process_group_backend", "nonsense", "a backend that torch.distributed knows"),
+    ("parallel_devices", ["cuda:0", "cuda:0"], "[torch.device('cuda:0')] * 4"),
+    ("parallel_devices", 2, "a list of devices"),
+    ("parallel_devices", [], "a list of devices"),
     ("process_group_backend", "cpu:gloo,cuda:nccl", "one backend, such as 'nccl', and not several"),
 ]
 

@@ -123,7 +123,8 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         )
         check_arguments(
             settings, timeout=timeout, interface=interface, state_dict_type=state_dict_type, start_method=start_method,
-            process_group_backend=process_group_backend, fresh_last_stage=fresh_last_stage,
+            process_group_backend=process_group_backend, parallel_devices=parallel_devices,
+            fresh_last_stage=fresh_last_stage,
             async_checkpoints=async_checkpoints, split_batch=split_batch, micro_batch_weight=micro_batch_weight,
             loss_reduction=loss_reduction,
         )  # fmt: skip

@@ -29,6 +29,7 @@ from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.micro_batch import checked_weight
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.session import check_norm_type
 from lightning_asyncpp.pipeline.unit_times import Example
@@ -120,6 +121,7 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
         )
         check_arguments(
             self.settings, timeout=timeout, start_method=start_method, process_group_backend=process_group_backend,
+            parallel_devices=parallel_devices,
             find_unused_parameters=find_unused_parameters, split_batch=split_batch,
             micro_batch_weight=micro_batch_weight, loss_reduction=loss_reduction,
         )  # fmt: skip
@@ -305,7 +307,7 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
         slots = [slot for slot in hooks.split_batch(batch, micro_batches.count) if slot is not None]
         with torch.no_grad():
             results = [step_fn(slot) for slot in slots]
-        return merge_outputs(results, [float(hooks.micro_batch_weight(slot)) for slot in slots])
+        return merge_outputs(results, [checked_weight(hooks.micro_batch_weight(slot)) for slot in slots])
 
     @property
     def layer_metrics(self) -> dict[str, float]:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
+
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 
@@ -60,7 +63,15 @@ def _name(what: str) -> Callable[[object], str | None]:
 def _backend(value: object) -> str | None:
     if isinstance(value, str) and {":", ","} & set(value):
         return "one backend, such as 'nccl', and not several: host data goes over gloo anyway"
+    if isinstance(value, str) and value and value.lower() not in dist.Backend.backend_list:
+        return "a backend that torch.distributed knows, such as 'nccl' or 'gloo'"
     return _name("a backend of torch.distributed, such as 'nccl' or 'gloo'")(value)
+
+
+def _devices(value: object) -> str | None:
+    if value is None or (isinstance(value, list) and value and all(isinstance(d, torch.device) for d in value)):
+        return None
+    return "a list of devices, one for each rank of this machine: [torch.device('cuda:0')] * 4"
 
 
 def _timeout(value: object) -> str | None:
@@ -73,6 +84,7 @@ _CHECKS: dict[str, Callable[[object], str | None]] = {
     "timeout": _timeout,
     "interface": _name("a network interface, such as 'eth1'"),
     "process_group_backend": _backend,
+    "parallel_devices": _devices,
     "start_method": _start_method,
     "state_dict_type": _one_of("full", "sharded"),
     "loss_reduction": _one_of("mean", "sum", None),

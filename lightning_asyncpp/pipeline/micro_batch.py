@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -185,10 +186,21 @@ def _weights(micro_batches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[
     places = [place for place, weight in enumerate(returned) if isinstance(weight, Tensor) and weight.numel() == 1]
     for place, (weight,) in zip(places, Reading([returned[place] for place in places]).get()):
         returned[place] = weight
-    return list(map(_checked, returned))
+    return list(map(checked_weight, returned))
 
 
-def _checked(returned: float) -> float:
+def checked_weight(returned: Any) -> float:
+    """What ``micro_batch_weight`` returned, as a number.
+
+    Raises:
+        ConfigurationError: it is none, or none that can be a weight.
+    """
+    is_one = returned.numel() == 1 if isinstance(returned, Tensor) else isinstance(returned, (numbers.Real, np.number))
+    if not is_one:
+        what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+        raise ConfigurationError(
+            f"micro_batch_weight(micro_batch) returned {what}: return one number, such as how many targets count"
+        )
     weight = float(returned)
     if not (math.isfinite(weight) and weight >= 0):
         raise ConfigurationError(f"micro_batch_weight(micro_batch) returned {weight}: it must be finite, 0 or more")

@@ -19,12 +19,18 @@ def backend_of(devices: Sequence[torch.device] | None, given: str | None) -> str
         given: the user's choice.
 
     Raises:
-        ConfigurationError: NCCL was chosen though ranks share a GPU.
+        ConfigurationError: NCCL was chosen though ranks share a GPU, or have none.
     """
     gpus = [device for device in devices or () if device.type == "cuda"]
+    is_nccl = given is not None and given.lower() == "nccl"  # torch takes it in any case
+    if is_nccl and devices and not gpus:
+        raise ConfigurationError(
+            f"process_group_backend={given!r} needs GPUs, and the ranks of this machine are on"
+            f" {', '.join(sorted({str(device) for device in devices}))}: leave the backend out"
+        )
     if len(set(gpus)) == len(gpus):
         return given
-    if given is not None and "nccl" in given:
+    if is_nccl:
         raise ConfigurationError(
             f"process_group_backend={given!r}: NCCL refuses several ranks on one GPU, and"
             f" parallel_devices={[str(device) for device in gpus]} names one more than once; leave the backend out, or"

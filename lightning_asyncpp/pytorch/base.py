@@ -142,7 +142,8 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         )
         check_arguments(
             settings, timeout=timeout, interface=interface, state_dict_type=state_dict_type, start_method=start_method,
-            process_group_backend=process_group_backend, fresh_last_stage=fresh_last_stage,
+            process_group_backend=process_group_backend, parallel_devices=parallel_devices,
+            fresh_last_stage=fresh_last_stage,
             async_checkpoints=async_checkpoints, inexact_resume=inexact_resume,
         )  # fmt: skip
         self.session = PipelineSession(settings, timeout)

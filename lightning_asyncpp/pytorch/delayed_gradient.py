@@ -125,6 +125,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         )
         check_arguments(
             self.settings, timeout=timeout, start_method=start_method, process_group_backend=process_group_backend,
+            parallel_devices=parallel_devices,
             find_unused_parameters=find_unused_parameters, inexact_resume=inexact_resume,
         )  # fmt: skip
         self.emulator: DelayEmulator | None = None

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.micro_batch import cut_batch, fingerprint, number_of_samples, split_batch
+from lightning_asyncpp.pipeline.micro_batch import (
+    checked_weight,
+    cut_batch,
+    fingerprint,
+    number_of_samples,
+    split_batch,
+)
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -284,3 +290,23 @@ def test_a_batch_is_looked_at_as_closely_as_its_micro_batches() -> None:
     other[1] = 1.0
     assert fingerprint(x) == fingerprint(other)
     assert fingerprint(x, 8) != fingerprint(other, 8)
+
+
+@pytest.mark.parametrize(
+    "weight", [2, 2.0, np.float32(2), torch.tensor(2), torch.tensor([[2.0]], dtype=torch.bfloat16)]
+)
+def test_a_weight_is_any_number(weight: Any) -> None:
+    assert checked_weight(weight) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("weight", "what"),
+    [
+        (None, "returned None: return one number"), (torch.ones(2), r"a tensor of shape \(2,\): return one number"),
+        ("3", "returned '3'"), ([1.0], r"returned \[1.0\]"), (1j, "returned 1j"),
+        (-1.0, "returned -1.0: it must be finite"), (float("nan"), "finite"), (torch.tensor(float("inf")), "finite"),
+    ],
+)  # fmt: skip
+def test_what_is_no_weight_is_refused_with_what_was_returned(weight: Any, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what):
+        checked_weight(weight)

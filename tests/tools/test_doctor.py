@@ -322,3 +322,20 @@ def test_a_quick_examination_of_this_machine(tmp_path: Path, monkeypatch: pytest
 def test_the_page_explains_every_variable() -> None:
     page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
     assert not [variable.name for variable in VARIABLES if not re.search(rf"`{variable.name}[`=]", page)]
+
+
+@pytest.mark.parametrize("name", ["report.md", "report.json"])
+def test_what_cannot_be_written_is_printed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(command, "examine", lambda chosen, folder, quick, found, say: found.extend(results()[:1]))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--output", str(tmp_path)])
+    assert ended.value.code == 1
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / name} cannot be written (Is a directory)" in printed
+    assert "versions" in printed or "Installation" in printed or "installation" in printed
+    assert ("# asyncpp doctor" in printed) == (name == "report.md")
+    other = tmp_path / ({"report.md", "report.json"} - {name}).pop()
+    assert other.read_text()

@@ -324,3 +324,16 @@ def test_complex_parameters_are_trained() -> None:
     run = Run(ComplexNet, "plain", optimizer="sgd")
     assert_equal_weights(train(delayed(run, delay=0))["weights"], train(run)["weights"])
     train(delayed(run, delay=2))
+
+
+class Unweighed(Net):
+    """Weighs a micro-batch by what is no weight."""
+
+    def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> float:
+        return -float(len(micro_batch["x"]))
+
+
+def test_a_weight_that_is_none_is_refused_as_by_a_pipeline() -> None:
+    run = Run(Unweighed, "plain", trainer={"max_epochs": 1})
+    with pytest.raises(ConfigurationError, match=r"micro_batch_weight\(micro_batch\) returned -"):
+        train(delayed(run, micro_batches=2))

@@ -17,6 +17,7 @@ from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.buckets import plan_buckets
 from lightning_asyncpp.pipeline.emulator.uses_apart import uses_apart
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.micro_batch import checked_weight
 from lightning_asyncpp.pipeline.mini_batch import BatchOutput
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
 from lightning_asyncpp.pipeline.runner import Step, loss_of
@@ -92,7 +93,7 @@ class MicroBatchGradient:
             for (_, use), (_, gradient) in zip(further_uses, self._further_uses):
                 use.grad = gradient
             for k, slot in enumerate(slots, self.next_micro_batch):
-                weight = 0.0 if slot is None else float(self.hooks.micro_batch_weight(slot))
+                weight = 0.0 if slot is None else checked_weight(self.hooks.micro_batch_weight(slot))
                 if weight:
                     results.append(self._run_micro_batch(k, slot, weight, step))
                     weights.append(weight)

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(problem)
     chosen = [part for part in PARTS if part is INSTALLATION or part.name in own.parts]
     limit = sum(part.limit + KILL_SECONDS for part in chosen)
-    _say(f"Examining {', '.join(part.name for part in chosen)}; this ends within {limit / 60:.0f} minutes.")
+    _say(f"Examining {', '.join(part.name for part in chosen)}; this ends within {limit:.0f} s.")
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="asyncpp-doctor-", ignore_cleanup_errors=True) as name, sigterm_raises():
         try:
@@ -38,17 +38,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         finally:
             machine_file = Path(name) / MACHINE
             machine = Machine.load(machine_file) if machine_file.exists() else None
-            _write(results, machine, own.quick, Path(own.output))
-    if worst(result.status for result in results) == "failed":
+            is_written = _write(results, machine, own.quick, Path(own.output))
+    if not is_written or worst(result.status for result in results) == "failed":
         raise SystemExit(1)
 
 
-def _write(results: Sequence[Result], machine: Machine | None, quick: bool, folder: Path) -> None:
-    content = as_json(results, machine, quick)
-    (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(as_markdown(results, machine, quick), encoding="utf-8")
-    files = f"{folder / 'report.md'} (to paste into an issue), {folder / 'report.json'}"
-    _say(f"\n{summary(results)}\n\nThe report: {files}")
+def _write(results: Sequence[Result], machine: Machine | None, quick: bool, folder: Path) -> bool:
+    _say(f"\n{summary(results)}\n")
+    texts = {"report.md": as_markdown(results, machine, quick)}
+    texts["report.json"] = json.dumps(as_json(results, machine, quick), indent=2) + "\n"
+    written = [folder / name for name, text in texts.items() if _is_written(folder / name, text)]
+    if written:
+        _say(f"The report: {', '.join(map(str, written))}; paste report.md into an issue")
+    return len(written) == len(texts)
+
+
+def _is_written(path: Path, text: str) -> bool:
+    """Write a file, or say why that cannot be: what was found must not go with it."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        _say(f"{path} cannot be written ({error.strerror}): the table above is what is left, and this of report.md:\n")
+        if path.suffix == ".md":
+            _say(text)
+        return False
+    return True
 
 
 def _say(text: str) -> None:
@@ -82,7 +96,7 @@ def _problem(own: Namespace) -> str:
     try:
         Path(own.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return f"--output: {error}"
+        return f"--output {own.output}: no folder there can be made ({error.strerror})"
     return ""
 
 

@@ -121,7 +121,7 @@ def _check_that_delay_shows(
     figures = {"difference": difference}
     title = f"{title_of(place)}: with and without delay"
     if difference > 10 * CASES["layers"].tolerance:
-        findings.add(title, "ok", f"differ by {difference:.2g} of the largest change, as they must", figures)
+        findings.add(title, "ok", f"differ by {difference:.2g} times the largest change, as they must", figures)
     else:
         findings.add(title, "failed", "are the same: the delay is not there", figures, "report it with this file")
 

@@ -19,11 +19,15 @@ LOG_CHARACTERS = 12_000
 _HEADER = ["part", "result", "s", "failed", "warnings", "ok", "not checked"]
 
 
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def as_json(results: Sequence[Result], machine: Machine | None, quick: bool) -> dict[str, Any]:
     """Everything; ``status`` is that of the whole."""
     content = {
         "status": worst(result.status for result in results),
-        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "written": _now(),
         "quick": quick,
         "machine": None if machine is None else asdict(machine),
         "parts": [
@@ -47,7 +51,7 @@ def as_markdown(results: Sequence[Result], machine: Machine | None, quick: bool)
     lines = [
         "# asyncpp doctor",
         "",
-        f"{_where(machine)}. {'Quick, ' if quick else ''}{seconds:.0f} s: **{status}**.",
+        f"{_where(machine)}. {'Quick, ' if quick else ''}{seconds:.0f} s, {_now()}: **{status}**.",
         "",
     ]
     rows = [_HEADER, ["---"] * len(_HEADER), *_counts(results)]

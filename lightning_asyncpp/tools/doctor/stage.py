@@ -184,7 +184,7 @@ def _compare_muon(task: Task, is_gpu: bool, findings: Findings) -> None:
         figures = {f"{name}_ms": round(one["milliseconds"]["median"], 3) for name, one in (
             ("ours", ours), ("torch", reference))}  # fmt: skip
         figures |= {"speed_over_torch": round(speed, 3), "difference": difference["relative"]}
-        text = f"{figures['ours_ms']:g} ms and {figures['torch_ms']:g} ms ({speed:.2f} times as fast)"
+        text = f"{figures['ours_ms']:g} ms and {figures['torch_ms']:g} ms (ours is {speed:.2f} times as fast)"
         if difference["relative"] > ROUNDING:
             text += f"; their steps differ by {difference['relative']:.1%}, more than roundings of bf16"
             # How much they come to was found on CPUs.
