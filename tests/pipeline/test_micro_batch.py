@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from lightning_asyncpp.pipeline.batches.micro_batch import cut_batch, fingerprint, number_of_samples, split_batch
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.micro_batch import cut_batch, fingerprint, number_of_samples, split_batch
 
 Pair = namedtuple("Pair", ["x", "y"])
 
