@@ -6,8 +6,8 @@ for ``Trainer`` and for ``Fabric``; Fabric's classes are in :mod:`lightning_asyn
 
 from lightning_asyncpp.fabric.delayed_gradient import register as register_delayed_gradient_for_fabric
 from lightning_asyncpp.fabric.strategy import register as register_for_fabric
+from lightning_asyncpp.pipeline.cut.units import apply_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.units import apply_layers
 from lightning_asyncpp.pytorch import (
     AsyncPipelineStrategy,
     DelayedGradientStrategy,

@@ -75,12 +75,14 @@ def test_what_internals_names_exists() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["`pipeline/gone.py`", "`gone/`", "`pipeline/ticket.py:Gone`", "`pipeline/ticket.py:TicketOffice.gone`",
-     "`pipeline/ticket.py` and `TicketOffice.gone`"],
+    ["`pipeline/gone.py`", "`gone/`", "`pipeline/updates/ticket.py:Gone`",
+     "`pipeline/updates/ticket.py:TicketOffice.gone`", "`pipeline/updates/ticket.py` and `TicketOffice.gone`"],
 )  # fmt: skip
 def test_what_is_gone_is_noticed(text: str) -> None:
     assert unknown_names(text)
-    assert not unknown_names("`pipeline/ticket.py:TicketOffice.file`, `TicketOffice.redeemed`, `tests/workers.py`")
+    assert not unknown_names(
+        "`pipeline/updates/ticket.py:TicketOffice.file`, `TicketOffice.redeemed`, `tests/workers.py`"
+    )
 
 
 def test_the_files_in_the_diagram_of_internals_exist() -> None:

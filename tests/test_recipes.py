@@ -17,7 +17,7 @@ import yaml
 from lightning_asyncpp.cli import AsyncppCLI, main, make_cli
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.partition_choice import choose_partition
+from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
 from lightning_asyncpp.tools.ablation.recipe.recipe import load_recipe
 from lightning_asyncpp.tools.ablation.recipe.rows import make_rows

@@ -26,21 +26,21 @@ from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_syn
 from lightning_asyncpp.fabric.reading import resumable
 from lightning_asyncpp.fabric.recording import RecordingMixin
 from lightning_asyncpp.fabric.stopping import StopMixin
-from lightning_asyncpp.pipeline.agreement import agree_on_problems
 from lightning_asyncpp.pipeline.arguments import check_arguments
+from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
-from lightning_asyncpp.pipeline.mesh import Placement
-from lightning_asyncpp.pipeline.mini_batch import Update
-from lightning_asyncpp.pipeline.nan_losses import NanLosses
 from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers, trains_nothing
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems
+from lightning_asyncpp.pipeline.ranks.mesh import Placement
 from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
+from lightning_asyncpp.pipeline.updates.nan_losses import NanLosses
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 StepFunction = Callable[[Any], Any]

@@ -39,7 +39,7 @@ from lightning_asyncpp.pipeline.checkpoint.uniting import (
     unite_entries,
 )
 from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
-from lightning_asyncpp.pipeline.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tied_state import check_copies

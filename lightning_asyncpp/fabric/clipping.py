@@ -15,7 +15,7 @@ from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession, check_norm_type
-from lightning_asyncpp.pipeline.update import clip_values
+from lightning_asyncpp.pipeline.updates.update import clip_values
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,16 @@ from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.fabric.reading import resumable
 from lightning_asyncpp.pipeline.arguments import check_arguments
+from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.cut.unit_times import Example
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
-from lightning_asyncpp.pipeline.micro_batch import checked_weight
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.session import check_norm_type
-from lightning_asyncpp.pipeline.unit_times import Example
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.plugins import Precision
 from torch import nn
 
-from lightning_asyncpp.pipeline.unit_times import Example, arguments_in
+from lightning_asyncpp.pipeline.cut.unit_times import Example, arguments_in
 
 
 def example_of(

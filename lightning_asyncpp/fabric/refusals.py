@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.gradient_hooks import parameter_hook_problems
+from lightning_asyncpp.pipeline.cut.units import model_problems
 from lightning_asyncpp.pipeline.optimizers.nothing_to_train import is_placeholder
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import problems_of_precision
-from lightning_asyncpp.pipeline.units import model_problems
+from lightning_asyncpp.pipeline.step.gradient_hooks import parameter_hook_problems
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.untouched import Untouched
 
 _LOOKS_TOGETHER = 2

@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.agreement import agree_on_error
-from lightning_asyncpp.pipeline.elsewhere import Home
+from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.cut.elsewhere import Home
+from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.host_batch import HostBatch
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.micro_batch import Slot, cut_batch
-from lightning_asyncpp.pipeline.mini_batch import BatchOutput, MiniBatch, Update
 from lightning_asyncpp.pipeline.randomness import preserved_generators
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, Task
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, weight_version
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
-from lightning_asyncpp.pipeline.stage import Stage
-from lightning_asyncpp.pipeline.ticket import Ticket
+from lightning_asyncpp.pipeline.step.host_batch import HostBatch
 from lightning_asyncpp.pipeline.trace import Beside
-from lightning_asyncpp.pipeline.transport import Transport
-from lightning_asyncpp.pipeline.tree import map_tensors
-from lightning_asyncpp.pipeline.update import Payload
-from lightning_asyncpp.pipeline.update_queue import UpdateQueue
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, MiniBatch, Update
+from lightning_asyncpp.pipeline.updates.ticket import Ticket
+from lightning_asyncpp.pipeline.updates.update import Payload
+from lightning_asyncpp.pipeline.updates.update_queue import UpdateQueue
 from lightning_asyncpp.pipeline.weights import WeightVersions
+from lightning_asyncpp.pipeline.wire.transport import Transport
 
 
 class Engine:

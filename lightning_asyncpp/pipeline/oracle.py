@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer, collecting
-from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.randomness import derive
-from lightning_asyncpp.pipeline.units import pipeline_units
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
 

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.auxiliary import Collected, collecting
-from lightning_asyncpp.pipeline.around_call import AroundCall
-from lightning_asyncpp.pipeline.boundary import put_together, take_apart
-from lightning_asyncpp.pipeline.call_digest import NOT_LOOKED_AT, digest
+from lightning_asyncpp.pipeline.batches.micro_batch import NO_MARK
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.clocks import Clock, clock_of
+from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
-from lightning_asyncpp.pipeline.gradients_in_step import GradientsInStep, refuse_input_gradients
-from lightning_asyncpp.pipeline.header import Header, describe
-from lightning_asyncpp.pipeline.kept_tensors import KeptTensors
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.micro_batch import NO_MARK
-from lightning_asyncpp.pipeline.model_call import ModelCall
 from lightning_asyncpp.pipeline.randomness import derive, generator_states, seed_generators, set_generator_states
-from lightning_asyncpp.pipeline.received import InputGradient, begin
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.schedule import Kind
-from lightning_asyncpp.pipeline.stage import Stage
+from lightning_asyncpp.pipeline.step.around_call import AroundCall
+from lightning_asyncpp.pipeline.step.call_digest import NOT_LOOKED_AT, digest
+from lightning_asyncpp.pipeline.step.gradients_in_step import GradientsInStep, refuse_input_gradients
+from lightning_asyncpp.pipeline.step.kept_tensors import KeptTensors
+from lightning_asyncpp.pipeline.step.model_call import ModelCall
 from lightning_asyncpp.pipeline.trace import Beside, Trace, Wait
-from lightning_asyncpp.pipeline.transport import Arrival, Transport
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.wire.boundary import put_together, take_apart
+from lightning_asyncpp.pipeline.wire.header import Header, describe
+from lightning_asyncpp.pipeline.wire.received import InputGradient, begin
+from lightning_asyncpp.pipeline.wire.transport import Arrival, Transport
 
 Step = Callable[[Any, float], Any]
 _NOTHING = nullcontext()

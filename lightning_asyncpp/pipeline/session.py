@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.agreement import agree_on_problems, broadcast_tensor, exchange
-from lightning_asyncpp.pipeline.averages import Averages
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.change_guard import ChangeGuard
-from lightning_asyncpp.pipeline.clipping_guard import ClippingGuard
-from lightning_asyncpp.pipeline.cuda_graphs import cuda_graph_problems
+from lightning_asyncpp.pipeline.cut.averages import Averages
+from lightning_asyncpp.pipeline.cut.cuda_graphs import cuda_graph_problems
+from lightning_asyncpp.pipeline.cut.partition import Partition
+from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
+from lightning_asyncpp.pipeline.cut.stage import Stage, cut
+from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import (
     ConfigurationError,
@@ -25,22 +28,19 @@ from lightning_asyncpp.pipeline.errors import (
     different_calls,
     lost_peers,
 )
-from lightning_asyncpp.pipeline.failing_session import FailingSession
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.failures.failing_session import FailingSession
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems
-from lightning_asyncpp.pipeline.partition import Partition
-from lightning_asyncpp.pipeline.partition_choice import choose_partition
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, broadcast_tensor, exchange
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.pipeline.stage import Stage, cut
-from lightning_asyncpp.pipeline.step_guard import StepGuard
-from lightning_asyncpp.pipeline.ticket import TicketOffice
+from lightning_asyncpp.pipeline.step.clipping_guard import ClippingGuard
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
-from lightning_asyncpp.pipeline.update import Payload, clip_coefficient
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.updates.step_guard import StepGuard
+from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
+from lightning_asyncpp.pipeline.updates.update import Payload, clip_coefficient
 from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
-from lightning_asyncpp.pipeline.whole_model import WholeModel
 
 ApplyStep = Callable[[], None]
 _FINISHED = "finished"

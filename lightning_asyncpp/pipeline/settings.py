@@ -10,7 +10,7 @@ from typing import Literal, cast
 import torch
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.mesh import PLACEMENTS, Placement
+from lightning_asyncpp.pipeline.ranks.mesh import PLACEMENTS, Placement
 from lightning_asyncpp.pipeline.schedule import depth, largest_lookahead, updates_behind
 
 _MOST_CTAS = 64  # channels of a communicator

@@ -14,19 +14,19 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.agreement import agree_on_error, broadcast
+from lightning_asyncpp.pipeline.cut.partition import Partition
+from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
+from lightning_asyncpp.pipeline.cut.unit_times import Example
 from lightning_asyncpp.pipeline.errors import lost_peers
-from lightning_asyncpp.pipeline.interfaces import use_interface
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.partition import Partition
-from lightning_asyncpp.pipeline.partition_choice import choose_partition
-from lightning_asyncpp.pipeline.process_groups import unbind_default_group
 from lightning_asyncpp.pipeline.randomness import seed_of_run
-from lightning_asyncpp.pipeline.restarts import join_again
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, broadcast
+from lightning_asyncpp.pipeline.ranks.interfaces import use_interface
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.process_groups import unbind_default_group
+from lightning_asyncpp.pipeline.ranks.restarts import join_again
+from lightning_asyncpp.pipeline.ranks.shared_devices import QUEUES_VARIABLE, backend_of, queue_warning
+from lightning_asyncpp.pipeline.ranks.store import store_listening_on
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.shared_devices import QUEUES_VARIABLE, backend_of, queue_warning
-from lightning_asyncpp.pipeline.store import store_listening_on
-from lightning_asyncpp.pipeline.unit_times import Example
 from lightning_asyncpp.private_names import required
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class PipelineStrategyMixin:
             )
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, in a group that a failed rank leaves: see :mod:`lightning_asyncpp.pipeline.hang_up`."""
+        """Wait for all ranks, in a group that a rank which fails leaves (``failures/hang_up.py``)."""
         self._check_collective("barrier")
         if (group := self._host_group()) is None:
             super().barrier(*args, **kwargs)  # type: ignore[misc]

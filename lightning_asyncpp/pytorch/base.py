@@ -23,21 +23,21 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.data.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
-from lightning_asyncpp.pipeline.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.arguments import check_arguments
-from lightning_asyncpp.pipeline.averages import averages_in
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
+from lightning_asyncpp.pipeline.cut.averages import averages_in
+from lightning_asyncpp.pipeline.cut.unit_times import Example
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.mesh import Placement
-from lightning_asyncpp.pipeline.mini_batch import Update
 from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.pipeline.ranks.mesh import Placement
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
-from lightning_asyncpp.pipeline.unit_times import Example
-from lightning_asyncpp.pipeline.update import clip_values
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
+from lightning_asyncpp.pipeline.updates.update import clip_values
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.batch_ends import BatchEnds
 from lightning_asyncpp.pytorch.collectives import Collectives

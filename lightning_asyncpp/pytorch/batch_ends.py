@@ -26,10 +26,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.agreement import exchange
-from lightning_asyncpp.pipeline.averages import averaged_by_hand
+from lightning_asyncpp.pipeline.cut.averages import averaged_by_hand
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import derive
+from lightning_asyncpp.pipeline.ranks.agreement import exchange
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.module_first import HOOK, ModuleFirst

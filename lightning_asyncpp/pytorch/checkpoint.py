@@ -14,7 +14,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.agreement import agree_on_error
 from lightning_asyncpp.pipeline.checkpoint.apart import APART, Names
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_by_rank
 from lightning_asyncpp.pipeline.checkpoint.origin import FABRIC, PIPELINE, TRAINER, origin_of
@@ -32,8 +31,9 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
-from lightning_asyncpp.pipeline.elsewhere import OtherStage, held_here
+from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage, held_here
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tied_state import check_copies
 from lightning_asyncpp.pytorch.kept_apart import Given, hand_back, unite_stages

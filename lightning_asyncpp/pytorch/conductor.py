@@ -9,13 +9,13 @@ import lightning as L
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_asyncpp.pipeline.agreement import exchange
-from lightning_asyncpp.pipeline.averages import averaged_by_hand, copy_that_changes
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.pipeline.cut.averages import averaged_by_hand, copy_that_changes
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.ranks.agreement import exchange
+from lightning_asyncpp.pipeline.ranks.stop_rounds import StopRounds, batches_behind
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.stop_rounds import StopRounds, batches_behind
-from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.loop_state import ResumedLoops

@@ -23,15 +23,15 @@ from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.pipeline.arguments import check_arguments
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.cut.unit_times import Example
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.randomness import derive
-from lightning_asyncpp.pipeline.step_guard import StepGuard
-from lightning_asyncpp.pipeline.unit_times import Example
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.updates.step_guard import StepGuard
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.delayed_checkpoint import DelayedCheckpoints
 from lightning_asyncpp.pytorch.delayed_refusals import delayed_problems

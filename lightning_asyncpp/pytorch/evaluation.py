@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.merge_outputs import merge_outputs
+from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
 

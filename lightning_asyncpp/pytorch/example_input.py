@@ -8,9 +8,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from torch import device, nn
 
+from lightning_asyncpp.pipeline.cut.unit_times import Example, arguments_in
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.model_call import ModelCall
-from lightning_asyncpp.pipeline.unit_times import Example, arguments_in
+from lightning_asyncpp.pipeline.step.model_call import ModelCall
 
 
 def example_of(

@@ -23,7 +23,7 @@ from lightning_asyncpp.pipeline.checkpoint.uniting import (
     own_entries,
     unite_entries,
 )
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 
 _CALLBACKS = "callbacks"
 # What Lightning itself writes beside them is the same on all ranks, or belongs to a rank's progress.

@@ -7,8 +7,8 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.checkpoint import PipelineCheckpoints
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.reading import Reading
+from lightning_asyncpp.pipeline.wire.reading import Reading
 
 _HEAD = 4  # schema, loss, weight of the loss, the first micro-batch whose loss is NaN (from 1, 0 for none)
 _ABSENT = -1.0  # in place of a weight: the batch did not log this name

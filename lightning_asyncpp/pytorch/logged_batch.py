@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.reading import Reading
+from lightning_asyncpp.pipeline.wire.reading import Reading
 from lightning_asyncpp.pytorch.log_recorder import Recorded, payload_length
 
 

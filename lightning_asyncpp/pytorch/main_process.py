@@ -21,10 +21,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module
 
+from lightning_asyncpp.pipeline.cut.materialize import materialize
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.materialize import materialize
 from lightning_asyncpp.pipeline.randomness import preserved_generators
-from lightning_asyncpp.pipeline.units import pipeline_units
 from lightning_asyncpp.pytorch import private
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import nn
 from torchmetrics import Metric
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
-from lightning_asyncpp.pipeline.tree import map_tensors
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.private_names import required
 
 _PURPOSE = "go on with a torchmetrics object after a resume"

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_asyncpp.pipeline.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 
 _left_behind: WeakSet[nn.Module] = WeakSet()
 _hooked: WeakSet[nn.Module] = WeakSet()

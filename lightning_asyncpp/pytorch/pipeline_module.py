@@ -8,9 +8,9 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_asyncpp.pipeline.materialize import materialize
-from lightning_asyncpp.pipeline.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.pipeline.units import pipeline_units
+from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.cut.materialize import materialize
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
 
 
 class PipelineModule(L.LightningModule):

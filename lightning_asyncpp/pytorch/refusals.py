@@ -21,11 +21,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.gradient_hooks import parameter_hook_problems
+from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.units import model_problems
 from lightning_asyncpp.pipeline.optimizers.nothing_to_train import is_placeholder, trains_nothing
 from lightning_asyncpp.pipeline.settings import problems_of_precision
-from lightning_asyncpp.pipeline.units import model_problems
+from lightning_asyncpp.pipeline.step.gradient_hooks import parameter_hook_problems
 from lightning_asyncpp.pytorch import private
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")

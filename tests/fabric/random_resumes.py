@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.schedule import largest_lookahead
-from lightning_asyncpp.pipeline.units import pipeline_units
 from tests.pipeline.cases import Case
 from tests.pipeline.random_cases import draw_from, is_exact, other_cut
 

@@ -18,17 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline import header as header_module
-from lightning_asyncpp.pipeline import rendezvous
-from lightning_asyncpp.pipeline import transport as transport_module
-from lightning_asyncpp.pipeline.boundary import put_together, take_apart
 from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
-from lightning_asyncpp.pipeline.header import BEGINNING_BYTES, MAX_STRUCTURE_BYTES, Header, describe
-from lightning_asyncpp.pipeline.link import Link
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.neighbours import Neighbours
-from lightning_asyncpp.pipeline.rendezvous import Listener, call
-from lightning_asyncpp.pipeline.transport import Transport
+from lightning_asyncpp.pipeline.ranks import rendezvous
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
+from lightning_asyncpp.pipeline.ranks.rendezvous import Listener, call
+from lightning_asyncpp.pipeline.wire import header as header_module
+from lightning_asyncpp.pipeline.wire import transport as transport_module
+from lightning_asyncpp.pipeline.wire.boundary import put_together, take_apart
+from lightning_asyncpp.pipeline.wire.header import BEGINNING_BYTES, MAX_STRUCTURE_BYTES, Header, describe
+from lightning_asyncpp.pipeline.wire.link import Link
+from lightning_asyncpp.pipeline.wire.transport import Transport
 
 LIMIT = 4096  # of an activation, in bytes
 SECONDS = 5.0

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline import handover
-from lightning_asyncpp.pipeline.handover import Inbox, Outbox, Way
-from lightning_asyncpp.pipeline.header import Header, TensorInfo
-from lightning_asyncpp.pipeline.transport import Transport
+from lightning_asyncpp.pipeline.wire import handover
+from lightning_asyncpp.pipeline.wire.handover import Inbox, Outbox, Way
+from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
+from lightning_asyncpp.pipeline.wire.transport import Transport
 from tests.nccl_rules import emulated
 
 SECONDS = 3.0

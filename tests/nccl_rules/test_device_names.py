@@ -18,19 +18,21 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, symmetric
-from lightning_asyncpp.pipeline import foreach, handover, reduction, runner, update
-from lightning_asyncpp.pipeline.buckets import plan_buckets
-from lightning_asyncpp.pipeline.handover import Way
-from lightning_asyncpp.pipeline.header import _DTYPES, TensorInfo
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.mini_batch import MiniBatch
-from lightning_asyncpp.pipeline.reduction import Reduction, squares
+from lightning_asyncpp.pipeline import foreach, runner
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.cut.stage import Stage, cut
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.runner import Flight, StageRunner, Task
-from lightning_asyncpp.pipeline.stage import Stage, cut
-from lightning_asyncpp.pipeline.transport import Arrival
-from lightning_asyncpp.pipeline.update import PendingUpdate, StopFlags, clip_values
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.updates import reduction, update
+from lightning_asyncpp.pipeline.updates.buckets import plan_buckets
+from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch
+from lightning_asyncpp.pipeline.updates.reduction import Reduction, squares
+from lightning_asyncpp.pipeline.updates.update import PendingUpdate, StopFlags, clip_values
 from lightning_asyncpp.pipeline.weights import WeightVersions, lent, writing
+from lightning_asyncpp.pipeline.wire import handover
+from lightning_asyncpp.pipeline.wire.handover import Way
+from lightning_asyncpp.pipeline.wire.header import _DTYPES, TensorInfo
+from lightning_asyncpp.pipeline.wire.transport import Arrival
 from lightning_asyncpp.tools.plan.fake import FakeTensorMode
 
 CUDA = torch.device("cuda", 0)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
-from lightning_asyncpp.pipeline.handover import Inbox, Outbox, Way
-from lightning_asyncpp.pipeline.header import TensorInfo
-from lightning_asyncpp.pipeline.link import NO_TIMEOUT, Link
+from lightning_asyncpp.pipeline.wire.handover import Inbox, Outbox, Way
+from lightning_asyncpp.pipeline.wire.header import TensorInfo
+from lightning_asyncpp.pipeline.wire.link import NO_TIMEOUT, Link
 
 SECONDS = 5.0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.reading import Reading
+from lightning_asyncpp.pipeline.wire.reading import Reading
 from tests.nccl_rules.counted_runs import MICRO_BATCHES, Counted, Found, count
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, is_on_device
 from tests.trainer.pool import Pools
@@ -16,10 +16,14 @@ from tests.workers import opened
 # Waits per mini-batch and stage. Both come when an update is due, for a gradient whose last backward was launched long
 # before: normally the device has got there, and nobody waits.
 BUDGET = {
-    Wait("mini-batch", "Event.synchronize", "pipeline/update.py:_compose"): 1,  # norms, counts, losses, logged values
-    Wait("mini-batch", "Event.synchronize", "pipeline/reduction.py:_read"): 1,  # norms of what replicas summed
+    Wait(
+        "mini-batch", "Event.synchronize", "pipeline/updates/update.py:_compose"
+    ): 1,  # norms, counts, losses, logged values
+    Wait("mini-batch", "Event.synchronize", "pipeline/updates/reduction.py:_read"): 1,  # norms of what replicas summed
 }
-STEPS_AHEAD = {Wait("mini-batch", "copy", "pipeline/update.py:reduce_now"): 1}  # a last stage without delay, replicas
+STEPS_AHEAD = {
+    Wait("mini-batch", "copy", "pipeline/updates/update.py:reduce_now"): 1
+}  # a last stage without delay, replicas
 MOST = 2
 MIXED = {"precision": "bf16-mixed"}
 
@@ -107,7 +111,7 @@ def test_what_a_user_adds_is_found(pools: Pools) -> None:
 def test_what_a_hook_makes_of_a_moved_batch_is_what_is_weighed_all_at_once(pools: Pools) -> None:
     """On the device, where alone it is: the host's might weigh something else. Its fingerprint is not taken there."""
     _, first = pools.run(2, count, Counted("prepares"), timeout=120)
-    assert added(first) == {Wait("mini-batch", "Event.synchronize", "pipeline/micro_batch.py:_weights"): 1}
+    assert added(first) == {Wait("mini-batch", "Event.synchronize", "pipeline/batches/micro_batch.py:_weights"): 1}
 
 
 def added(found: Found) -> dict[Wait, float]:

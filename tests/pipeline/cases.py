@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_asyncpp.auxiliary import StatisticsLayer, add_auxiliary_loss, add_statistics
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from lightning_asyncpp.pipeline.units import pipeline_units, spread
+from lightning_asyncpp.pipeline.cut.units import pipeline_units, spread
 
 DIM = 6
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from tests.pipeline.cases import Case
 from tests.pipeline.pool import Prepare, WorkerPool
 from tests.pipeline.runs import run_case

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.agreement import agree_on_error
+from lightning_asyncpp.pipeline.batches.micro_batch import split_batch
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import PeerLostError
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.micro_batch import split_batch
-from lightning_asyncpp.pipeline.mini_batch import Update
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.pipeline.stage import cut
-from lightning_asyncpp.pipeline.ticket import TicketOffice
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
+from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
 from tests.pipeline.cases import DIM, Case, make_model
 from tests.workers import free_port, worker_context
 

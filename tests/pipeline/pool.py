@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from tests.pipeline.cases import Case
 from tests.pipeline.runs import run_case
 from tests.workers import end_with_parent, free_port, worker_context

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.tree import children_of
+from lightning_asyncpp.pipeline.batches.tree import children_of
 from tests.pipeline.cases import DIM, Experts, Projection, Routed, Spare
 
 FORMS: dict[str, Callable[[Tensor], Any]] = {

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint import state
+from lightning_asyncpp.pipeline.cut.partition import Partition
+from lightning_asyncpp.pipeline.cut.units import stages_of_parameters
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.mini_batch import BatchOutput, Update
 from lightning_asyncpp.pipeline.oracle import train_reference
-from lightning_asyncpp.pipeline.partition import Partition
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.pipeline.tree import tensors_of
-from lightning_asyncpp.pipeline.units import stages_of_parameters
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, Update
 from tests.pipeline.cases import Case
 
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline import agreement
 from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError, lost_peers
-from lightning_asyncpp.pipeline.mesh import Groups, Mesh
+from lightning_asyncpp.pipeline.ranks import agreement
+from lightning_asyncpp.pipeline.ranks.mesh import Groups, Mesh
 
 
 @pytest.mark.parametrize("size", [2**60, 2**28 + 1, -1])

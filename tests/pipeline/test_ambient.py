@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asyncpp.pipeline import ambient
-from lightning_asyncpp.pipeline.ambient import GRADIENTS, REFUSED, REFUSED_ONCE, Travelling
 from lightning_asyncpp.pipeline.errors import ProtocolError
+from lightning_asyncpp.pipeline.step import ambient
+from lightning_asyncpp.pipeline.step.ambient import GRADIENTS, REFUSED, REFUSED_ONCE, Travelling
 
 TRAVELLING = Travelling(torch.device("cpu"))
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.boundary import put_together, take_apart
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError
-from lightning_asyncpp.pipeline.header import MAX_STRUCTURE_BYTES
+from lightning_asyncpp.pipeline.wire.boundary import put_together, take_apart
+from lightning_asyncpp.pipeline.wire.header import MAX_STRUCTURE_BYTES
 
 Pair = namedtuple("Pair", ["x", "y"])
 

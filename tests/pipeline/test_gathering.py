@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.checkpoint import gathering
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_stages
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from tests.pipeline.failures import run_ranks
 
 

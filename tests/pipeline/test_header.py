@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError
-from lightning_asyncpp.pipeline.header import (
+from lightning_asyncpp.pipeline.wire.header import (
     BEGINNING_BYTES,
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,

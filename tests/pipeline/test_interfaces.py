@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_asyncpp.pipeline import interfaces
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.interfaces import INTERFACE_VARIABLE, own_addresses, use_interface
+from lightning_asyncpp.pipeline.ranks import interfaces
+from lightning_asyncpp.pipeline.ranks.interfaces import INTERFACE_VARIABLE, own_addresses, use_interface
 
 NCCL = "NCCL_SOCKET_IFNAME"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_asyncpp.pipeline.errors import PeerLostError
-from lightning_asyncpp.pipeline.link import Frame, Link
+from lightning_asyncpp.pipeline.wire.link import Frame, Link
 
 LARGE = 8 * 2**20  # more than both sockets hold
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_asyncpp.pipeline.errors import ConsequenceError, PeerLostError, ProtocolError, is_noise, lost_peers
-from lightning_asyncpp.pipeline.failing_session import FailingSession
-from lightning_asyncpp.pipeline.handover import Outbox
+from lightning_asyncpp.pipeline.failures.failing_session import FailingSession
+from lightning_asyncpp.pipeline.wire.handover import Outbox
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {}, NCCL version 2.27.5\n{}"
 NO_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"

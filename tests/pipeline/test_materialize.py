@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline.cut.materialize import materialize
+from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.materialize import materialize
-from lightning_asyncpp.pipeline.stage import cut
-from lightning_asyncpp.pipeline.units import pipeline_units
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_asyncpp.pipeline.mesh import PLACEMENTS, Mesh, Placement
+from lightning_asyncpp.pipeline.ranks.mesh import PLACEMENTS, Mesh, Placement
 
 SHAPES = [(1, 1), (1, 3), (4, 1), (2, 2), (2, 3), (3, 2), (4, 4), (5, 3)]
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.micro_batch import (
+from lightning_asyncpp.pipeline.batches.micro_batch import (
     checked_weight,
     cut_batch,
     fingerprint,
     number_of_samples,
     split_batch,
 )
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.model_call import ModelCall
+from lightning_asyncpp.pipeline.step.model_call import ModelCall
 
 NEVER = "the step ended without calling self.model(...): under a pipeline it must call it exactly once per micro-batch"
 TWICE = "the step ended after calling twice self.model(...): under a pipeline it must call it exactly once"

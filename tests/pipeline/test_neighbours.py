@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.transport import Transport
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.wire.transport import Transport
 from tests.workers import end_with_parent, free_port, worker_context
 
 

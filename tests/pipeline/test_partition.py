@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_asyncpp.pipeline.cut.partition import Partition, balanced, check_given, loads_of, uniform
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.partition import Partition, balanced, check_given, loads_of, uniform
 
 ROUND = st.integers(0, 4).map(float)  # many equal sums
 ROUGH = st.floats(0, 1e6, allow_nan=False)  # sums that rounding would change

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_asyncpp.pipeline import mesh as mesh_module
-from lightning_asyncpp.pipeline import process_groups
-from lightning_asyncpp.pipeline.mesh import PLACEMENTS, Mesh, Placement
+from lightning_asyncpp.pipeline.ranks import mesh as mesh_module
+from lightning_asyncpp.pipeline.ranks import process_groups
+from lightning_asyncpp.pipeline.ranks.mesh import PLACEMENTS, Mesh, Placement
 from tests.workers import end_with_parent, free_port, worker_context
 
 SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (5, 3), (8, 4), (1, 4)]

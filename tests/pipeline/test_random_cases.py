@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_asyncpp.pipeline.units import pipeline_units
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from tests.pipeline.compare import assert_same_norms, assert_same_statistics, weights_of
 from tests.pipeline.conftest import Pools
 from tests.pipeline.random_cases import draw, is_exact

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
-from lightning_asyncpp.pipeline.partition import Partition
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from tests.pipeline.cases import Case
 from tests.pipeline.random_cases import draw
 from tests.pipeline.runs import run_oracle, versioned_tensors

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.randomness import derive
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from tests.pipeline.failures import Run
 
 

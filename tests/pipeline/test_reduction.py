@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_asyncpp.pipeline.buckets import Bucket, plan_buckets
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
-from lightning_asyncpp.pipeline.reduction import Reduction, squares
+from lightning_asyncpp.pipeline.updates.buckets import Bucket, plan_buckets
+from lightning_asyncpp.pipeline.updates.reduction import Reduction, squares
 
 GROUP: Any = object()
 

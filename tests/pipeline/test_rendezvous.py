@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.pipeline import rendezvous
 from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
-from lightning_asyncpp.pipeline.interfaces import INTERFACE_VARIABLE
-from lightning_asyncpp.pipeline.rendezvous import Listener, call
+from lightning_asyncpp.pipeline.ranks import rendezvous
+from lightning_asyncpp.pipeline.ranks.interfaces import INTERFACE_VARIABLE
+from lightning_asyncpp.pipeline.ranks.rendezvous import Listener, call
 
 LOCAL, NETWORK = "local", "network"
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_asyncpp.pipeline.checkpoint.state import gather_pipeline_state, load_pipeline_state
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from tests.pipeline.cases import DIM, Case
 from tests.pipeline.compare import assert_same_weights
 from tests.pipeline.conftest import Pools

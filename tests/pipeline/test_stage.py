@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline.cut.stage import OtherStage, Stage, _holder, cut
+from lightning_asyncpp.pipeline.cut.units import apply_layers, model_problems
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.stage import OtherStage, Stage, _holder, cut
-from lightning_asyncpp.pipeline.units import apply_layers, model_problems
 from lightning_asyncpp.private_names import PrivateNameError
 from tests.pipeline.cases import DIM, make_model
 from tests.pipeline.test_units import Layered

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.statistics import StatisticsLayout, counting_layers
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.stage import cut
-from lightning_asyncpp.pipeline.statistics import StatisticsLayout, counting_layers
-from lightning_asyncpp.pipeline.units import pipeline_units
 from tests.pipeline.cases import DIM, Routed
 
 

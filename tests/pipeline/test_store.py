@@ -10,9 +10,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_asyncpp.pipeline import store
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.store import store_listening_on
+from lightning_asyncpp.pipeline.ranks import store
+from lightning_asyncpp.pipeline.ranks.store import store_listening_on
 from tests.trainer.sockets import listening_addresses
 from tests.workers import free_port
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.pipeline.ticket import TicketOffice
+from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
 from tests.pipeline.cases import CountingSGD
 
 

@@ -12,26 +12,26 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint.optimizer_state import keep_states_once
+from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.in_turns import run_in_turns
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.neighbours import Neighbours
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.pipeline.stage import cut
-from lightning_asyncpp.pipeline.ticket import TicketOffice
 from lightning_asyncpp.pipeline.tied_state import (
     CopiesDifferError,
     check_copies,
     keep_once,
     tied_group_problems,
 )
-from lightning_asyncpp.pipeline.ties import Tie, TiedGradients, find_ties
-from lightning_asyncpp.pipeline.transport import Transport
-from lightning_asyncpp.pipeline.units import pipeline_units
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
+from lightning_asyncpp.pipeline.updates.ties import Tie, TiedGradients, find_ties
+from lightning_asyncpp.pipeline.wire.transport import Transport
 from tests.pipeline.cases import DIM, Case
 from tests.pipeline.compare import assert_same_norms, weights_of
 from tests.pipeline.conftest import Pools
@@ -208,7 +208,7 @@ def test_a_stage_in_the_middle_waits_for_what_it_shares(
 
     What is unfrozen after the cut is shared, too.
     """
-    monkeypatch.setattr("lightning_asyncpp.pipeline.link._DEFAULT_TIMEOUT", 5.0)  # of a deadlock
+    monkeypatch.setattr("lightning_asyncpp.pipeline.wire.link._DEFAULT_TIMEOUT", 5.0)  # of a deadlock
     monkeypatch.setattr(TiedGradients, "have_arrived", lambda self: False)  # a large matrix over a slow network
     case = Case(3, model=lambda _: middle_shares(first_too), batch_sizes=(6,) * 4)
 

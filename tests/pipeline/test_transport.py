@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
-from lightning_asyncpp.pipeline.header import Header, describe
-from lightning_asyncpp.pipeline.link import Link
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.neighbours import Neighbours
-from lightning_asyncpp.pipeline.received import begin
-from lightning_asyncpp.pipeline.transport import Transport
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
+from lightning_asyncpp.pipeline.wire.header import Header, describe
+from lightning_asyncpp.pipeline.wire.link import Link
+from lightning_asyncpp.pipeline.wire.received import begin
+from lightning_asyncpp.pipeline.wire.transport import Transport
 
 CPU = torch.device("cpu")
 SHAPES: list[tuple[int, ...] | None] = [(2, 3), (2, 3), None, (1, 3), (2, 3), None, None, (4,), (), (0, 5), (2, 3)]

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.units import (
+from lightning_asyncpp.pipeline.cut.units import (
     Unit,
     apply_layers,
     collective_problems,
@@ -20,6 +19,7 @@ from lightning_asyncpp.pipeline.units import (
     pipeline_units,
     spread,
 )
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 
 class Layered(nn.Module):

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.mini_batch import MiniBatch
-from lightning_asyncpp.pipeline.reduction import squares
-from lightning_asyncpp.pipeline.ties import TiedGradients
-from lightning_asyncpp.pipeline.update import (
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch
+from lightning_asyncpp.pipeline.updates.reduction import squares
+from lightning_asyncpp.pipeline.updates.ties import TiedGradients
+from lightning_asyncpp.pipeline.updates.update import (
     PendingUpdate,
     StopFlags,
     clip_coefficient,
     gradient_norm,
 )
-from lightning_asyncpp.pipeline.update_queue import UpdateQueue
+from lightning_asyncpp.pipeline.updates.update_queue import UpdateQueue
 
 
 def pending(gradients: dict[str, Any], weight: float = 2.0, stop: StopFlags | None = None) -> PendingUpdate:

@@ -10,17 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_asyncpp.pipeline import failing_session
-from lightning_asyncpp.pipeline.agreement import OtherStageFailedError
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, is_noise
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.failures import at_exit, failing_session, guard
+from lightning_asyncpp.pipeline.failures.cause import Cause
+from lightning_asyncpp.pipeline.failures.guard import Guard
+from lightning_asyncpp.pipeline.failures.last_word import LastWord
+from lightning_asyncpp.pipeline.ranks.agreement import OtherStageFailedError
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import launched_processes
-from lightning_asyncpp.pipeline.watch import at_exit, guard
-from lightning_asyncpp.pipeline.watch.cause import Cause
-from lightning_asyncpp.pipeline.watch.guard import Guard
-from lightning_asyncpp.pipeline.watch.last_word import LastWord
 from lightning_asyncpp.private_names import PrivateNameError
 from tests.pipeline.watched import Session
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lightning_asyncpp.pipeline.watch import ends
-from lightning_asyncpp.pipeline.watch.cause import Cause
-from lightning_asyncpp.pipeline.watch.ends import ENDED, End, Hub, Member
-from lightning_asyncpp.pipeline.watch.wire import Kind, Wire
+from lightning_asyncpp.pipeline.failures import ends
+from lightning_asyncpp.pipeline.failures.cause import Cause
+from lightning_asyncpp.pipeline.failures.ends import ENDED, End, Hub, Member
+from lightning_asyncpp.pipeline.failures.wire import Kind, Wire
 
 LIMIT = 0.6
 SOON = 10.0  # on a machine that others use, too

@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.watch import guard
-from lightning_asyncpp.pipeline.watch.cause import Cause
+from lightning_asyncpp.pipeline.failures import guard
+from lightning_asyncpp.pipeline.failures.cause import Cause
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from tests.pipeline import watched
 from tests.pipeline.alone import run_script
 from tests.pipeline.failures import Outcome, run_ranks
@@ -82,9 +82,9 @@ def test_nothing_is_left_of_a_watch_that_has_ended() -> None:
 
 HANGS = """
     import threading, time
-    from lightning_asyncpp.pipeline.mesh import Mesh
-    from lightning_asyncpp.pipeline.watch import guard
-    from lightning_asyncpp.pipeline.watch.cause import Cause
+    from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+    from lightning_asyncpp.pipeline.failures import guard
+    from lightning_asyncpp.pipeline.failures.cause import Cause
     from tests.pipeline.watched import Session
 
     class NobodyElse:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_asyncpp.pipeline.errors import PeerLostError
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.watch import guard, last_word
-from lightning_asyncpp.pipeline.watch.cause import Cause, cause_of, mark
-from lightning_asyncpp.pipeline.watch.guard import Guard
-from lightning_asyncpp.pipeline.watch.last_word import LastWord
+from lightning_asyncpp.pipeline.failures import guard, last_word
+from lightning_asyncpp.pipeline.failures.cause import Cause, cause_of, mark
+from lightning_asyncpp.pipeline.failures.guard import Guard
+from lightning_asyncpp.pipeline.failures.last_word import LastWord
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from tests.pipeline.watched import Session
 
 FIRST = Cause(1, 0, "ValueError: in the first run", "Traceback ...")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.watch.guard import Guard
+from lightning_asyncpp.pipeline.failures.guard import Guard
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 
 LIMIT = 4.0  # busy machines let a process wait for seconds
 SOON = 20.0

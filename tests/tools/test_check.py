@@ -19,9 +19,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from lightning_asyncpp import ConfigurationError, GPTModule, check_model
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.optim import MuonAdamW
-from lightning_asyncpp.pipeline.header import TensorInfo
-from lightning_asyncpp.pipeline.micro_batch import split_batch
+from lightning_asyncpp.pipeline.batches.micro_batch import split_batch
 from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.pipeline.wire.header import TensorInfo
 from lightning_asyncpp.tools.check import command
 from tests.pipeline.cases import DIM, make_model
 from tests.trainer.mistakes import (

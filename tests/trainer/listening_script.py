@@ -12,7 +12,7 @@ import lightning as L
 import torch
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricStrategy
-from lightning_asyncpp.pipeline.rendezvous import Listener
+from lightning_asyncpp.pipeline.ranks.rendezvous import Listener
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy
 from tests.pipeline.cases import Case, make_model
 from tests.trainer.runs import Net, Run, Samples

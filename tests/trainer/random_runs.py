@@ -13,8 +13,8 @@ from typing import Any
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_asyncpp.pipeline.cut.units import has_parameters, pipeline_units
 from lightning_asyncpp.pipeline.schedule import largest_lookahead
-from lightning_asyncpp.pipeline.units import has_parameters, pipeline_units
 from tests.pipeline.cases import make_model
 from tests.trainer.random_data import SAVES, Data, data
 from tests.trainer.resumable import DrawnNet

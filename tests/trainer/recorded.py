@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.recording.clock import ClockOffset, clock_offset
 from lightning_asyncpp.pipeline.trace import Trace
 from lightning_asyncpp.tools.bench.sleeping import SleepingLayer, Sleeps

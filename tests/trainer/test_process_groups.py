@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from lightning_asyncpp.pipeline import mesh
+from lightning_asyncpp.pipeline.ranks import mesh
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, fit
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.agreement import exchange_bytes
 from lightning_asyncpp.pipeline.errors import different_calls, lost_peers
-from lightning_asyncpp.pipeline.host_copies import on_host, pieces_on_host
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.agreement import exchange_bytes
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.wire.host_copies import on_host, pieces_on_host
 from lightning_asyncpp.storage.tree import (
     STORED,
     entries_of,

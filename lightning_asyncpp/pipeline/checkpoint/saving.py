@@ -19,14 +19,14 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_skeletons
 from lightning_asyncpp.pipeline.checkpoint.state import facts
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.failures.at_exit import AtExit, uncaught
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, exchange
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.tree import map_tensors
-from lightning_asyncpp.pipeline.watch.at_exit import AtExit, uncaught
 from lightning_asyncpp.storage.index import Shard
 from lightning_asyncpp.storage.paths import local_path
 from lightning_asyncpp.storage.sharded import Target, commit, give_up, new_target, shard_name, write_shard

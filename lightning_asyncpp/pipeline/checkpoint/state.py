@@ -16,10 +16,10 @@ from lightning_asyncpp.pipeline.checkpoint.optimizer_state import (
     keep_states_once,
     load_by_parameter,
 )
+from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.mesh import Mesh
 from lightning_asyncpp.pipeline.optimizers.naming import name_of
-from lightning_asyncpp.pipeline.partition import Partition
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tied_state import keep_once
 from lightning_asyncpp.storage.tree import merged

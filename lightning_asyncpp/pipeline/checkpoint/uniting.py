@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_asyncpp.pipeline.agreement import exchange
 from lightning_asyncpp.pipeline.checkpoint.apart import (
     APART,
     BELOW,
@@ -21,7 +20,8 @@ from lightning_asyncpp.pipeline.checkpoint.apart import (
     without,
 )
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_stages
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.agreement import exchange
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 
 
 class United(NamedTuple):

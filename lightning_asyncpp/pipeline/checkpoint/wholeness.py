@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_asyncpp.pipeline.agreement import agree_on_error
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 from lightning_asyncpp.storage.errors import StorageError
 from lightning_asyncpp.storage.paths import local_path

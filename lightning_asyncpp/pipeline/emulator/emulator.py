@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.cut.partition import Partition
+from lightning_asyncpp.pipeline.cut.units import stages_of_parameters
 from lightning_asyncpp.pipeline.emulator.delayed_weights import DelayedWeights, check_same_delay
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
-from lightning_asyncpp.pipeline.nan_losses import NanLosses
 from lightning_asyncpp.pipeline.optimizers.fitness import delayed_problems
-from lightning_asyncpp.pipeline.partition import Partition
-from lightning_asyncpp.pipeline.reduction import squares
-from lightning_asyncpp.pipeline.units import stages_of_parameters
-from lightning_asyncpp.pipeline.update import clip_coefficient
+from lightning_asyncpp.pipeline.updates.nan_losses import NanLosses
+from lightning_asyncpp.pipeline.updates.reduction import squares
+from lightning_asyncpp.pipeline.updates.update import clip_coefficient
 from lightning_asyncpp.pipeline.weights import leave_out, lent
 
 

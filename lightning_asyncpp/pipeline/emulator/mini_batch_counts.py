@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer
+from lightning_asyncpp.pipeline.cut.statistics import StatisticsLayout
+from lightning_asyncpp.pipeline.cut.units import Unit
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.statistics import StatisticsLayout
-from lightning_asyncpp.pipeline.units import Unit
 
 
 class MiniBatchCounts:

@@ -9,17 +9,17 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_asyncpp.pipeline.agreement import broadcast_tensor
-from lightning_asyncpp.pipeline.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.partition import Partition
+from lightning_asyncpp.pipeline.cut.partition_choice import can_be_cut, choose_partition
+from lightning_asyncpp.pipeline.cut.unit_times import Example
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.partition import Partition
-from lightning_asyncpp.pipeline.partition_choice import can_be_cut, choose_partition
 from lightning_asyncpp.pipeline.randomness import seed_of_run
-from lightning_asyncpp.pipeline.unit_times import Example
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.ranks.agreement import broadcast_tensor
 
 
 class DelayedStrategyMixin:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from lightning_asyncpp.pipeline.cut.units import Unit, pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.units import Unit, pipeline_units
 
 _Place = tuple[nn.Module, str, nn.Parameter]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_asyncpp.pipeline.agreement import exchange
 from lightning_asyncpp.pipeline.errors import lost_peers
-from lightning_asyncpp.pipeline.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.agreement import exchange
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 
 ROUNDS = 24
 _TAG_ASK, _TAG_TELL = 1_000_000, 1_000_001  # far from the numbers of messages under way in the same group

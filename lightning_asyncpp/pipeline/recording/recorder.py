@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from lightning_asyncpp.pipeline.agreement import agree_on_error, exchange
 from lightning_asyncpp.pipeline.clocks import Moment
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, exchange
 from lightning_asyncpp.pipeline.recording.clock import clock_offset, host_name
 from lightning_asyncpp.pipeline.recording.file import PATTERN, Meta, SpanFile, file_name
 from lightning_asyncpp.pipeline.recording.follow import follow

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.partition_choice import choose_partition
-from lightning_asyncpp.pipeline.units import pipeline_units
+from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy, PipelineTrace, SyncPipelineStrategy
 from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B
 from lightning_asyncpp.tools.bench.processes import end_with_parent

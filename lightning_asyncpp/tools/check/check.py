@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
+from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.in_turns import run_in_turns
-from lightning_asyncpp.pipeline.mesh import Mesh
-from lightning_asyncpp.pipeline.mini_batch import Update
-from lightning_asyncpp.pipeline.model_call import ModelCall
-from lightning_asyncpp.pipeline.neighbours import Neighbours
 from lightning_asyncpp.pipeline.oracle import train_reference
-from lightning_asyncpp.pipeline.partition_choice import Asked, choose_partition
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
 from lightning_asyncpp.pipeline.runner import loss_of
 from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
-from lightning_asyncpp.pipeline.stage import cut
-from lightning_asyncpp.pipeline.ticket import TicketOffice
-from lightning_asyncpp.pipeline.transport import Transport
-from lightning_asyncpp.pipeline.update import clip_coefficient
+from lightning_asyncpp.pipeline.step.model_call import ModelCall
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
+from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
+from lightning_asyncpp.pipeline.updates.update import clip_coefficient
+from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
+from lightning_asyncpp.pipeline.wire.transport import Transport
 from lightning_asyncpp.tools.check.calls import compare_calls
 from lightning_asyncpp.tools.check.hooks import largest_gradients, notes_on_hooks
 from lightning_asyncpp.tools.check.problems import Problems, argument_problems, can_run, configured_problems, prepare

@@ -12,16 +12,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.materialize import materialize
-from lightning_asyncpp.pipeline.optimizers.by_position import may_go_by_position, options_of, position_problems
-from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
-from lightning_asyncpp.pipeline.optimizers.fitness import stage_problems
-from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers
-from lightning_asyncpp.pipeline.partition_choice import choose_partition
-from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
-from lightning_asyncpp.pipeline.stage import cut
-from lightning_asyncpp.pipeline.units import (
+from lightning_asyncpp.pipeline.cut.materialize import materialize
+from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
+from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.units import (
     Unit,
     collective_problems,
     meta_problems,
@@ -29,7 +23,13 @@ from lightning_asyncpp.pipeline.units import (
     ownership_problems,
     pipeline_units,
 )
-from lightning_asyncpp.pipeline.whole_model import WholeModel
+from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.optimizers.by_position import may_go_by_position, options_of, position_problems
+from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
+from lightning_asyncpp.pipeline.optimizers.fitness import stage_problems
+from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers
+from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
 from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems
 from lightning_asyncpp.tools.check.trial import StepOf, copied, name_of, network_of
 

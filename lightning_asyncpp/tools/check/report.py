@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.header import TensorInfo
+from lightning_asyncpp.pipeline.wire.header import TensorInfo
 from lightning_asyncpp.tools.check.whole_batch import WholeBatches
 
 _EQUAL = "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches"

@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
 from lightning_asyncpp.tools.check.hooks import HookCalls
 
 StepOf = Callable[[Any, Any], Any]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_asyncpp.pipeline.interfaces import LOOPBACK
+from lightning_asyncpp.pipeline.ranks.interfaces import LOOPBACK
 from lightning_asyncpp.tools.bench.launch import free_port
 from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of
 from lightning_asyncpp.tools.doctor.cases import Place

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.pipeline.interfaces import LOOPBACK, address_of
+from lightning_asyncpp.pipeline.ranks.interfaces import LOOPBACK, address_of
 from lightning_asyncpp.tools.doctor.running import run_limited
 
 PACKAGES = ("lightning-asyncpp", "lightning", "torch", "triton", "torchmetrics", "litdata")

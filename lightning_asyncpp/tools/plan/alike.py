@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.units import Unit
+from lightning_asyncpp.pipeline.cut.units import Unit
 
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.boundary import stands_for_tensors
+from lightning_asyncpp.pipeline.wire.boundary import stands_for_tensors
 from lightning_asyncpp.private_names import PrivateNameError, required
 
 _PURPOSE = "run a model without memory (asyncpp plan)"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.header import Header
-from lightning_asyncpp.pipeline.transport import Arrival
+from lightning_asyncpp.pipeline.wire.header import Header
+from lightning_asyncpp.pipeline.wire.transport import Arrival
 
 
 class Loopback:
-    """Takes the place of a stage's :class:`~lightning_asyncpp.pipeline.transport.Transport`.
+    """Takes the place of a stage's :class:`~lightning_asyncpp.pipeline.wire.transport.Transport`.
 
     Args:
         arriving: header of what the stage before sends; None on the first stage.

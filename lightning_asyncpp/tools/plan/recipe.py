@@ -21,11 +21,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.micro_batch import number_of_samples
 from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.pipeline.tree import map_tensors
 from lightning_asyncpp.pytorch.base import PipelineStrategy
 from lightning_asyncpp.pytorch.pipeline_module import PipelineModule
 from lightning_asyncpp.pytorch.refusals import (

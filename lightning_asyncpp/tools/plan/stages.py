@@ -13,19 +13,19 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_asyncpp.models.experts import Experts
-from lightning_asyncpp.pipeline.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.partition import Partition
+from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
+from lightning_asyncpp.pipeline.cut.stage import Stage
+from lightning_asyncpp.pipeline.cut.units import Unit, collective_problems, ownership_problems, pipeline_units
+from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.header import Header
-from lightning_asyncpp.pipeline.partition import Partition
-from lightning_asyncpp.pipeline.partition_choice import Asked, choose_partition
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.schedule import Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
-from lightning_asyncpp.pipeline.stage import Stage
-from lightning_asyncpp.pipeline.tree import map_tensors, tensors_of
-from lightning_asyncpp.pipeline.units import Unit, collective_problems, ownership_problems, pipeline_units
-from lightning_asyncpp.pipeline.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.whole_model import WholeModel
+from lightning_asyncpp.pipeline.wire.header import Header
 from lightning_asyncpp.tools.plan.alike import alike
 from lightning_asyncpp.tools.plan.fake import NeedsValueError, empty_like, fake_tensors, without_memory
 from lightning_asyncpp.tools.plan.in_flight import Memory, StageSchedule, peak_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_asyncpp.pipeline.mesh import Mesh, Placement
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh, Placement
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
 from lightning_asyncpp.pipeline.trace import Span
 from lightning_asyncpp.tools.ideal import simulate

@@ -1,0 +1,1 @@
+"""Batches and their micro-batches: cut, weighed, told apart, and results put together again."""

@@ -1,0 +1,205 @@
+"""The ordered units of a model: what a pipeline may cut between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_asyncpp.pipeline.cut.partition import uniform
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.private_names import required
+
+T = TypeVar("T")
+
+
+class Unit(NamedTuple):
+    """A submodule that stays whole on one stage.
+
+    Attributes:
+        name: its name in the model, as in ``state_dict`` keys.
+        module: the submodule; it takes the output of the unit before it, the first one the arguments of the model.
+        function: (module, what it takes) -> its output, where the module is not simply called.
+    """
+
+    name: str
+    module: nn.Module
+    function: Callable[..., Any] | None = None
+
+    def apply(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of the unit for these arguments."""
+        return self.module(*args, **kwargs) if self.function is None else self.function(self.module, *args, **kwargs)
+
+
+def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Apply the layers of a model one after the other: all that its ``forward`` may do, and all that stages do.
+
+    Args:
+        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``, whose ``forward`` may be this call.
+        args: arguments of the first layer; every other layer takes the output of the one before it.
+        kwargs: keyword arguments of the first layer.
+    """
+    for unit in pipeline_units(model):
+        args, kwargs = (unit.apply(args, kwargs),), {}
+    return args[0]
+
+
+def pipeline_units(model: nn.Module) -> list[Unit]:
+    """Return the ordered units of an ``nn.Sequential``, or of a module with ``pipeline_layers()``.
+
+    ``pipeline_layers()`` returns submodules, or pairs (submodule, function) where a layer takes or returns something
+    else than its neighbours: the function gets the submodule and the output of the layer before, and calls it.
+
+    Raises:
+        ConfigurationError: the model is neither, or its layers are not distinct submodules of it.
+    """
+    layers = getattr(model, "pipeline_layers", None)
+    if callable(layers):
+        return _named_layers(model, layers)
+    if isinstance(model, nn.Sequential):
+        names = [name for name, _ in model.named_modules(remove_duplicate=False) if name and "." not in name]
+        return [Unit(name, model.get_submodule(name)) for name in names]
+    raise ConfigurationError(
+        f"self.model is a {type(model).__name__}, which the pipeline cannot cut: make it an nn.Sequential, or give it"
+        " pipeline_layers(), a method that returns its layers in the order in which they are applied"
+    )
+
+
+def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list[Unit]:
+    name_of = {id(module): name for name, module in model.named_modules()}
+    pairs = [layer if isinstance(layer, tuple) and len(layer) == 2 else (layer, None) for layer in layers()]
+    modules = [module for module, _ in pairs]
+    problems = []
+    if not modules:
+        problems.append("it is empty")
+    if any(not isinstance(module, nn.Module) or not name_of.get(id(module)) for module in modules):
+        problems.append("it holds something that is not a submodule of the model")
+    if len({id(module) for module in modules}) != len(modules):
+        problems.append("it holds a layer twice")
+    if any(not (function is None or callable(function)) for _, function in pairs):
+        problems.append("the second of a pair is not a function")
+    if problems:
+        raise ConfigurationError(
+            f"{type(model).__name__}.pipeline_layers() must return distinct submodules of the model in order:"
+            f" {' and '.join(problems)}"
+        )
+    return [Unit(name_of[id(module)], module, function) for module, function in pairs]
+
+
+def has_parameters(unit: Unit) -> bool:
+    """Whether there is something to train, or to keep, in a unit."""
+    return any(True for _ in unit.module.parameters())
+
+
+def spread(units: Sequence[Unit], num_stages: int) -> list[int]:
+    """Number of units on each stage, units with parameters spread evenly: see :func:`uniform`.
+
+    Raises:
+        ConfigurationError: there are fewer units with parameters than stages.
+    """
+    return uniform([has_parameters(unit) for unit in units], num_stages)
+
+
+def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, int]:
+    """Stage of every parameter of ``model``, by its name there, with ``counts`` units on each stage.
+
+    Raises:
+        ConfigurationError: the model cannot be cut.
+    """
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    return {
+        f"{unit.name}.{name}": stage
+        for unit, stage in zip(pipeline_units(model), stages)
+        for name, _ in unit.module.named_parameters()
+    }
+
+
+def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str = "self.model") -> list[str]:
+    """Trainable parameters that no unit holds, which no stage would train: what they are and how to mend it."""
+    owned = {id(p) for unit in units for p in unit.module.parameters()}
+    homeless = [name for name, p in root.named_parameters() if p.requires_grad and id(p) not in owned]
+    if not homeless:
+        return []
+    return [
+        f"parameters outside the layers of {model_name}: {', '.join(homeless[:8])}"
+        f"{' and more' if len(homeless) > 8 else ''}; the pipeline trains only what its layers hold: move them into a"
+        f" layer of {model_name}, or freeze them (requires_grad=False)"
+    ]
+
+
+def first_names(
+    units: Sequence[Unit], counts: Sequence[int], named: Callable[[nn.Module], Iterable[tuple[str, T]]]
+) -> dict[T, dict[int, str]]:
+    """What units hold -> stage that holds it -> its first name there, in the order of the units.
+
+    Args:
+        units: of the whole model, before it is cut.
+        counts: number of units on each stage.
+        named: module -> (name in it, what it holds), such as ``nn.Module.named_parameters``.
+    """
+    stage_of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    names: dict[T, dict[int, str]] = {}
+    for unit, stage in zip(units, stage_of_unit):
+        for name, held in named(unit.module):
+            names.setdefault(held, {}).setdefault(stage, f"{unit.name}.{name}" if name else unit.name)
+    return names
+
+
+def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:
+    """What no stage could make of a model, whatever its layers are, with the mend.
+
+    Args:
+        model: what is to be cut.
+        name: how the user calls it.
+    """
+    problems = []
+    if is_compiled(model):
+        problems.append(
+            f"{name} was compiled as a whole (torch.compile), but a stage runs its layers one by one: compile these"
+            " instead (layer.compile() for every layer, before the strategy gets the model)"
+        )
+    lazy = [key for key, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        problems.append(
+            f"parameters have no shape yet ({', '.join(lazy[:5])}): run one forward before training (a lazy layer gets"
+            " its shape there)"
+        )
+    return problems
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a model was given to ``torch.compile``, or ``compile()`` was called on it."""
+    required(nn.Module, "_compiled_call_impl", "refuse a model compiled as a whole")
+    is_wrapped = hasattr(model, "_orig_mod")  # as its state_dict shows
+    return is_wrapped or model._compiled_call_impl is not None
+
+
+def meta_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
+    """Tensors on the meta device that no unit holds, which no stage would give a value, with the mend."""
+    owned = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *unit.module.buffers())}
+    tensors = [*root.named_parameters(), *root.named_buffers()]
+    homeless = [name for name, t in tensors if t.is_meta and not t.requires_grad and id(t) not in owned]
+    if not homeless:
+        return []
+    return [
+        f"meta tensors outside the layers of the model: {', '.join(homeless[:8])}; no stage would give them a value:"
+        " move them into a layer that has reset_parameters(), or build the model with real weights"
+    ]
+
+
+def collective_problems(units: Sequence[Unit]) -> list[str]:
+    """Layers that would wait for ranks which hold other layers, with the mend."""
+    synchronised = [
+        f"{unit.name}.{name}" if name else unit.name
+        for unit in units
+        for name, module in unit.module.named_modules()
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None
+    ]
+    if not synchronised:
+        return []
+    return [
+        f"SyncBatchNorm ({', '.join(synchronised[:4])}) synchronises over all ranks, most of which hold other layers:"
+        " use BatchNorm, whose statistics are then those of each micro-batch, or GroupNorm"
+    ]

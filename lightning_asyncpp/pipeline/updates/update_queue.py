@@ -1,0 +1,288 @@
+"""Mini-batches between their last forward and their update: reduced, agreed on and applied in order."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.clocks import HOST
+from lightning_asyncpp.pipeline.errors import NonFiniteGradientError, lost_peers
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.runner import StageRunner
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule
+from lightning_asyncpp.pipeline.settings import ResolvedSettings
+from lightning_asyncpp.pipeline.trace import Beside, Recorded, Wait
+from lightning_asyncpp.pipeline.updates.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
+from lightning_asyncpp.pipeline.updates.exchange import control_sum
+from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
+from lightning_asyncpp.pipeline.updates.reduction import Reduction
+from lightning_asyncpp.pipeline.updates.ticket import Ticket
+from lightning_asyncpp.pipeline.updates.ties import TiedGradients, names_on, tags_of, trained_on
+from lightning_asyncpp.pipeline.updates.update import (
+    ControlMessage,
+    Payload,
+    PendingUpdate,
+    StopFlags,
+    gradient_norm,
+    message_length,
+)
+from lightning_asyncpp.pipeline.weights import WeightVersions
+
+
+class UpdateQueue:
+    """The updates of one stage.
+
+    Args:
+        mesh: this rank's place.
+        settings: delay and policies.
+        runner: its transport and its trace.
+        weights: the weight versions that the updates make.
+        schedule: which of them a mini-batch ran on.
+
+    Attributes:
+        open: the mini-batch that batches are added to.
+        closed: mini-batches that are whole and not applied yet, in order.
+        last_norm: of the newest gradient that was applied; None before the first.
+        requested: what this rank asks of all.
+        agreed: what some rank asked for, and all know.
+        on_left_out: called in place of applying an update.
+    """
+
+    def __init__(
+        self, mesh: Mesh, settings: ResolvedSettings, runner: StageRunner, weights: WeightVersions, schedule: Schedule
+    ) -> None:
+        self.mesh, self.settings, self.runner, self.weights, self.schedule = mesh, settings, runner, weights, schedule
+        self.open = MiniBatch(0, 0)
+        self.closed: deque[MiniBatch] = deque()
+        self.last_norm: float | None = None
+        self.requested = StopFlags()
+        self.agreed = StopFlags()
+        self.on_left_out: Callable[[], object] = lambda: None
+        self._late = torch.empty(0, device=runner.device).is_cuda
+        self._steps_ahead = settings.steps_ahead(mesh.stage)
+        self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
+        size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
+        self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
+        self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
+        self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
+
+    @property
+    def applied(self) -> int:
+        """How many updates this stage has applied, or left out."""
+        return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
+
+    def close(self, end: int, ticket: Ticket, payload: Payload | None = None) -> None:
+        """Declare the open mini-batch whole.
+
+        Args:
+            end: one past its last micro-batch.
+            ticket: hyper-parameters to apply it with.
+            payload: what its control message carries.
+        """
+        mini_batch = self.open
+        mini_batch.end, mini_batch.ticket = end, ticket
+        if payload is not None:
+            mini_batch.payload = payload
+        if self.mesh.world_size > 1:
+            # Made here, long before the gradient is complete, so that receives are posted when others send.
+            with lost_peers():
+                length = message_length(self.mesh, mini_batch.payload, self.runner.stage.whole.statistics.length)
+                transport, index = self.runner.transport, mini_batch.index
+                mini_batch.exchange = control_sum(self.mesh, transport, index, length, self._late)
+        if self._ties:
+            tags = tags_of(self._ties, self.runner.stage.whole.ties, mini_batch.index)
+            mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters), tags)
+        self.closed.append(mini_batch)
+        self.open = MiniBatch(mini_batch.index + 1, end)
+
+    def drop_open(self, end: int, next_backward: int) -> None:
+        """Let the gradient of the batches since the last :meth:`close` belong to no update.
+
+        Args:
+            end: one past their last micro-batch.
+            next_backward: the next micro-batch that runs backward; their gradient is taken away after their last one.
+        """
+        dropped = self.open
+        dropped.end = end
+        self._dropped.append(dropped)
+        self.open = MiniBatch(dropped.index, end)
+        self.launch_complete(next_backward)
+
+    def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
+        """Around the backward of micro-batch ``k``: if it is the last of a whole mini-batch, start to reduce.
+
+        Args:
+            k: the micro-batch.
+            weights: name -> the tensor that the backward adds the gradient to.
+        """
+        complete = next((m for m in self.closed if m.end == k + 1), None) if self._buckets else None
+        if complete is None:
+            return nullcontext()
+        complete.reduction = self._new_reduction()
+        version = self.schedule.weight_version(complete.index)
+        return complete.reduction.watching(weights, functools.partial(self.weights.gradient, version))
+
+    def launch_complete(self, next_backward: int) -> None:
+        """Send the gradients of mini-batches whose backwards, those before ``next_backward``, are all done."""
+        while self._dropped and next_backward >= (self._dropped[0].end or 0):
+            self.weights.take_gradients(self.schedule.weight_version(self._dropped.popleft().index))
+        for mini_batch in self.closed:
+            if mini_batch.pending is None and mini_batch.end is not None and next_backward >= mini_batch.end:
+                mini_batch.pending = self._launch(mini_batch)
+        self.poll()
+
+    def poll(self) -> None:
+        """Take up what has arrived; waits for nothing.
+
+        Messages and shared gradients leave in the order of the mini-batches, which is how their receivers tell them
+        apart: what arrives in the meantime for a later one waits for the one before.
+        """
+        for mini_batch in self.closed:
+            if mini_batch.pending is None or not mini_batch.pending.poll():
+                break
+        while self._leaving and self._leaving[0].have_left():
+            self._leaving.popleft()
+
+    def apply_due(self, apply: Callable[[Update], None]) -> list[Update]:
+        """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
+
+        Raises:
+            NonFiniteGradientError: under the policy ``"stop"``, on every rank.
+        """
+        updates = []
+        behind = self.settings.updates_behind(self.open.index - 1)
+        while self.closed and self.closed[0].index < self.open.index - behind:
+            updates.append(self._apply(self.closed.popleft(), apply))
+        if self.closed and self._is_ahead(self.closed[-1]):
+            self._step_ahead(self.closed[-1], apply)
+        return updates
+
+    def apply_all(self, apply: Callable[[Update], None]) -> list[Update]:
+        """Apply the updates of all whole mini-batches; their backwards are done."""
+        updates = []
+        while self.closed:
+            updates.append(self._apply(self.closed.popleft(), apply))
+        while self._leaving:
+            self._leaving.popleft().settle()
+        return updates
+
+    def _launch(self, mini_batch: MiniBatch) -> PendingUpdate:
+        version = self.schedule.weight_version(mini_batch.index)
+        apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
+        uses = {name: self.weights.gradients_apart(version, name) for name in apart}
+        gradients = self.weights.take_gradients(version)
+        if self._buckets and mini_batch.reduction is None:
+            mini_batch.reduction = self._new_reduction()
+        stage = self.runner.stage
+        statistics = stage.whole.statistics.pack(mini_batch.counted.take_statistics(), stage.counting_layers)
+        pending = PendingUpdate(
+            self.mesh, self.runner.device, gradients, mini_batch.weight, replace(self.requested), mini_batch.payload,
+            statistics, mini_batch.tied, mini_batch.exchange, mini_batch.reduction, uses,
+        )  # fmt: skip
+        if mini_batch.tied is not None:
+            self._leaving.append(mini_batch.tied)
+        pending.launch()
+        return pending
+
+    def _new_reduction(self) -> Reduction:
+        assert self.mesh.groups is not None
+        assert self.mesh.groups.data_parallel is not None
+        tied = names_on(self.mesh.stage, self._ties)
+        clock = HOST if self.runner.trace is None else self.runner.trace.clock
+        group, late = self.mesh.groups.data_parallel, self.weights.used_twice
+        return Reduction(self._buckets, group, late=late, apart=tied, clock=clock)
+
+    def _is_ahead(self, mini_batch: MiniBatch) -> bool:
+        """Whether this stage applies the update of a mini-batch ahead of the others."""
+        return self._steps_ahead and mini_batch.index >= self.settings.synchronous_start
+
+    def _step_ahead(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> None:
+        """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
+
+        A gradient that is not finite is left alone: the control message will stop all ranks.
+        """
+        if mini_batch.stepped or mini_batch.pending is None or mini_batch.ticket is None:
+            return
+        weight, squares, statistics = mini_batch.pending.reduce_now()
+        norm = gradient_norm(squares, weight) if self.last_norm is None else self.last_norm
+        message = ControlMessage(weight, norm, True, 0, 0, torch.zeros(0, dtype=torch.float64), statistics)
+        update = Update(mini_batch.index, mini_batch.ticket, message, False, self.weights.advance())
+        if math.isfinite(squares) and weight:
+            self._apply_now(mini_batch, update, apply)
+            mini_batch.pending.gradients.clear()  # what is left to wait for are the other stages' sums
+        mini_batch.stepped = True
+
+    def _apply(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> Update:
+        assert mini_batch.pending is not None
+        is_ahead = self._is_ahead(mini_batch)
+        if is_ahead:
+            self._step_ahead(mini_batch, apply)
+        assert mini_batch.ticket is not None
+        message = self._agree(mini_batch, mini_batch.pending)
+        skipped = not message.finite or message.weight == 0
+        if is_ahead:
+            return Update(mini_batch.index, mini_batch.ticket, message, skipped, None)
+        update = Update(mini_batch.index, mini_batch.ticket, message, skipped, self.weights.advance())
+        if skipped:
+            self.on_left_out()
+        else:
+            self._apply_now(mini_batch, update, apply)
+        return update
+
+    def _agree(self, mini_batch: MiniBatch, pending: PendingUpdate) -> ControlMessage:
+        """Wait for what all ranks have to say about a mini-batch, and note it."""
+        with self.runner.span(Wait.AGREEMENT, mini_batch.index):
+            message = pending.finish()
+        self._record_reduction(mini_batch)
+        self.agreed.interrupted |= message.interrupted > 0
+        self.agreed.finished |= message.finished > 0
+        if message.weight:
+            self.last_norm = message.norm
+        if not message.finite and self.settings.settings.nonfinite_gradients == "stop":
+            stage, gradients = self.mesh.stage, pending.gradients
+            raise NonFiniteGradientError(_non_finite(mini_batch.index, stage, gradients, mini_batch.stepped))
+        return message
+
+    def _record_reduction(self, mini_batch: MiniBatch) -> None:
+        trace, reduction = self.runner.trace, mini_batch.reduction
+        if trace is not None and reduction is not None and reduction.started is not None:
+            index, size, end = mini_batch.index, reduction.num_bytes, trace.clock.last(reduction.ends)
+            trace.record(Recorded(Beside.REDUCE, index, reduction.started, end, num_bytes=size))
+
+    def _apply_now(self, mini_batch: MiniBatch, update: Update, apply: Callable[[Update], None]) -> None:
+        assert mini_batch.pending is not None
+        gradients, version = mini_batch.pending.gradients, self.weights.newest
+        with self._gradients_set(gradients, update.message.weight):
+            with self.runner.span(Kind.UPDATE, mini_batch.index, version):
+                apply(update)
+                self.weights.note_step()
+                self.runner.stage.update_from_statistics(update.message.statistics)
+
+    @contextmanager
+    def _gradients_set(self, gradients: dict[str, Tensor | None], weight: float) -> Iterator[None]:
+        foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], weight)
+        for name, parameter in self.weights.parameters.items():
+            parameter.grad = gradients[name]
+        try:
+            yield
+        finally:
+            for parameter in self.weights.parameters.values():
+                parameter.grad = None
+
+
+def _non_finite(mini_batch: int, stage: int, gradients: dict[str, Tensor | None], stepped: bool) -> str:
+    bad = [name for name, g in gradients.items() if g is not None and not bool(torch.isfinite(g).all())]
+    where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
+    return (
+        f"the gradient of mini-batch {mini_batch} holds NaN or Inf ({where}); the weights are those before its update"
+        f"{', but for this last stage, which steps ahead' if stepped else ''}."
+        " Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
+    )

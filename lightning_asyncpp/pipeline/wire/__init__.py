@@ -1,0 +1,1 @@
+"""What travels between neighbouring stages: headers, activations and their gradients, over sockets or NCCL."""
