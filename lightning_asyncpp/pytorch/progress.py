@@ -16,8 +16,8 @@ from lightning_asyncpp.data.resumable_loader import ResumableLoader, problems_in
 from lightning_asyncpp.data.samplers import shuffle_by_epoch
 from lightning_asyncpp.data.stage_loader import PlaceholderLoader
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.checkpoint.random_states import set_random_states
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.random_states import set_random_states
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state, names_of_spent
 from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_asyncpp.pipeline.checkpoint.random_states import random_states, set_random_states
+from lightning_asyncpp.pipeline.random_states import random_states, set_random_states
 
 
 @contextmanager
