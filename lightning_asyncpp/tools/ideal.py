@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
-from lightning_asyncpp.pipeline.trace import Span, utilisation
+from lightning_asyncpp.pipeline.trace import Span
 
 Duration: TypeAlias = float | Callable[[int, int], float]
 """A time, the same everywhere, or a function of the stage and of the micro-batch counted over the run."""
@@ -67,22 +67,6 @@ def simulate(
         if not moved:
             raise DeadlockError(f"stages wait for each other: {[str(actions[-1]) for actions in todo if actions]}")
     return lanes
-
-
-def steady_utilisation(
-    lanes: Sequence[Sequence[Span]], micro_batches: int, first_batch: int, last_batch: int
-) -> tuple[float, float]:
-    """Time per mini-batch, and the share of it that the busiest stage works, between two mini-batches.
-
-    Args:
-        lanes: what :func:`simulate` returned.
-        micro_batches: per mini-batch.
-        first_batch: the time from the end of this mini-batch's last backward counts, on the first stage,
-        last_batch: until the end of this one's.
-    """
-    ends = {span.index: span.end for span in lanes[0] if span.kind is Kind.BACKWARD}
-    start, end = (ends[(t + 1) * micro_batches - 1] for t in (first_batch, last_batch))
-    return (end - start) / (last_batch - first_batch), max(utilisation(lane, start, end) for lane in lanes)
 
 
 def _length(duration: Duration, stage: int, index: int) -> float:

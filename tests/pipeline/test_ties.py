@@ -18,7 +18,6 @@ from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.in_turns import run_in_turns
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
 from lightning_asyncpp.pipeline.session import PipelineSession
@@ -32,6 +31,7 @@ from lightning_asyncpp.pipeline.tied_state import (
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
 from lightning_asyncpp.pipeline.updates.ties import Tie, TiedGradients, find_ties
 from lightning_asyncpp.pipeline.wire.transport import Transport
+from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from tests.pipeline.cases import DIM, Case
 from tests.pipeline.compare import assert_same_norms, weights_of
 from tests.pipeline.conftest import Pools

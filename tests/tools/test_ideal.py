@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
-from lightning_asyncpp.tools.ideal import DeadlockError, simulate, steady_utilisation
+from lightning_asyncpp.tools.ideal import DeadlockError, simulate
+from tests.tools.steady import steady_utilisation
 
 
 def schedules(stages: int, lookahead: int, delay: int) -> list[Schedule]:

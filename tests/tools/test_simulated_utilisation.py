@@ -13,7 +13,8 @@ import pytest
 from lightning_asyncpp.pipeline import schedule as schedules
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
 from lightning_asyncpp.tools.bench.jitter import jitter_factor
-from lightning_asyncpp.tools.ideal import Duration, simulate, steady_utilisation
+from lightning_asyncpp.tools.ideal import Duration, simulate
+from tests.tools.steady import steady_utilisation
 
 MINI_BATCHES = 12
 # stages, micro-batches, lookahead, delay: utilisation without a delay of messages, with 1.2 ms, 10 ms, and with jitter

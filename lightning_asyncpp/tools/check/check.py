@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
 from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.in_turns import run_in_turns
 from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
@@ -27,6 +26,7 @@ from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.wire.transport import Transport
 from lightning_asyncpp.tools.check.calls import compare_calls
 from lightning_asyncpp.tools.check.hooks import largest_gradients, notes_on_hooks
+from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from lightning_asyncpp.tools.check.problems import Problems, argument_problems, can_run, configured_problems, prepare
 from lightning_asyncpp.tools.check.report import CheckReport, difference_in_change, is_loud
 from lightning_asyncpp.tools.check.trial import (
