@@ -337,3 +337,17 @@ def test_a_weight_that_is_none_is_refused_as_by_a_pipeline() -> None:
     run = Run(Unweighed, "plain", trainer={"max_epochs": 1})
     with pytest.raises(ConfigurationError, match=r"micro_batch_weight\(micro_batch\) returned -"):
         train(delayed(run, micro_batches=2))
+
+
+class Weightless(Net):
+    """Says that nothing counts."""
+
+    def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> float:
+        return 0.0
+
+
+def test_mini_batches_without_weight_are_told_of_once() -> None:
+    run = Run(Weightless, "plain", trainer={"max_epochs": 1})
+    with pytest.warns(UserWarning, match="mini-batch 0: micro_batch_weight returned 0 for all") as told:
+        train(delayed(run, micro_batches=2))
+    assert len([warning for warning in told if "returned 0 for all" in str(warning.message)]) == 1

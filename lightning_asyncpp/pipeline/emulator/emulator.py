@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchG
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
 from lightning_asyncpp.pipeline.optimizers.fitness import delayed_problems
-from lightning_asyncpp.pipeline.updates.nan_losses import NanLosses
+from lightning_asyncpp.pipeline.updates.nan_losses import NanLosses, no_weight_text
 from lightning_asyncpp.pipeline.updates.reduction import squares
 from lightning_asyncpp.pipeline.updates.update import clip_coefficient
 from lightning_asyncpp.pipeline.weights import leave_out, lent
@@ -63,6 +64,7 @@ class DelayEmulator:
         self._last_norm: float | None = None
         self._updating = False
         self._nan_losses = NanLosses()
+        self._told = False  # of a mini-batch without weight
         self.counts = MiniBatchCounts(module)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         stages = self._pipeline_stages(partition)
@@ -113,6 +115,9 @@ class DelayEmulator:
         if micro_batches is not None:
             if micro_batches.weight:
                 self._last_norm = micro_batches.norm()
+            elif not self._told:
+                self._told = True
+                warnings.warn(no_weight_text(self.mini_batch), stacklevel=2)
             for place in micro_batches.nan_places:
                 self._nan_losses.take(self.mini_batch, place)
             self._nan_losses.updated(self.mini_batch, finite)

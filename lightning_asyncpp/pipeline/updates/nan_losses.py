@@ -1,4 +1,4 @@
-"""Micro-batches whose loss is NaN while their gradient is not: most of them have no target that counts."""
+"""Batches in which nothing counts: a loss that is NaN while its gradient is not, and mini-batches without weight."""
 
 from __future__ import annotations
 
@@ -23,6 +23,18 @@ def nan_loss_text(mini_batch: int, place: int) -> str:
         " batch. Define micro_batch_weight(micro_batch) on the module (in Fabric, give it to the strategy), which"
         " returns how many targets count: the update is then that of the whole batch, and 0 leaves a micro-batch out."
         " This is said once"
+    )
+
+
+def no_weight_text(mini_batch: int) -> str:
+    """What to tell the user, once, of a mini-batch that counts for nothing.
+
+    Args:
+        mini_batch: its index.
+    """
+    return (
+        f"mini-batch {mini_batch}: micro_batch_weight returned 0 for all of its micro-batches, so it has no update."
+        " That is right where they hold nothing but padding; else look at what the weight counts. This is said once"
     )
 
 

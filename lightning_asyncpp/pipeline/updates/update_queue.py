@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,7 @@ from lightning_asyncpp.pipeline.trace import Beside, Recorded, Wait
 from lightning_asyncpp.pipeline.updates.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
 from lightning_asyncpp.pipeline.updates.exchange import control_sum
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
+from lightning_asyncpp.pipeline.updates.nan_losses import no_weight_text
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.updates.ties import TiedGradients, names_on, tags_of, trained_on
@@ -71,6 +73,7 @@ class UpdateQueue:
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
         size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
         self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
+        self._told = False  # of a mini-batch without weight
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
 
@@ -246,6 +249,9 @@ class UpdateQueue:
         self.agreed.finished |= message.finished > 0
         if message.weight:
             self.last_norm = message.norm
+        elif self.mesh.rank == 0 and not self._told:
+            self._told = True
+            warnings.warn(no_weight_text(mini_batch.index), stacklevel=2)
         if not message.finite and self.settings.settings.nonfinite_gradients == "stop":
             stage, gradients = self.mesh.stage, pending.gradients
             raise NonFiniteGradientError(_non_finite(mini_batch.index, stage, gradients, mini_batch.stepped))
