@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.errors import different_calls, lost_peers
 from lightning_asyncpp.pipeline.ranks.agreement import exchange_bytes
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.wire.host_copies import on_host, pieces_on_host
+from lightning_asyncpp.pipeline.wire.host_copies import as_bytes, on_host, pieces_on_host
 from lightning_asyncpp.storage.tree import (
     STORED,
     entries_of,
@@ -105,7 +105,7 @@ def _receiver(mesh: Mesh, skeleton: Any, own: dict[str, Tensor]) -> Any:
         name: torch.empty(entry_shape(entry), dtype=entry_dtype(entry), device="cpu") for name, entry in entries.items()
     }
     for names in _bundles({name: entry_bytes(entry) for name, entry in entries.items()}):
-        parts = [_bytes(received[name]) for name in names]
+        parts = [as_bytes(received[name]) for name in names]
         message = parts[0] if len(parts) == 1 else torch.empty(sum(map(len, parts)), dtype=torch.uint8)
         with lost_peers():
             for piece in pieces_on_host(message):  # of this very memory
@@ -119,8 +119,8 @@ def _receiver(mesh: Mesh, skeleton: Any, own: dict[str, Tensor]) -> Any:
 def _message(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """The bytes of some tensors, one after the other, in pieces on the host; small ones may be on several devices."""
     if len(tensors) == 1:
-        return pieces_on_host(_bytes(tensors[0]))
-    return iter([torch.cat([_bytes(on_host(tensor)) for tensor in tensors])])
+        return pieces_on_host(as_bytes(tensors[0]))
+    return iter([torch.cat([as_bytes(on_host(tensor)) for tensor in tensors])])
 
 
 def _bundles(sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -137,8 +137,3 @@ def _bundles(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         total += size
     if names:
         yield names
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    # Backends know few dtypes.
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ConsequenceError, different_calls, lost_peers
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.wire.boundary import as_text, from_text
+from lightning_asyncpp.pipeline.wire.host_copies import as_bytes
 
 T = TypeVar("T")
 _MOST_BYTES = 2**28
@@ -83,14 +84,14 @@ def broadcast(mesh: Mesh, value: T, source: int) -> T:
 def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup | None = None) -> None:
     """Overwrite a tensor with that of a rank; a blocking collective.
 
-    It travels as bytes: backends know few dtypes, and NCCL takes contiguous tensors alone.
+    It travels as contiguous bytes: NCCL takes no others.
 
     Args:
         tensor: on the group's devices; of the same shape and dtype on all ranks.
         source: the rank, among all.
         group: default: all ranks.
     """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = as_bytes(tensor)
     dist.broadcast(data, source, group=group)
     tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 

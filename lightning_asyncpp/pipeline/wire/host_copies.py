@@ -51,6 +51,14 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in order, as a flat tensor of bytes, where it is: backends know few dtypes.
+
+    It is the tensor's own memory if that is contiguous.
+    """
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def pieces_on_host(tensor: Tensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[Tensor]:
     """The elements of a tensor in order, as flat contiguous pieces on the host; one or two of them exist at a time."""
     flat = tensor.detach().contiguous().view(-1)
