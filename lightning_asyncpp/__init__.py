@@ -4,10 +4,13 @@ Importing this package registers the strategy names ``"async_pipeline"``, ``"syn
 for ``Trainer`` and for ``Fabric``; Fabric's classes are in :mod:`lightning_asyncpp.fabric`.
 """
 
-from lightning_asyncpp.fabric.delayed_gradient import register as register_delayed_gradient_for_fabric
-from lightning_asyncpp.fabric.strategy import register as register_for_fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_asyncpp.fabric as _fabric
 from lightning_asyncpp.pipeline.cut.units import apply_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.strategy_mixin import register as _register
 from lightning_asyncpp.pytorch import (
     AsyncPipelineStrategy,
     DelayedGradientStrategy,
@@ -19,15 +22,21 @@ from lightning_asyncpp.pytorch import (
     SyncPipelineStrategy,
     TokensPerSecond,
 )
-from lightning_asyncpp.pytorch.delayed_gradient import register as register_delayed_gradient
 from lightning_asyncpp.pytorch.module_first import after_own_update
-from lightning_asyncpp.pytorch.strategy import register
 from lightning_asyncpp.tools.check import check_model
 
-register()
-register_delayed_gradient()
-register_for_fabric()
-register_delayed_gradient_for_fabric()
+_register(
+    StrategyRegistry,
+    async_pipeline=AsyncPipelineStrategy,
+    sync_pipeline=SyncPipelineStrategy,
+    delayed_gradient=DelayedGradientStrategy,
+)
+_register(
+    STRATEGY_REGISTRY,
+    async_pipeline=_fabric.AsyncPipelineStrategy,
+    sync_pipeline=_fabric.SyncPipelineStrategy,
+    delayed_gradient=_fabric.DelayedGradientStrategy,
+)
 
 __all__ = [
     "AsyncPipelineStrategy",

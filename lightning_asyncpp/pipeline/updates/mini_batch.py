@@ -123,3 +123,8 @@ class BatchOutput:
         """What a training step returned beside its loss, for the whole batch."""
         beside = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]
         return merge_outputs(map_tensors(Tensor.detach, beside), self.weights) if any(beside) else {}
+
+
+def or_nan(loss: Tensor | None, device: torch.device) -> Tensor:
+    """The mean loss of a batch; NaN for a batch without samples, which has none."""
+    return torch.full((), float("nan"), device=device) if loss is None else loss
