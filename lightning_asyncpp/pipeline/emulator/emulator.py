@@ -73,7 +73,8 @@ class DelayEmulator:
         buffers = self.counts.buffer_delays(delays)
         self.names |= self.counts.buffer_names
         self.weights = DelayedWeights({p: d for p, d in delays.items() if isinstance(p, nn.Parameter)}, buffers)
-        self._rule = StalenessRule(max(delays.values(), default=0), settings.synchronous_start)  # of the oldest
+        # Of the parameters with the largest delay: with all others it begins at the same time.
+        self._rule = StalenessRule(max(delays.values(), default=0), settings.synchronous_start)
         self._track()
         if state is None:
             self._tell_delay()
