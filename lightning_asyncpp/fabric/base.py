@@ -28,14 +28,13 @@ from lightning_asyncpp.fabric.recording import RecordingMixin
 from lightning_asyncpp.fabric.stopping import StopMixin
 from lightning_asyncpp.pipeline.arguments import check_arguments
 from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers, trains_nothing
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems
 from lightning_asyncpp.pipeline.ranks.mesh import Placement
-from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.elsewhere import Home
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, Task
+from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Task
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, weight_version
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.step.host_batch import HostBatch

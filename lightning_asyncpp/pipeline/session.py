@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.change_guard import ChangeGuard
 from lightning_asyncpp.pipeline.cut.averages import Averages
 from lightning_asyncpp.pipeline.cut.cuda_graphs import cuda_graph_problems
@@ -32,7 +32,6 @@ from lightning_asyncpp.pipeline.failures.failing_session import FailingSession
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, broadcast_tensor, exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.step.clipping_guard import ClippingGuard
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
 from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
-from lightning_asyncpp.pipeline.runner import loss_of
 from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
