@@ -14,7 +14,7 @@ from torch import nn
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch
 from lightning_asyncpp.pipeline.updates.reduction import squares
-from lightning_asyncpp.pipeline.updates.ties import TiedGradients
+from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.pipeline.updates.update import (
     PendingUpdate,
     StopFlags,

@@ -16,7 +16,7 @@ from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
 from lightning_asyncpp.pipeline.updates.exchange import ControlSum
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
-from lightning_asyncpp.pipeline.updates.ties import TiedGradients
+from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.pipeline.updates.update import ControlMessage, Payload, PendingUpdate
 
 

@@ -18,7 +18,7 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.updates.buckets import Gradients
 from lightning_asyncpp.pipeline.updates.exchange import ControlSum
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
-from lightning_asyncpp.pipeline.updates.ties import TiedGradients
+from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.pipeline.wire.reading import Reading
 
 _FIXED = 5

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.clocks import HOST
+from lightning_asyncpp.pipeline.cut.ties import names_on, trained_on
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.runner import StageRunner
@@ -27,7 +28,7 @@ from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.pipeline.updates.nan_losses import no_weight_text
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
-from lightning_asyncpp.pipeline.updates.ties import TiedGradients, names_on, tags_of, trained_on
+from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients, tags_of
 from lightning_asyncpp.pipeline.updates.update import (
     ControlMessage,
     Payload,
