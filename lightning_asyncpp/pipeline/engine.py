@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
@@ -24,7 +25,7 @@ from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, weight_v
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.step.host_batch import HostBatch
 from lightning_asyncpp.pipeline.trace import Beside
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, MiniBatch, Update
+from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.updates.update import Payload
 from lightning_asyncpp.pipeline.updates.update_queue import UpdateQueue

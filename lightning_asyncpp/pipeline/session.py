@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.change_guard import ChangeGuard
 from lightning_asyncpp.pipeline.cut.averages import Averages
@@ -35,7 +36,7 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.step.clipping_guard import ClippingGuard
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.step_guard import StepGuard
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
 from lightning_asyncpp.pipeline.updates.update import Payload, clip_coefficient

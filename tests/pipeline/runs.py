@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint import state
@@ -22,7 +23,7 @@ from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from tests.pipeline.cases import Case
 
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks, loss_of
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
@@ -21,7 +22,6 @@ from lightning_asyncpp.pipeline.emulator.uses_apart import uses_apart
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
 from lightning_asyncpp.pipeline.updates.buckets import plan_buckets
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput
 from lightning_asyncpp.pipeline.updates.update import gradient_norm
 from lightning_asyncpp.pipeline.weights import sum_of
 
