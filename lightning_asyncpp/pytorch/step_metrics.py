@@ -24,9 +24,9 @@ from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.ranks.agreement import exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.nan_losses import nan_loss_text
-from lightning_asyncpp.pipeline.updates.update import Payload
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.log_recorder import (
     Accumulator,

@@ -224,11 +224,12 @@ def test_a_stage_in_the_middle_waits_for_what_it_shares(
         engine = Engine(stage, mesh, settings, case.seed, CPU, UserHooks(), transport=transport)
         optimizer = case.make_optimizer(list(stage.parameters.values()))
         office = TicketOffice(optimizer)
+        engine.updates.apply = lambda _: optimizer.step() and None
         for i in range(4):
             engine.run(case.batch(i), case.step(stage.model))
             engine.close(office.file())
-            engine.apply_due(lambda _: optimizer.step())
-        engine.drain(lambda _: optimizer.step())
+            engine.updates.apply_due()
+        engine.drain()
         return {name: p.detach() for name, p in stage.parameters.items()}
 
     trained = {name: p for stage in run_in_turns(3, train, CPU) for name, p in stage.items()}

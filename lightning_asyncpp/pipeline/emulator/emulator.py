@@ -20,9 +20,9 @@ from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchG
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
 from lightning_asyncpp.pipeline.optimizers.fitness import delayed_problems
+from lightning_asyncpp.pipeline.updates.clipping import clip_coefficient
 from lightning_asyncpp.pipeline.updates.nan_losses import NanLosses, no_weight_text
 from lightning_asyncpp.pipeline.updates.reduction import squares
-from lightning_asyncpp.pipeline.updates.update import clip_coefficient
 from lightning_asyncpp.pipeline.weights import leave_out, lent
 
 
@@ -118,9 +118,7 @@ class DelayEmulator:
             elif not self._told:
                 self._told = True
                 warnings.warn(no_weight_text(self.mini_batch), stacklevel=2)
-            for place in micro_batches.nan_places:
-                self._nan_losses.take(self.mini_batch, place)
-            self._nan_losses.updated(self.mini_batch, finite)
+            self._nan_losses.updated(self.mini_batch, micro_batches.nan_places, finite)
             micro_batches.clear()
         self.counts.clear()
         self.mini_batch += 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-
-from torch import Tensor
+from collections.abc import Iterable
 
 from lightning_asyncpp.pipeline.wire.reading import Reading
 
@@ -39,20 +38,21 @@ def no_weight_text(mini_batch: int) -> str:
 
 
 class NanLosses:
-    """Remembers NaN losses until their update has shown whether the gradient was finite, and warns once."""
+    """Warns of NaN losses whose gradient is finite, once."""
 
     def __init__(self) -> None:
-        self._places: dict[int, list[Reading]] = {}
         self._told = False
 
-    def take(self, mini_batch: int, place: Tensor | None) -> None:
-        """Remember where the first NaN is, counted from 1, 0 for none; nobody waits for the device here."""
-        if place is not None and not self._told:
-            self._places.setdefault(mini_batch, []).append(Reading([place]))
+    def updated(self, mini_batch: int, places: Iterable[Reading], finite: bool) -> None:
+        """The gradient of a mini-batch is known.
 
-    def updated(self, mini_batch: int, finite: bool) -> None:
-        """The gradient of a mini-batch is known."""
-        places = [int(reading.get()[0][0]) for reading in self._places.pop(mini_batch, [])]
-        if finite and any(places) and not self._told:
+        Args:
+            mini_batch: its index.
+            places: of each of its batches the first micro-batch whose loss is NaN, counted from 1; 0 for none.
+            finite: whether the gradient is.
+        """
+        if not finite or self._told:
+            return
+        if found := [place for reading in places if (place := int(reading.get()[0][0]))]:
             self._told = True
-            warnings.warn(nan_loss_text(mini_batch, next(filter(None, places))), stacklevel=2)
+            warnings.warn(nan_loss_text(mini_batch, found[0]), stacklevel=2)

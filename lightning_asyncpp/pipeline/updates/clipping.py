@@ -1,0 +1,54 @@
+"""The norm of a gradient over all stages, and clipping by it or by value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_value_
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Refuse norms other than the 2-norm: the control message carries a sum of squares.
+
+    Raises:
+        ConfigurationError: it is another one.
+    """
+    if norm_type != 2.0:
+        raise ConfigurationError(
+            f"norm_type={norm_type}: over pipeline stages gradients are clipped by their 2-norm only; leave it out"
+        )
+
+
+def gradient_norm(sum_of_squares: float, weight: float) -> float:
+    """Norm of the mean gradient from the squares of the summed one, rounded to fp32.
+
+    Rounding hides the last bits of the fp64 sum, whose order depends on the number of stages.
+    """
+    norm = math.sqrt(sum_of_squares) / weight if weight else 0.0
+    return float(torch.tensor(norm, dtype=torch.float32))
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Factor of ``torch.nn.utils.clip_grad_norm_`` for a gradient of norm ``norm``."""
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
+    """Scale the gradients of a stage, as part of one of norm ``norm`` over all stages, to a norm of ``max_norm``."""
+    factor = clip_coefficient(norm, max_norm)
+    if factor < 1.0:
+        # Each on its own: torch._foreach_mul_ would round the factor to bf16 where the gradients are.
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def clip_values(parameters: Iterable[Tensor], limit: float) -> None:
+    """Limit every element of the gradients that there are: a stage may have none in an update, which torch refuses."""
+    if with_gradient := [parameter for parameter in parameters if parameter.grad is not None]:
+        clip_grad_value_(with_gradient, limit)
