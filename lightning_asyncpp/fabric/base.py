@@ -27,6 +27,7 @@ from lightning_asyncpp.fabric.reading import resumable
 from lightning_asyncpp.fabric.recording import RecordingMixin
 from lightning_asyncpp.fabric.stopping import StopMixin
 from lightning_asyncpp.pipeline.arguments import check_arguments
+from lightning_asyncpp.pipeline.batches.batch_output import NanLosses
 from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
@@ -39,7 +40,6 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
-from lightning_asyncpp.pipeline.updates.nan_losses import NanLosses
 from lightning_asyncpp.pipeline.wire.reading import Reading
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 

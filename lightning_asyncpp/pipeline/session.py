@@ -34,9 +34,8 @@ from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, broadcast_tensor, exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.pipeline.step.clipping_guard import ClippingGuard
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
-from lightning_asyncpp.pipeline.updates.clipping import check_norm_type, clip_by_norm
+from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.step_guard import StepGuard

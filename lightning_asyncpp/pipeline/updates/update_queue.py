@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.batches.batch_output import no_weight_text
 from lightning_asyncpp.pipeline.clocks import HOST
 from lightning_asyncpp.pipeline.cut.ties import names_on, trained_on
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError, lost_peers
@@ -27,7 +28,6 @@ from lightning_asyncpp.pipeline.updates.clipping import gradient_norm
 from lightning_asyncpp.pipeline.updates.control_message import ControlMessage, Payload, StopFlags
 from lightning_asyncpp.pipeline.updates.exchange import control_sum
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
-from lightning_asyncpp.pipeline.updates.nan_losses import no_weight_text
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients, tags_of
