@@ -15,8 +15,13 @@ from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.updates.buckets import Gradients
-from lightning_asyncpp.pipeline.updates.control_message import ControlMessage, MessageLayout, Payload, StopFlags
-from lightning_asyncpp.pipeline.updates.exchange import ControlSum
+from lightning_asyncpp.pipeline.updates.control_message import (
+    ControlMessage,
+    ControlSum,
+    MessageLayout,
+    Payload,
+    StopFlags,
+)
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients

@@ -25,8 +25,7 @@ from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.trace import Beside, Recorded, Wait
 from lightning_asyncpp.pipeline.updates.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
 from lightning_asyncpp.pipeline.updates.clipping import gradient_norm
-from lightning_asyncpp.pipeline.updates.control_message import ControlMessage, Payload, StopFlags
-from lightning_asyncpp.pipeline.updates.exchange import control_sum
+from lightning_asyncpp.pipeline.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
