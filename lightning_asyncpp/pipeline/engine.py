@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.elsewhere import Home
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, Task
+from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Task
 from lightning_asyncpp.pipeline.schedule import Action, Kind
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.step.host_batch import HostBatch
 from lightning_asyncpp.pipeline.trace import Beside
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, MiniBatch, Update
+from lightning_asyncpp.pipeline.updates.control_message import Payload
+from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
-from lightning_asyncpp.pipeline.updates.update import Payload
 from lightning_asyncpp.pipeline.updates.update_queue import UpdateQueue
 from lightning_asyncpp.pipeline.weights import WeightVersions
 from lightning_asyncpp.pipeline.wire.transport import Transport
@@ -36,7 +37,7 @@ class Engine:
     """One stage of a running pipeline.
 
     Per batch: :meth:`run`; when the mini-batch is complete (once per batch without accumulation) :meth:`close`, then
-    :meth:`apply_due`. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
+    ``updates.apply_due()``. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
 
     Args:
         stage: this rank's units.
@@ -154,7 +155,7 @@ class Engine:
         """Declare the mini-batch complete: the batches since the last close share one update.
 
         Args:
-            ticket: hyper-parameters to apply it with.
+            ticket: what was set for its update.
             payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
                 stages give counts.
         """
@@ -165,18 +166,7 @@ class Engine:
             self._finish_backwards()
         self.updates.launch_complete(self.next_backward)
 
-    def apply_due(self, apply: Callable[[Update], None]) -> list[Update]:
-        """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
-
-        Args:
-            apply: steps the optimizer; the parameters hold the gradients meanwhile.
-
-        Raises:
-            NonFiniteGradientError: under the policy ``"stop"``, on every rank.
-        """
-        return self.updates.apply_due(apply)
-
-    def drain(self, apply: Callable[[Update], None]) -> list[Update]:
+    def drain(self) -> list[Update]:
         """Finish everything in flight and apply every update of a complete mini-batch; collective.
 
         Only the clock changes: the next mini-batch runs on the weights that it would have run on anyway.
@@ -195,7 +185,7 @@ class Engine:
             self.updates.launch_complete(self.next_backward)
             if transport is not None:
                 transport.expect_end()  # what the stage before may still need on its way there has been sent
-            updates = self.updates.apply_all(apply)
+            updates = self.updates.apply_all()
             if transport is not None:
                 transport.settle()
         self._drained = self.next_forward
@@ -262,7 +252,7 @@ class Engine:
     ) -> None:
         """Take up counters, the older weights and the masters; the parameters were loaded before."""
         self.next_forward = self.next_backward = self._drained = state["micro_batch"]
-        self.updates.open = MiniBatch(state["mini_batch"], state["micro_batch"])
+        self.updates.open = MiniBatch(self.mesh, state["mini_batch"], state["micro_batch"])
         self.updates.last_norm = state.get("norm")
         self.evaluated = state.get("evaluated", 0)
         self.weights.restore(state["version"], older, masters)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.pipeline.batches.micro_batch import NO_MARK
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks, loss_of
 from lightning_asyncpp.pipeline.clocks import Clock, clock_of
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
@@ -30,7 +29,6 @@ from lightning_asyncpp.pipeline.wire.header import Header, describe
 from lightning_asyncpp.pipeline.wire.received import InputGradient, begin
 from lightning_asyncpp.pipeline.wire.transport import Arrival, Transport
 
-Step = Callable[[Any, float], Any]
 _NOTHING = nullcontext()
 _MOST_TEXT_BYTES = 4096  # of a failure
 
@@ -353,27 +351,6 @@ def _span(
     trace: Trace | None, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0
 ) -> AbstractContextManager[None]:
     return _NOTHING if trace is None else trace.span(kind, index, version, num_bytes)
-
-
-def loss_of(result: Any) -> Tensor:
-    """Return the loss of a training step: the tensor itself, or the entry ``"loss"``.
-
-    Raises:
-        ConfigurationError: there is none, or it is not a single number.
-    """
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
-        if isinstance(result, Mapping):
-            what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
-        mend = "" if result is not None else (
-            "; to leave a batch out return a loss of 0, such as 0.0 * self.model(...).sum(): weights stay as they are"
-            " but for momentum and decay"
-        )  # fmt: skip
-        raise ConfigurationError(
-            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}{mend}"
-        )
-    return loss.reshape(()) if loss.ndim else loss
 
 
 def _mismatch(k: int, how: str) -> str:

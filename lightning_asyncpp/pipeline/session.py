@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.change_guard import ChangeGuard
 from lightning_asyncpp.pipeline.cut.averages import Averages
 from lightning_asyncpp.pipeline.cut.cuda_graphs import cuda_graph_problems
@@ -32,30 +33,17 @@ from lightning_asyncpp.pipeline.failures.failing_session import FailingSession
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, broadcast_tensor, exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.pipeline.step.clipping_guard import ClippingGuard
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
+from lightning_asyncpp.pipeline.updates.control_message import Payload
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.step_guard import StepGuard
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
-from lightning_asyncpp.pipeline.updates.update import Payload, clip_coefficient
 from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
 
-ApplyStep = Callable[[], None]
+OptimizerStep = Callable[[Update], None]
 _FINISHED = "finished"
-
-
-def check_norm_type(norm_type: float) -> None:
-    """Refuse norms other than the 2-norm: the control message carries a sum of squares.
-
-    Raises:
-        ConfigurationError: it is another one.
-    """
-    if norm_type != 2.0:
-        raise ConfigurationError(
-            f"norm_type={norm_type}: over pipeline stages gradients are clipped by their 2-norm only; leave it out"
-        )
 
 
 class PipelineSession(FailingSession):
@@ -88,6 +76,7 @@ class PipelineSession(FailingSession):
         self.optimizer: Optimizer | None = None
         self.seed = 0
         self._office: TicketOffice | None = None
+        self._step: OptimizerStep | None = None
         self._update: Update | None = None
         self._in_step = False
         self._changes: ChangeGuard | None = None
@@ -168,11 +157,12 @@ class PipelineSession(FailingSession):
             f" {settings.micro_batches} micro-batches{ahead}, delay {settings.delay}{after}{layers}{route}"
         )
 
-    def attach(self, optimizer: Optimizer, with_closure: bool = False) -> None:
+    def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
         """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
 
         Args:
             optimizer: of this stage.
+            step: clips the gradient of an update, and steps the optimizer.
             with_closure: whether its steps are given a closure that does more than to return something.
 
         Raises:
@@ -189,7 +179,7 @@ class PipelineSession(FailingSession):
         if problems:
             raise ConfigurationError.from_problems(problems)
         stage.layers_elsewhere = {}  # whoever groups parameters has done so
-        self.optimizer = optimizer
+        self.optimizer, self._step = optimizer, step
         self._office = TicketOffice(optimizer)
         self.tell_delay()
         if stage.num_stages > 1:
@@ -198,7 +188,7 @@ class PipelineSession(FailingSession):
         weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
         self._let_anybody_step()
         self._step_guard = StepGuard(optimizer, lambda: self._update is not None)
-        self.running().updates.on_left_out = lambda: leave_out(optimizer)
+        engine.updates.apply, engine.updates.leave_out = self._apply, lambda: leave_out(optimizer)
 
     def check_optimizer(self, optimizer: object) -> None:
         """Refuse a step of another optimizer than the attached one."""
@@ -257,20 +247,24 @@ class PipelineSession(FailingSession):
         changes.after_batch()
         return output
 
-    def close(self, payload: Payload | None = None) -> None:
-        """End the mini-batch and file its ticket; raises as :meth:`run` does."""
+    def close(self, payload: Payload | None = None, note: Any = None) -> None:
+        """End the mini-batch and file its ticket; raises as :meth:`run` does.
+
+        Args:
+            payload: what its control message carries.
+            note: what the strategy wants to find in its update's ticket.
+        """
         assert self._office is not None, "attach() an optimizer before training"
         engine, changes = self._watched()
         changes.before_close()
         if engine.schedule.stage_rule.begins_at(engine.mini_batch):
             self.tell_delay()  # all earlier updates have been applied: they ended with a flush
-        engine.close(self._office.file(), payload)
+        engine.close(self._office.file(note), payload)
 
-    def apply_due(self, step: ApplyStep, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
+    def apply_due(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Apply the updates whose time has come.
 
         Args:
-            step: clips and steps the optimizer.
             afterwards: called when they have been applied; it may still change weights.
 
         Raises:
@@ -278,16 +272,16 @@ class PipelineSession(FailingSession):
         """
         engine, changes = self._watched()
         changes.before_updates()
-        updates = engine.apply_due(lambda update: self._apply(update, step))
+        updates = engine.updates.apply_due()
         afterwards()
         changes.after_updates()
         return updates
 
-    def drain(self, step: ApplyStep, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
+    def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
         engine, changes = self._watched()
         changes.before_drain()
-        updates = engine.drain(lambda update: self._apply(update, step))
+        updates = engine.drain()
         changes.after_drain()
         afterwards()
         return updates
@@ -303,26 +297,16 @@ class PipelineSession(FailingSession):
 
         Returns:
             The norm before clipping.
-        """
-        check_norm_type(norm_type)
-        norm = self.updating().message.norm
-        factor = clip_coefficient(norm, max_norm)
-        if factor < 1.0:
-            # Each on its own: torch._foreach_mul_ would round the factor to bf16 where the gradients are.
-            for parameter in self.running().weights.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        return torch.tensor(norm)
-
-    def updating(self) -> Update:
-        """The update that is being applied.
 
         Raises:
-            RuntimeError: none is; gradients exist only meanwhile.
+            RuntimeError: no update is being applied; gradients exist only meanwhile.
         """
+        check_norm_type(norm_type)
         if self._update is None:
             raise RuntimeError("gradients can be clipped only while an update is applied")
-        return self._update
+        norm = self._update.message.norm
+        clip_by_norm(self.running().weights.parameters.values(), norm, max_norm)
+        return torch.tensor(norm)
 
     def finish(self) -> None:
         """End the run, after every message has arrived; a collective unless the session failed.
@@ -366,13 +350,14 @@ class PipelineSession(FailingSession):
             self._clipping_guard.end()
             self.guard.end()
 
-    def _apply(self, update: Update, step: ApplyStep) -> None:
+    def _apply(self, update: Update) -> None:
         assert self._office is not None
+        assert self._step is not None
         self._update = update
         try:
             lending = lent(self.optimizer, update.weights_before)
             with self._office.redeemed(update.ticket), lending, writing(self.optimizer, self._compute_weights()):
-                step()
+                self._step(update)
         finally:
             self._update = None
 

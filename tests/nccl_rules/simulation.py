@@ -179,7 +179,7 @@ class Host(Process):
             yield self.step
 
     def _launch_message(self, t: int) -> Thread:
-        """``PendingUpdate._launch_message``: the norm, for which the host waits, and the control message."""
+        """``MiniBatch._send_message``: the norm, for which the host waits, and the control message."""
         self._launched.add(t)
         if t in self._reductions:
             self.device.launch("compute", self._reductions[t])

@@ -23,11 +23,13 @@ from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage, cut
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.runner import Flight, StageRunner, Task
-from lightning_asyncpp.pipeline.updates import reduction, update
+from lightning_asyncpp.pipeline.updates import mini_batch, reduction
 from lightning_asyncpp.pipeline.updates.buckets import plan_buckets
+from lightning_asyncpp.pipeline.updates.clipping import clip_values
+from lightning_asyncpp.pipeline.updates.control_message import StopFlags
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch
 from lightning_asyncpp.pipeline.updates.reduction import Reduction, squares
-from lightning_asyncpp.pipeline.updates.update import PendingUpdate, StopFlags, clip_values
+from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.weights import WeightVersions, lent, writing
 from lightning_asyncpp.pipeline.wire import handover
 from lightning_asyncpp.pipeline.wire.handover import Way
@@ -214,7 +216,7 @@ class MadeUp:
 
 def test_gradients_of_replicas_and_the_control_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "dist", Distributed())
-    for module in (reduction, update):
+    for module in (reduction, mini_batch):
         monkeypatch.setattr(module, "Reading", MadeUp)
     model = layers()
     parameters = dict(model.named_parameters())
@@ -226,8 +228,9 @@ def test_gradients_of_replicas_and_the_control_message(monkeypatch: pytest.Monke
     assert reducing.poll()
     assert {g.device for g in reducing.gradients.values() if g is not None} == {CUDA}
     assert len(squares(gradients)) == len(parameters) - 1
-    pending = PendingUpdate(Mesh(1, 1, 0), CUDA, gradients, 2.0, StopFlags(), MiniBatch(0, 0).payload)
-    pending.launch()
-    assert pending.poll()
-    assert pending._message is not None
-    assert pending._message.device.type == "cpu"
+    launched = MiniBatch(Mesh(1, 1, 0), 0, 0, weight=2.0)
+    launched.close(1, Ticket(), None, num_statistics=0)
+    launched.launch(gradients, torch.zeros(0, dtype=torch.float64), StopFlags(), {})
+    assert launched.poll()
+    assert launched._message is not None
+    assert launched._message.device.type == "cpu"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.batches.batch_output import NanLosses, no_weight_text
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.units import stages_of_parameters
 from lightning_asyncpp.pipeline.emulator.delayed_weights import DelayedWeights, check_same_delay
@@ -21,9 +22,8 @@ from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCount
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
 from lightning_asyncpp.pipeline.optimizers.fitness import delayed_problems
 from lightning_asyncpp.pipeline.schedule import StalenessRule
-from lightning_asyncpp.pipeline.updates.nan_losses import NanLosses, no_weight_text
+from lightning_asyncpp.pipeline.updates.clipping import clip_coefficient
 from lightning_asyncpp.pipeline.updates.reduction import squares
-from lightning_asyncpp.pipeline.updates.update import clip_coefficient
 from lightning_asyncpp.pipeline.weights import leave_out, lent
 
 
@@ -121,9 +121,7 @@ class DelayEmulator:
             elif not self._told:
                 self._told = True
                 warnings.warn(no_weight_text(self.mini_batch), stacklevel=2)
-            for place in micro_batches.nan_places:
-                self._nan_losses.take(self.mini_batch, place)
-            self._nan_losses.updated(self.mini_batch, finite)
+            self._nan_losses.updated(self.mini_batch, micro_batches.nan_places, finite)
             micro_batches.clear()
         self.counts.clear()
         self.mini_batch += 1
