@@ -19,7 +19,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Task
+from lightning_asyncpp.pipeline.runner.common import Flight, StageBeforeFailedError, StageRunner, Task
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, weight_version
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.step.host_batch import HostBatch

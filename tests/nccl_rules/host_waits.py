@@ -315,6 +315,6 @@ def _where(what: str) -> Wait:
             )  # a comprehension has a frame in some versions of Python
             if place == "elsewhere" and is_named and inside not in _ON_BEHALF_OF_OTHERS:
                 place = f"{inside}:{frame.f_code.co_name}"
-            per = "micro-batch" if inside == "pipeline/runner.py" else per
+            per = "micro-batch" if inside.startswith("pipeline/runner/") else per
         frame = frame.f_back
     return Wait(per, what, place)

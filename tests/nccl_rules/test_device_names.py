@@ -22,7 +22,7 @@ from lightning_asyncpp.pipeline import foreach, runner
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage, cut
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Flight, StageRunner, Task
+from lightning_asyncpp.pipeline.runner.common import Flight, StageRunner, Task
 from lightning_asyncpp.pipeline.updates import reduction, update
 from lightning_asyncpp.pipeline.updates.buckets import plan_buckets
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch

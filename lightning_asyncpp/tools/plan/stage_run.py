@@ -18,7 +18,7 @@ from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Flight, StageRunner, Task
+from lightning_asyncpp.pipeline.runner.common import Flight, StageRunner, Task
 from lightning_asyncpp.pipeline.updates.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.updates.ties import names_on, trained_on
