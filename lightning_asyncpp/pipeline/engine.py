@@ -110,6 +110,10 @@ class Engine:
         """Whether a drain would do nothing on any stage; the last one is often :attr:`idle` while others are not."""
         return self.idle and self._drained == self.next_forward
 
+    def ended_as_agreed(self) -> bool:
+        """Whether all ranks have agreed to end here, and nothing is in flight on this one."""
+        return self.updates.agreed.interrupted and self.idle
+
     @property
     def accumulating(self) -> bool:
         """Whether batches ran that no :meth:`close` has given an update yet."""

@@ -50,6 +50,7 @@ class FirstStage(StageRunner):
         return self._send(task, departure)
 
     def _enter(self, task: Task) -> Departure:
+        """Run the step up to its call of the model, judge what it has set around that, and run the layers outside."""
         self._seed(task.purpose, self.mesh.replica, task.k)
         with self._step_context():
             args, kwargs = self.call.capture(lambda: task.step(task.slot, task.weight), self.around.look)
@@ -113,6 +114,7 @@ class LastStage(StageRunner):
             return self._leave(task, arrival)
 
     def _leave(self, task: Task, arrival: Arrival) -> Flight:
+        """Check that both ends mean the same micro-batch, run the step, and take its loss."""
         if task.slot is None:
             raise BatchMismatchError(_mismatch(task.k, "samples on the first stage, an empty slot on the last"))
         header = arrival.header
