@@ -20,9 +20,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 import lightning_asyncpp.optim  # noqa: F401  (registers the strategies; finds optimizers by their short names)
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
 from lightning_asyncpp.private_names import required
-from lightning_asyncpp.recipe_parser import RecipeParser
-from lightning_asyncpp.resumed_model import another_model, differences, model_arguments, saved_hyper_parameters
-from lightning_asyncpp.yaml_limits import limit_yaml
+from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
+from lightning_asyncpp.lightning_cli.resumed_model import another_model, differences, model_arguments, saved_hyper_parameters
+from lightning_asyncpp.lightning_cli.yaml_limits import limit_yaml
 
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
