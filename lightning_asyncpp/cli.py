@@ -6,7 +6,7 @@ import importlib
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ArgumentParser
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -15,6 +15,20 @@ from lightning_asyncpp.lightning_cli.arguments import DESCRIPTION, SUBCOMMANDS, 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
 from lightning_asyncpp.tools.parsers import print_help
 
+if TYPE_CHECKING:
+    from lightning_asyncpp.lightning_cli.command import AsyncppCLI, make_cli, read_configuration
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Names that scripts import from here, and that bring all of Lightning with them."""
+        if name in ("AsyncppCLI", "make_cli", "read_configuration"):
+            return getattr(importlib.import_module(_LIGHTNING), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["TOOLS", "AsyncppCLI", "main", "make_cli", "read_configuration", "run"]
+
+_LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
     "ablate": "lightning_asyncpp.tools.ablation.command",
@@ -31,7 +45,6 @@ TOOLS = {
     "trace": "lightning_asyncpp.tools.trace.command",
 }
 
-_LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 _HELP = frozenset({"-h", "--help"})
 
 
@@ -133,10 +146,3 @@ def _give_up(error: PeerLostError) -> NoReturn:
         text = f"[rank {rank}] {text.partition(chr(10))[0]}"
     sys.stderr.write(f"asyncpp: error: {text}\n")
     sys.exit(1)
-
-
-def __getattr__(name: str) -> Any:
-    """Names that scripts import from here, and that bring all of Lightning with them."""
-    if name in ("AsyncppCLI", "make_cli", "read_configuration"):
-        return getattr(importlib.import_module(_LIGHTNING), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -219,8 +219,7 @@ def trace_parser() -> ArgumentParser:
     return parser
 
 
-# by what follows ``asyncpp``
-_PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "ablate": ablate_parser,
     "bench compute": bench.compute_parser,
     "bench draw": bench.draw_parser,
@@ -241,6 +240,7 @@ _PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "prepare": prepare_parser,
     "trace": trace_parser,
 }
+"""By what follows ``asyncpp``."""
 
 
 def print_help(tool: str, argv: Sequence[str]) -> None:
@@ -259,4 +259,4 @@ def print_help(tool: str, argv: Sequence[str]) -> None:
             sys.exit(0)
         command, argv = given
         tool = f"{tool} {command}"
-    _PARSERS[tool]().parse_args(list(argv))
+    PARSERS[tool]().parse_args(list(argv))
