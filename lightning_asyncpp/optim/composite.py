@@ -41,6 +41,9 @@ class MatrixAdamW(ABC, Optimizer):
     added_later: ClassVar[dict[str, Any]] = {}
     """Hyper-parameters of matrices that states saved before lack, with the values that stood for all then."""
 
+    removed: ClassVar[dict[str, Any]] = {}
+    """Hyper-parameters of matrices that only states saved before have, with the values that stand for all now."""
+
     def __init__(self, params: ParamsT, adamw_names: str | None, matrix: dict[str, Any], adamw: dict[str, Any]) -> None:
         shared = ("lr", "weight_decay")
         adamw = {**adamw, **{key: matrix[key] for key in shared if adamw[key] is None}}
@@ -100,10 +103,19 @@ class MatrixAdamW(ABC, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Loading a state dict, copying and unpickling all come through here, with new group dicts.
+        self._drop_removed(state["param_groups"][0])
         super().__setstate__(state)
         for key, value in self.added_later.items():
             self.param_groups[0].setdefault(key, value)
         self._adopt_adamw()
+
+    def _drop_removed(self, group: dict[str, Any]) -> None:
+        for key, value in self.removed.items():
+            if (saved := group.pop(key, value)) != value:
+                raise ValueError(
+                    f"this state of {type(self).__name__} was saved with {key}={saved!r}, which there is no more: only"
+                    f" {value!r} can go on; docs/optimizers.md names the last commit that had the others"
+                )
 
     def _adopt_adamw(self) -> None:
         # torch's own AdamW steps the second group: it works on the very group dict and on the same state, so it has

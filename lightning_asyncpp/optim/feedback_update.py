@@ -16,17 +16,16 @@ CHUNK_ELEMENTS = 2**23
 
 
 @torch.no_grad()
-def feed_back(weight: Tensor, before: Tensor | None, previous: Tensor, strength: float, ratio: float = 1.0) -> None:
+def feed_back(weight: Tensor, before: Tensor | None, previous: Tensor, strength: float) -> None:
     """Correct ``weight``, which the base optimizer has just stepped, and remember the step.
 
-        u = before - weight;  weight -= strength * (u - ratio * previous);  previous = u
+        u = before - weight;  weight -= strength * (u - previous);  previous = u
 
     Args:
         weight: the weights after the base step; changed in place.
         before: the weights before it, of the same shape and dtype; None: the base did not move them, u = 0.
         previous: u of the update before, in the dtype in which u is rounded; changed in place.
         strength: 0 only remembers the step.
-        ratio: what the step before would be worth now.
     """
     tensors = [weight, previous] if before is None else [weight, previous, before]
     if all(t.is_contiguous() for t in tensors):  # rows may be long: pieces of one dimension are never too large
@@ -37,7 +36,7 @@ def feed_back(weight: Tensor, before: Tensor | None, previous: Tensor, strength:
         scratch = torch.empty_like(pieces[0]) if scratch is None else scratch  # the first piece is the largest
         step = scratch.narrow(0, 0, length)
         _set_step(step, pieces[0], pieces[2] if len(pieces) == 3 else None)
-        _feed_back_chunk(pieces[0], step, pieces[1], strength, ratio)
+        _feed_back_chunk(pieces[0], step, pieces[1], strength)
 
 
 @torch.no_grad()
@@ -65,17 +64,17 @@ def _set_step(step: Tensor, weight: Tensor, before: Tensor | None) -> None:
         torch.sub(before, weight, out=step)
 
 
-def _feed_back_chunk(weight: Tensor, step: Tensor, previous: Tensor, strength: float, ratio: float) -> None:
+def _feed_back_chunk(weight: Tensor, step: Tensor, previous: Tensor, strength: float) -> None:
     if step.dtype != previous.dtype:
         # Rounded once: what is subtracted now is to the bit what will be taken back at the next update. The
         # difference of two rounded steps is taken in the weights' dtype, not in the buffer's.
         rounded = step.to(previous.dtype)
         if strength != 0:
-            weight.sub_(torch.sub(rounded.to(weight.dtype), previous, alpha=ratio), alpha=strength)
+            weight.sub_(torch.sub(rounded.to(weight.dtype), previous), alpha=strength)
         previous.copy_(rounded)
         return
     if strength != 0:
-        torch.sub(step, previous, alpha=ratio, out=previous)  # the buffer holds the difference in between
+        torch.sub(step, previous, out=previous)  # the buffer holds the difference in between
         weight.sub_(previous, alpha=strength)
     previous.copy_(step)
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lightning_asyncpp.optim.newton_schulz import FORMS, SCALES
-from lightning_asyncpp.optim.polynomials import POLYNOMIALS
+from lightning_asyncpp.optim.newton_schulz import FORMS
 
 Rule = tuple[Callable[[Any], bool], str]
 """Tells whether a value will do, and what it must be."""
@@ -43,8 +42,6 @@ RULES: dict[str, Rule] = {
     "coefficients": (lambda x: len(x) == 3, "must be three numbers"),
     "adjust_lr": one_of(LR_ADJUSTMENTS),
     "newton_schulz_dtype": one_of(DTYPES),
-    "newton_schulz": one_of(POLYNOMIALS),
-    "newton_schulz_scale": one_of(SCALES),
     "newton_schulz_form": one_of(FORMS),
     "shampoo_beta": (lambda x: x is None or 0 <= x < 1, "must be in [0, 1), or None for the second of betas"),
     "precondition_frequency": _COUNT,

@@ -14,9 +14,11 @@ from lightning_asyncpp.optim.newton_schulz import orthogonalize
 BATCH_ELEMENTS = 2**25
 """Elements joined into one product: enough to fill a GPU, small beside the model (64 MiB in bfloat16)."""
 
+ADDED_LATER = {"newton_schulz_form": "direct"}
+"""See :attr:`lightning_asyncpp.optim.composite.MatrixAdamW.added_later`."""
 
-ADDED_LATER = {"newton_schulz": "quintic", "newton_schulz_scale": "frobenius", "newton_schulz_form": "direct"}
-"""Options that states saved before lack; see :attr:`lightning_asyncpp.optim.composite.MatrixAdamW.added_later`."""
+REMOVED = {"newton_schulz": "quintic", "newton_schulz_scale": "frobenius"}
+"""See :attr:`lightning_asyncpp.optim.composite.MatrixAdamW.removed`."""
 
 
 class Stack(NamedTuple):
@@ -85,8 +87,6 @@ def _step_batch(batch: list[Stack], group: dict[str, Any], scale: Scale) -> None
         steps=group["newton_schulz_steps"],
         coefficients=tuple(group["coefficients"]),
         dtype=getattr(torch, group["newton_schulz_dtype"]),
-        polynomials=group["newton_schulz"],
-        scale=group["newton_schulz_scale"],
         form=group["newton_schulz_form"],
     ).split([stack.weight.size(0) for stack in batch])
     for stack, step in zip(batch, steps):

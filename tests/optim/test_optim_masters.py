@@ -84,12 +84,10 @@ def test_an_interrupted_run_goes_on() -> None:
 @pytest.mark.parametrize(
     "make_optimizer",
     [
-        partial(ErrorFeedback, base=BASE, anneal=True, strength=2.0),
-        partial(ErrorFeedback, base=BASE, match_lr=True),
         partial(ErrorFeedback, base=BASE, buffer_dtype="bfloat16"),
         partial(WeightPrediction, base=BASE),
     ],
-    ids=["anneal", "match_lr", "bf16 buffer", "prediction"],
+    ids=["bf16 buffer", "prediction"],
 )
 def test_other_forms_correct_the_masters_and_round_them(make_optimizer: Any) -> None:
     parameters, compute = make()
