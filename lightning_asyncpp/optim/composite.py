@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.fused_adamw import can_be_fused, fused_where_layouts_agree
-from lightning_asyncpp.optim.hyper import invalid, raise_problems
+from lightning_asyncpp.optim.checks import invalid, raise_problems
 from lightning_asyncpp.optim.split import Split, split_parameters
+
+FUSED_DEVICES = ("cpu", "cuda")
+"""Where the fused step of AdamW is known to equal the plain one."""
 
 
 class MatrixAdamW(ABC, Optimizer):
@@ -147,3 +149,32 @@ def _build_group(algorithm: str, split: Split, hyper: dict[str, Any], problems: 
         hyper["newton_schulz_dtype"] = str(hyper["newton_schulz_dtype"]).removeprefix("torch.")
     problems += [f"{key} ({algorithm}) {mend}, got {hyper[key]!r}" for key, mend in invalid(hyper).items()]
     return {**split.param_group(algorithm), "name": algorithm, "algorithm": algorithm, **hyper}
+
+
+# -- when torch's fused AdamW may be used: one pass over memory instead of a dozen, equal to rounding ------------------
+
+
+def can_be_fused(params: Iterable[Tensor]) -> bool:
+    """Whether torch has a fused AdamW for such parameters; none at all count as well."""
+    return all(p.is_floating_point() and p.device.type in FUSED_DEVICES for p in params)
+
+
+@contextmanager
+def fused_where_layouts_agree(group: dict[str, Any], state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
+    """Take ``group["fused"]`` away for a step in which it would go wrong.
+
+    On CPUs torch's fused step walks through memory, whatever the strides: with a gradient that is laid out unlike its
+    parameter it silently pairs the wrong elements (torch 2.15).
+    """
+    fused = group.get("fused")
+    if fused and not all(_is_contiguous(p, state) for p in group["params"] if p.grad is not None):
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        group["fused"] = fused
+
+
+def _is_contiguous(p: Tensor, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+    moments = (t for key, t in state.get(p, {}).items() if key != "step")
+    return all(t.is_contiguous() for t in (p, p.grad, *moments) if t is not None)

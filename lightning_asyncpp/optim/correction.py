@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.correction_checks import check_base, check_lent
+from lightning_asyncpp.optim.checks import check_base, check_lent
 
 Weights = Mapping[Tensor, Tensor]
 

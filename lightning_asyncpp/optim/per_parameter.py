@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.hyper import RULES, Rule, invalid, raise_problems
+from lightning_asyncpp.optim.checks import RULES, Rule, invalid, raise_problems
 
 
 class PerParameter(ABC, Optimizer):

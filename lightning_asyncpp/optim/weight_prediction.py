@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lightning_asyncpp.optim.checks import check_base, raise_problems
 from lightning_asyncpp.optim.correction import DelayCorrection, Weights
-from lightning_asyncpp.optim.correction_checks import check_arguments, check_base
 
 
 class WeightPrediction(DelayCorrection):
@@ -60,7 +60,7 @@ class WeightPrediction(DelayCorrection):
             problems.append(f"horizon must be at least 0, or None for the delay, got {horizon!r}")
         if not ahead >= 0:
             problems.append(f"ahead must be at least 0, got {ahead!r}")
-        check_arguments("WeightPrediction", problems)
+        raise_problems("WeightPrediction", problems)
         super().__init__(params, base)
         self.horizon = horizon
         self.ahead = ahead

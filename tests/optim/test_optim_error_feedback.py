@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from lightning_asyncpp.optim.feedback_update import feed_back
+from lightning_asyncpp.optim.error_feedback import feed_back
 
 
 class CountingSGD(torch.optim.Optimizer):
@@ -136,7 +136,7 @@ def test_bf16_buffer_stays_close_to_the_exact_one():
 @pytest.mark.parametrize("chunk", [1, 3, 10**6])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_chunks_do_not_change_bits(chunk, transposed, monkeypatch):
-    monkeypatch.setattr("lightning_asyncpp.optim.feedback_update.CPU_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", chunk)
     before, weight, previous = (torch.randn(7, 5, generator=torch.Generator().manual_seed(i)) for i in range(3))
     expected = weight - ((before - weight) - previous)
     u = before - weight

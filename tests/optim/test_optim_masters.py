@@ -114,7 +114,7 @@ def test_without_a_delay_the_masters_are_rounded() -> None:
 
 
 def test_it_takes_one_buffer_and_no_temporary(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_asyncpp.optim.feedback_update.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
+    monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
     p = nn.Parameter(torch.ones(1024, ELEMENTS // 1024))
     p.grad = torch.ones_like(p)
     compute = {p: p.detach().to(torch.bfloat16)}
