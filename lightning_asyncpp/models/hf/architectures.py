@@ -15,8 +15,8 @@ from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.saved import WeightsError
 
 LAYER = "{layer}"
-_BLOCK = re.compile(r"^blocks\.(\d+)\.")
 EXPERT = "{expert}"  # a tensor that a GPT holds for all experts is one tensor per expert there
+_BLOCK = re.compile(r"^blocks\.(\d+)\.")
 
 
 @dataclass(frozen=True, eq=False)
