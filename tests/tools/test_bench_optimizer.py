@@ -13,7 +13,7 @@ import torch
 
 from lightning_asyncpp.tools.bench import optimizer
 from lightning_asyncpp.tools.bench.command import main
-from lightning_asyncpp.tools.bench.names import FAST, GRAM, LIBRARY, OPTIMIZERS, OURS, TORCH, TORCH_FUSED
+from lightning_asyncpp.tools.bench.names import GRAM, LIBRARY, OPTIMIZERS, OURS, TORCH, TORCH_FUSED
 from lightning_asyncpp.tools.bench.optimizer_report import Difference, Report
 from lightning_asyncpp.tools.bench.optimizer_stage import StageShape, make_gradients
 
@@ -25,7 +25,7 @@ TINY_SHAPE = StageShape(1, 32, 4, 2, 96, 20, 8)
 @pytest.mark.parametrize("vocab", [0, 20])
 def test_prints_a_table_and_writes_json(vocab: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
-    systems = [OURS, GRAM, FAST, TORCH, TORCH_FUSED]
+    systems = [OURS, GRAM, TORCH, TORCH_FUSED]
     main(["optimizer", *TINY, "--vocab", str(vocab), "--systems", *systems, "--json", str(file)])
     printed = capsys.readouterr().out
     assert all(OPTIMIZERS[system] in printed for system in systems)
@@ -35,7 +35,6 @@ def test_prints_a_table_and_writes_json(vocab: int, tmp_path: Path, capsys: pyte
     assert list(results["systems"]) == systems
     assert results["systems"][TORCH]["speed_over_torch"]["median"] == 1.0
     assert results["systems"][OURS]["difference"]["relative"] <= 0.02
-    assert results["systems"][FAST]["difference"]["relative"] > 0.02
     shares = list(results["error_feedback"]["share_of_training_step"].values())
     assert shares == sorted(shares, reverse=True)
     assert {"cpu_count", "torch", "gpu"} <= set(results["machine"])

@@ -9,8 +9,7 @@ import torch
 from lightning_asyncpp.data import Tokenizer
 from lightning_asyncpp.data.tokenizer import prompt_tokens
 from lightning_asyncpp.models import WeightsError
-from lightning_asyncpp.models.cached_logits import CachedLogits
-from lightning_asyncpp.models.sampling import Sampling, generate_tokens
+from lightning_asyncpp.models.sampling import CachedLogits, Sampling, generate_tokens
 from lightning_asyncpp.tools.saved.arguments import (
     DTYPES,
     check_choice,
