@@ -4,6 +4,8 @@ Importing this package registers the strategy names ``"async_pipeline"``, ``"syn
 for ``Trainer`` and for ``Fabric``; Fabric's classes are in :mod:`lightning_asyncpp.fabric`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -23,7 +25,19 @@ from lightning_asyncpp.pytorch import (
     TokensPerSecond,
 )
 from lightning_asyncpp.pytorch.module_first import after_own_update
-from lightning_asyncpp.tools.check import check_model
+
+if TYPE_CHECKING:
+    from lightning_asyncpp.tools.check import check_model
+else:
+
+    def __getattr__(name: str) -> Any:
+        """A tool, for scripts; none is imported before it is used."""
+        if name == "check_model":
+            from lightning_asyncpp.tools.check import check_model
+
+            return check_model
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _register(
     StrategyRegistry,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.updates.update import clip_values
+from lightning_asyncpp.pipeline.updates.clipping import clip_values
+from lightning_asyncpp.pipeline.wire.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -30,44 +30,28 @@ class Clipping:
             clip_values(session.running().weights.parameters.values(), self.limit)
 
 
-class ClippingBook:
-    """The clipping of every mini-batch whose update is outstanding.
+@dataclass
+class MiniBatchNote:
+    """What the loop did for a mini-batch that its update, one call later, must know of.
 
-    Args:
-        session: the pipeline.
+    Attributes:
+        clipping: of its gradient; None for none.
+        nan_places: of each of its batches the first micro-batch whose loss is NaN, from 1; or 0.
     """
 
-    def __init__(self, session: PipelineSession) -> None:
-        self._session = session
-        self._entries: dict[int, Clipping] = {}
+    clipping: Clipping | None = None
+    nan_places: list[Reading] = field(default_factory=list)
 
-    def record(self, clipping: Clipping) -> None:
-        """Clip the gradient of the present mini-batch; a second call of the same kind replaces the first.
+    def clip(self, clipping: Clipping) -> None:
+        """Clip the gradient; a second call of the same kind replaces the first.
 
         Raises:
-            ConfigurationError: it has no batch yet, or both kinds are asked for.
+            ConfigurationError: both kinds are asked for.
         """
-        engine = self._session.running()
-        if not engine.accumulating:
-            raise ConfigurationError(refusals.NOTHING_TO_CLIP)
-        before = self._entries.get(engine.mini_batch)
+        before = self.clipping
         if before is not None and before.algorithm != clipping.algorithm:
             raise ConfigurationError(
                 f"clip_gradients was called with {before.algorithm} and with {clipping.algorithm} for the same update:"
                 " the norm over all stages is that of the gradient before either; use one of them"
             )
-        self._entries[engine.mini_batch] = clipping
-
-    def apply(self) -> None:
-        """Clip the gradients of the update that is being applied, if that was asked for."""
-        clipping = self._entries.get(self._session.updating().mini_batch)
-        if clipping is not None:
-            clipping.apply(self._session)
-
-    def forget(self, mini_batch: int) -> None:
-        """Drop the entry of a mini-batch whose update is done."""
-        self._entries.pop(mini_batch, None)
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._entries.clear()
+        self.clipping = clipping

@@ -20,6 +20,7 @@ from lightning_asyncpp.fabric.delayed_checkpoint import DelayedCheckpoints
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.fabric.reading import resumable
 from lightning_asyncpp.pipeline.arguments import check_arguments, for_ddp, takes
+from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
@@ -28,8 +29,7 @@ from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
-from lightning_asyncpp.pipeline.session import check_norm_type
-from lightning_asyncpp.pipeline.updates.mini_batch import or_nan
+from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
 
 
 class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrategy):

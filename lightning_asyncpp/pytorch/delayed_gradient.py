@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.pipeline.arguments import check_arguments, for_ddp, takes
+from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.unit_times import Example
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
@@ -25,7 +26,6 @@ from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMi
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.randomness import derive
-from lightning_asyncpp.pipeline.updates.mini_batch import or_nan
 from lightning_asyncpp.pipeline.updates.step_guard import StepGuard
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.arguments import DelayArguments, TrainersDDPArguments

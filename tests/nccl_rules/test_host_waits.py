@@ -17,12 +17,12 @@ from tests.workers import opened
 # before: normally the device has got there, and nobody waits.
 BUDGET = {
     Wait(
-        "mini-batch", "Event.synchronize", "pipeline/updates/update.py:_compose"
+        "mini-batch", "Event.synchronize", "pipeline/updates/mini_batch.py:_send_message"
     ): 1,  # norms, counts, losses, logged values
     Wait("mini-batch", "Event.synchronize", "pipeline/updates/reduction.py:_read"): 1,  # norms of what replicas summed
 }
 STEPS_AHEAD = {
-    Wait("mini-batch", "copy", "pipeline/updates/update.py:reduce_now"): 1
+    Wait("mini-batch", "copy", "pipeline/updates/mini_batch.py:reduce_now"): 1
 }  # a last stage without delay, replicas
 MOST = 2
 MIXED = {"precision": "bf16-mixed"}
@@ -48,7 +48,7 @@ MORE_CASES = {
     "bf16 weights": (2, Counted("gpt", {"weight_dtype": "bf16"}, clip=1.0, optimizer="muon", trainer=MIXED)),
     "accumulated": (2, Counted("gpt", clip=1.0, trainer={"accumulate_grad_batches": 2})),
     "feedback": (2, Counted("gpt", clip=1.0, correction="feedback", optimizer="muon")),
-    "prediction": (2, Counted("gpt", clip=1.0, correction="prediction-momentum")),
+    "prediction": (2, Counted("gpt", clip=1.0, correction="prediction")),
     "one stage, replicas": (2, Counted("gpt", {"data_parallel_size": 2}, clip=1.0, logs=True)),
     **{
         f"by {name}": (2, Counted("gpt", optimizer=name)) for name in ("muon", "sgd", "normuon", "adan", "lion", "mars")

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_asyncpp.models.moe_config import is_finite
+from lightning_asyncpp.models.config import is_finite
 from lightning_asyncpp.pipeline.settings import is_whole
 
 
