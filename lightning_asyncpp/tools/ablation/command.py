@@ -16,16 +16,14 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.tools.ablation.recipe.cell_config import LEFT_OUT
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
-from lightning_asyncpp.tools.ablation.recipe.config import LEFT_OUT
 from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe, read_recipe
 from lightning_asyncpp.tools.ablation.recipe.rows import Plan, Row, make_rows, most_cells, with_leaders
-from lightning_asyncpp.tools.ablation.run.devices import gpu_problems, name_of, slots
+from lightning_asyncpp.tools.ablation.run.conditions import gpu_problems, mixture, name_of, slots, versions
 from lightning_asyncpp.tools.ablation.run.progress import Report, duration, seconds_left
-from lightning_asyncpp.tools.ablation.run.published import read_published
-from lightning_asyncpp.tools.ablation.run.runner import Runner
-from lightning_asyncpp.tools.ablation.run.table import Table
-from lightning_asyncpp.tools.ablation.run.versions import mixture, versions
+from lightning_asyncpp.tools.ablation.run.training_folders import Table, read_published
+from lightning_asyncpp.tools.ablation.run.training_runner import Runner
 
 
 class StoppedError(BaseException):

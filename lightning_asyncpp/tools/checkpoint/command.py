@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 
 from lightning_asyncpp.storage.errors import StorageError
 from lightning_asyncpp.storage.reading import verify
+from lightning_asyncpp.tools.checkpoint.contents import describe, size_on_disk, table
 from lightning_asyncpp.tools.checkpoint.convert import FORMS, Request, convert
-from lightning_asyncpp.tools.checkpoint.info import describe, size_on_disk, table
 from lightning_asyncpp.tools.subcommands import chosen
 
 _COMMANDS = {

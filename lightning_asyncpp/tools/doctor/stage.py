@@ -155,7 +155,7 @@ def _compare_memory(
 def _planned(recipe: Path, is_gpu: bool) -> int:
     """Bytes of the stage when it needs most."""
     from lightning_asyncpp.cli import read_configuration
-    from lightning_asyncpp.tools.plan.recipe import build
+    from lightning_asyncpp.tools.plan.planned_recipe import build
     from lightning_asyncpp.tools.plan.stages import Stages
 
     plan = build(read_configuration(["fit", "--config", str(recipe)]))

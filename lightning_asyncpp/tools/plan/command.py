@@ -18,11 +18,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import PrivateNameError
 from lightning_asyncpp.tools.plan.devices import DEVICES, Device, default_reserve, host_memory_gib
-from lightning_asyncpp.tools.plan.fake import NeedsValueError, NoKernelError
-from lightning_asyncpp.tools.plan.plan import Plan, plan
+from lightning_asyncpp.tools.plan.fake_tensors import NeedsValueError, NoKernelError
+from lightning_asyncpp.tools.plan.plan import Plan, plan, table
+from lightning_asyncpp.tools.plan.planned_recipe import Recipe, build
 from lightning_asyncpp.tools.plan.question import Question, Room
-from lightning_asyncpp.tools.plan.recipe import Recipe, build
-from lightning_asyncpp.tools.plan.table import table
 from lightning_asyncpp.tools.plan.timing import Speeds
 
 

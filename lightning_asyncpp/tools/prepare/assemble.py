@@ -28,8 +28,8 @@ from lightning_asyncpp.data.token_dataset import (
     write_metadata,
 )
 from lightning_asyncpp.durable import checksum, replace_durably
-from lightning_asyncpp.tools.prepare.files import SourceFile
-from lightning_asyncpp.tools.prepare.piece import VALIDATION, Record, Work
+from lightning_asyncpp.tools.prepare.pieces import VALIDATION, Record, Work
+from lightning_asyncpp.tools.prepare.source_files import SourceFile
 
 ORIGIN = "prepared.json"
 READY = "ready"

@@ -15,9 +15,9 @@ from jsonargparse import ArgumentParser
 
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.token_dataset import PLAN, read_metadata, smallest_dtype, verify_checksums
-from lightning_asyncpp.tools.prepare.piece import Record, Stopped
-from lightning_asyncpp.tools.prepare.request import Request
-from lightning_asyncpp.tools.prepare.run import Estimate, estimate, prepare
+from lightning_asyncpp.tools.prepare.pieces import Record, Stopped
+from lightning_asyncpp.tools.prepare.preparation import Estimate, estimate, prepare
+from lightning_asyncpp.tools.prepare.work_plan import Request
 
 _INTERRUPTED = 130
 

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_asyncpp.data import hf_tokenizer_files
 from lightning_asyncpp.models.hf import write_hf
-from lightning_asyncpp.tools.saved.arguments import (
+from lightning_asyncpp.tools.saved.model_arguments import (
     DTYPES,
     add_model,
     check_choice,

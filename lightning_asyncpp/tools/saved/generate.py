@@ -13,7 +13,7 @@ from lightning_asyncpp.data.tokenizer import prompt_tokens
 from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.cached_logits import CachedLogits
 from lightning_asyncpp.models.sampling import Sampling, generate_tokens
-from lightning_asyncpp.tools.saved.arguments import (
+from lightning_asyncpp.tools.saved.model_arguments import (
     DTYPES,
     add_execution,
     add_model,

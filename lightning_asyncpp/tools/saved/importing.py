@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from lightning_asyncpp.models import SavedGPT, WeightsError
 from lightning_asyncpp.models.hf import read_hf
 from lightning_asyncpp.storage.whole import save_file
-from lightning_asyncpp.tools.saved.arguments import reported
+from lightning_asyncpp.tools.saved.model_arguments import reported
 
 
 def main(argv: Sequence[str] | None = None) -> None:

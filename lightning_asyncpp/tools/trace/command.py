@@ -11,13 +11,10 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt
 
 from lightning_asyncpp.tools.bench.report import write_json
-from lightning_asyncpp.tools.trace.html import write_html
-from lightning_asyncpp.tools.trace.perfetto import write_perfetto
-from lightning_asyncpp.tools.trace.picture import NEEDS_MATPLOTLIB, write_png
-from lightning_asyncpp.tools.trace.reading import read_run
-from lightning_asyncpp.tools.trace.run import RecordedRun, TraceError
-from lightning_asyncpp.tools.trace.summary import Summary, summarise
-from lightning_asyncpp.tools.trace.table import table
+from lightning_asyncpp.tools.trace.pictures import NEEDS_MATPLOTLIB, write_html, write_perfetto, write_png
+from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, TraceError, read_run
+from lightning_asyncpp.tools.trace.run_summary import Summary, summarise
+from lightning_asyncpp.tools.trace.run_table import table
 
 Writer = Callable[[RecordedRun, Summary, Path], None]
 _WRITERS: dict[str, Writer] = {

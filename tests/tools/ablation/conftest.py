@@ -8,7 +8,7 @@ import pytest
 
 from lightning_asyncpp.tools.ablation import command as ablate
 from lightning_asyncpp.tools.ablation.report import writing as ablate_report
-from lightning_asyncpp.tools.ablation.run import runner as ablate_run
+from lightning_asyncpp.tools.ablation.run import training_runner as ablate_run
 from tests.tools.ablation.pretending import PRETENDER
 
 

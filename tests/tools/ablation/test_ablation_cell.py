@@ -19,7 +19,7 @@ from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_
 from lightning_asyncpp.tools.ablation.results import CellResult
 from lightning_asyncpp.tools.ablation.run.cell import train
 from lightning_asyncpp.tools.ablation.run.recorder import Recorder
-from lightning_asyncpp.tools.ablation.run.table import Table
+from lightning_asyncpp.tools.ablation.run.training_folders import Table
 from tests.tools.ablation.small import ADAMW, FIT, write_ablation
 
 LR = 0.01

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_asyncpp.tools.ablation.report.drawing import Line
-from lightning_asyncpp.tools.ablation.report.plot_data import gaps_by_learning_rate
+from lightning_asyncpp.tools.ablation.report.plots import gaps_by_learning_rate
 from lightning_asyncpp.tools.ablation.report.reading import read_curves
 from lightning_asyncpp.tools.ablation.report.summary import Ablation
 from tests.tools.ablation.examples import left, run, search, seeds, whole_grid, write_curves

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.recipe import sources
+from lightning_asyncpp.tools.ablation.recipe import cell_config as sources
+from lightning_asyncpp.tools.ablation.recipe.cell_config import own_sources
 from lightning_asyncpp.tools.ablation.recipe.recipe import load_recipe
 from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, make_rows
-from lightning_asyncpp.tools.ablation.recipe.sources import own_sources
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.ablation.run.cell import CHANGED, ChangedError, main, train
-from lightning_asyncpp.tools.ablation.run.table import Table
+from lightning_asyncpp.tools.ablation.run.training_folders import Table
 from tests.tools.ablation.small import write_ablation
 
 FILES = {

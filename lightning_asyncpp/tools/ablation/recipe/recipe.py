@@ -12,8 +12,7 @@ from typing import Any
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.settings import is_whole
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED
-from lightning_asyncpp.tools.ablation.recipe.section import Section, set_at
-from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml
+from lightning_asyncpp.tools.ablation.recipe.yaml_files import Section, read_yaml, set_at
 
 STRATEGY = "lightning_asyncpp.DelayedGradientStrategy"
 _KEYS = (

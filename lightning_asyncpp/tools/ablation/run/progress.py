@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan
 from lightning_asyncpp.tools.ablation.results import CellResult
-from lightning_asyncpp.tools.ablation.run.runner import Running
-from lightning_asyncpp.tools.ablation.run.table import LOG
+from lightning_asyncpp.tools.ablation.run.training_folders import LOG
+from lightning_asyncpp.tools.ablation.run.training_runner import Running
 
 _LOG_LINES = 15
 

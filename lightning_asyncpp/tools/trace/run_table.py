@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from lightning_asyncpp.tools.trace.run import RecordedRun
-from lightning_asyncpp.tools.trace.shares import CAUSES
-from lightning_asyncpp.tools.trace.summary import Row, Summary
+from lightning_asyncpp.tools.trace.causes import CAUSES
+from lightning_asyncpp.tools.trace.recorded_run import RecordedRun
+from lightning_asyncpp.tools.trace.run_summary import Row, Summary
 
 MEANINGS = {
     "warm-up": "waiting while the pipeline fills",

@@ -17,7 +17,7 @@ from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan, Row
 from lightning_asyncpp.tools.ablation.results import RESULT, CellResult
 from lightning_asyncpp.tools.ablation.run.cell import CHANGED
 from lightning_asyncpp.tools.ablation.run.recorder import PROGRESS
-from lightning_asyncpp.tools.ablation.run.table import LOG, Table
+from lightning_asyncpp.tools.ablation.run.training_folders import LOG, Table
 
 _POLL_SECONDS = 0.1
 _MOST_FAILURES = 3  # that many at first, and nothing else: the rest would fail as well

@@ -1,9 +1,12 @@
-"""What the trainings of an ablation run on: cores and GPUs of this machine, and their share of every training."""
+"""What trainings run on: cores and GPUs and their share of every training, and what of all that may change a result."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import platform
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -60,3 +63,51 @@ def _on_machine(gpu: str) -> str:
     """A number among the GPUs that this process sees -> what they call it who see all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return gpu if visible is None or not gpu.isdecimal() else visible.split(",")[int(gpu)].strip()
+
+
+PACKAGES = ("lightning-asyncpp", "torch", "lightning")
+_COMPARED = ("python", *PACKAGES, "device", "threads")
+
+
+def versions(device: str | None, threads: int) -> dict[str, str]:
+    """Versions of what decides a result, and what it is computed on; ``stdlib`` data is the running Python's.
+
+    Args:
+        device: as :func:`device_name` has it; ``None``: not known.
+        threads: that PyTorch uses.
+    """
+    found = {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
+    return found | ({} if device is None else {"device": device}) | {"threads": str(threads)}
+
+
+def device_name(device: torch.device) -> str:
+    """``cpu``, or the name of the GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def mixture(finished: Collection[Mapping[str, str]], now: Mapping[str, str]) -> str | None:
+    """Say in what finished runs differ among each other or from those to come; ``None``: in nothing that is known.
+
+    Args:
+        finished: the :func:`versions` of every run; older runs lack some.
+        now: those of a run that would be started now; empty if there is none.
+    """
+    parts = []
+    for name in _COMPARED:
+        runs = Counter(known[name] for known in finished if name in known)
+        if runs and len(runs.keys() | {now.get(name, next(iter(runs)))}) > 1:
+            values = [f"{value} ({count} {'run' if count == 1 else 'runs'})" for value, count in sorted(runs.items())]
+            parts.append(", ".join([f"{name} {values[0]}", *values[1:]]) + (f", now {now[name]}" if now else ""))
+    if not parts:
+        return None
+    return (
+        f"the runs of this table are not all alike: {'; '.join(parts)}. Their losses may differ for that alone; to"
+        " compare like with like, train all of them with one of these: give another --output"
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

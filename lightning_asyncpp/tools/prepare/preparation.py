@@ -17,12 +17,9 @@ from lightning_asyncpp.data.source import load_tokenizer
 from lightning_asyncpp.data.token_dataset import PLAN
 from lightning_asyncpp.data.tokenizer import BPETokenizer, Tokenizer
 from lightning_asyncpp.tools.prepare.assemble import READY, add_up, assemble, read_origin
-from lightning_asyncpp.tools.prepare.documents import read_documents
-from lightning_asyncpp.tools.prepare.files import changes, find_files
-from lightning_asyncpp.tools.prepare.piece import PIECES, Record, Work, is_validation
-from lightning_asyncpp.tools.prepare.plan import Plan, make_plan, read_plan
-from lightning_asyncpp.tools.prepare.pool import write_pieces
-from lightning_asyncpp.tools.prepare.request import Request
+from lightning_asyncpp.tools.prepare.pieces import PIECES, Record, Work, is_validation, write_pieces
+from lightning_asyncpp.tools.prepare.source_files import changes, find_files, read_documents
+from lightning_asyncpp.tools.prepare.work_plan import Plan, Request, make_plan, read_plan
 
 _VOCABULARY_BYTES = 32 * 10**6  # of text that a vocabulary is trained on
 _NAMED = 5  # files, of those that changed

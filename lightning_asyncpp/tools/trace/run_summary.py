@@ -1,21 +1,123 @@
-"""What a recorded run comes to: a row per stage, and one for all."""
+"""What a recorded run comes to, a row per stage and one for all, beside what its schedule could do at best."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_asyncpp.pipeline.schedule import Kind
-from lightning_asyncpp.pipeline.trace import Beside
-from lightning_asyncpp.tools.trace.balance import Balance, balance_of
-from lightning_asyncpp.tools.trace.hidden import Underway, underway
-from lightning_asyncpp.tools.trace.ideal import Ideal, ideal_of
-from lightning_asyncpp.tools.trace.phases import Episode, find_episodes, phases_of
-from lightning_asyncpp.tools.trace.run import RankTrace, RecordedRun
-from lightning_asyncpp.tools.trace.shares import WORK, seconds_by_cause
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule
+from lightning_asyncpp.pipeline.trace import Beside, Span, utilisation
+from lightning_asyncpp.tools.ideal import simulate
+from lightning_asyncpp.tools.trace.causes import (
+    WORK,
+    Episode,
+    Underway,
+    find_episodes,
+    phases_of,
+    seconds_by_cause,
+    underway,
+)
+from lightning_asyncpp.tools.trace.recorded_run import RankTrace, RecordedRun
 from lightning_asyncpp.tools.trace.staleness import Versions, check_versions
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Computation of the stages against each other.
+
+    Attributes:
+        busiest: the stage that computes most.
+        imbalance: its forwards and backwards over the mean of all stages'; 1 is even.
+        layers: of each stage, first stage first; empty if they were not recorded.
+    """
+
+    busiest: int
+    imbalance: float
+    layers: tuple[int, ...] = ()
+
+    def sentence(self) -> str:
+        """For the table."""
+        cut = f"; layers per stage: {', '.join(map(str, self.layers))}" if self.layers else ""
+        return (
+            f"Balance: the busiest stage, stage {self.busiest}, computes {self.imbalance:.2f} times the mean of the"
+            f" stages{cut}."
+        )
+
+
+def balance_of(seconds: Mapping[int, float], layers: Mapping[int, int]) -> Balance | None:
+    """Compare the stages; None if there is only one, or nothing was computed.
+
+    Args:
+        seconds: stage -> its time inside forwards and backwards, summed over the replicas.
+        layers: stage -> its number of layers, 0 if it is not known.
+    """
+    mean = sum(seconds.values()) / max(len(seconds), 1)
+    if len(seconds) < 2 or mean <= 0:
+        return None
+    busiest = max(seconds, key=lambda stage: seconds[stage])
+    known = tuple(layers[stage] for stage in sorted(layers))
+    return Balance(busiest, seconds[busiest] / mean, known if all(known) else ())
+
+
+_LEAD = 3  # mini-batches that are simulated around a piece of a run: the pipeline is as full as it was
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """The same actions without overheads.
+
+    Attributes:
+        seconds: how long they would take.
+        utilisation: of each stage, first stage first.
+    """
+
+    seconds: float
+    utilisation: Sequence[float]
+
+
+def ideal_of(stages: Sequence[RankTrace], episodes: Sequence[Episode]) -> Ideal | None:
+    """Run the schedule of a replica's recorded episodes with its stages' median times.
+
+    Returns:
+        None if a stage is missing, or did not run a forward and a backward.
+    """
+    meta = stages[0].meta
+    times = [(_median(stage, Kind.FORWARD), _median(stage, Kind.BACKWARD)) for stage in stages]
+    if len(stages) != meta.num_stages or any(None in pair for pair in times):
+        return None
+    forward, backward = [f or 0.0 for f, _ in times], [b or 0.0 for _, b in times]
+    schedules = [Schedule(s.meta.stage, s.meta.num_stages, s.meta.lookahead, s.meta.delay) for s in stages]
+    seconds, busy = 0.0, [0.0] * len(stages)
+    for episode in episodes:
+        lanes, start, end = _run(episode, schedules, stages[0].micro_batches, forward, backward)
+        seconds += end - start
+        busy = [b + utilisation(lane, start, end) * (end - start) for b, lane in zip(busy, lanes)]
+    return Ideal(seconds, [b / seconds for b in busy]) if seconds > 0 else None
+
+
+def _run(
+    episode: Episode, schedules: Sequence[Schedule], micro_batches: int, forward: list[float], backward: list[float]
+) -> tuple[list[list[Span]], float, float]:
+    """The lanes of an episode, and from when to when they stand for it; a flush ends each mini-batch by itself."""
+    count = max(1, round((episode.last + 1 - episode.first) / micro_batches))
+    before, after = _LEAD * episode.cut_before, _LEAD * episode.cut_after
+    lanes = simulate(
+        schedules,
+        before + count + after,
+        micro_batches,
+        lambda stage, _: forward[stage],
+        lambda stage, _: backward[stage],
+    )
+    begins = {span.index: span.start for span in lanes[0] if span.kind is Kind.FORWARD}
+    ends = max(span.end for lane in lanes for span in lane)
+    return lanes, begins[before * micro_batches], begins.get((before + count) * micro_batches, ends)
+
+
+def _median(stage: RankTrace, kind: Kind) -> float | None:
+    lengths = [span.end - span.start for span in stage.spans if span.kind is kind]
+    return statistics.median(lengths) if lengths else None
 
 
 @dataclass(frozen=True)
