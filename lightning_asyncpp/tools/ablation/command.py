@@ -19,7 +19,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.recipe.cell_config import LEFT_OUT
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
 from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe, read_recipe
-from lightning_asyncpp.tools.ablation.recipe.rows import Plan, Row, make_rows, most_cells, with_leaders
+from lightning_asyncpp.tools.ablation.recipe.rows import Plan, RowRecipe, make_rows, most_cells, with_leaders
 from lightning_asyncpp.tools.ablation.run.conditions import gpu_problems, mixture, name_of, slots, versions
 from lightning_asyncpp.tools.ablation.run.progress import Report, duration, seconds_left
 from lightning_asyncpp.tools.ablation.run.training_folders import Table, read_published
@@ -124,7 +124,7 @@ def _gpu_problems(gpus: Sequence[str], recipe: Recipe | None) -> Iterator[str]:
         yield from gpu_problems(gpus)
 
 
-def _only(rows: Sequence[Row], pattern: str | None) -> list[Row]:
+def _only(rows: Sequence[RowRecipe], pattern: str | None) -> list[RowRecipe]:
     chosen = with_leaders(rows, lambda row: pattern is None or fnmatch.fnmatchcase(row.name, pattern))
     if not chosen:
         names = ", ".join(row.name for row in rows)
@@ -139,7 +139,7 @@ def _warn_of_mixture(table: Table, gpus: Sequence[str], threads: int) -> None:
         print(f"asyncpp ablate: warning: {message}.", file=sys.stderr)
 
 
-def _print_plan(table: Table, rows: Sequence[Row], at_once: int) -> None:
+def _print_plan(table: Table, rows: Sequence[RowRecipe], at_once: int) -> None:
     recipe = table.recipe
     _print_left_out(recipe)
     plan = table.plan(rows)
@@ -168,7 +168,7 @@ def _print_left_out(recipe: Recipe) -> None:
         print(f"left out of {recipe.base_path.name}: {', '.join(f'trainer.{key}' for key in given)}")
 
 
-def _run(table: Table, rows: Sequence[Row], environments: Sequence[dict[str, str]], accelerator: str) -> bool:
+def _run(table: Table, rows: Sequence[RowRecipe], environments: Sequence[dict[str, str]], accelerator: str) -> bool:
     """Run, report, and say how it ended; whether anything failed."""
     at_once, threads = len(environments), environments[0]["OMP_NUM_THREADS"]
     print(f"{table.folder}: {len(rows)} rows, {at_once} runs at once on the {accelerator.upper()}, threads: {threads}")
@@ -194,7 +194,7 @@ def _run(table: Table, rows: Sequence[Row], environments: Sequence[dict[str, str
 
 def _report(folder: Path) -> str:
     """Write the tables and plots; say why not."""
-    from lightning_asyncpp.tools.ablation.report.writing import write_report
+    from lightning_asyncpp.tools.ablation.report.__main__ import write_report
 
     try:
         write_report(folder)

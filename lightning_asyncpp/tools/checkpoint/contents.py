@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_asyncpp.pipeline.batches import tree
 from lightning_asyncpp.pipeline.checkpoint.optimizer_state import BY_PARAMETER
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT, PIPELINE, TRAINER, WEIGHTS, Origin, origin_of
 from lightning_asyncpp.pipeline.checkpoint.state import MASTERS, OLDER
@@ -84,23 +85,12 @@ def model_of(contents: Contents, entry: str | None) -> dict[str, Tensor]:
     return weights
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """All tensors of nested dictionaries, lists and tuples; one that has several names once."""
-    seen: set[Any] = set()
-
-    def walk(node: Any) -> Iterator[Tensor]:
-        if isinstance(node, Tensor):
-            if (key := _identity(node)) not in seen:
-                seen.add(key)
-                yield node
-        elif isinstance(node, Mapping):
-            for child in node.values():
-                yield from walk(child)
-        elif isinstance(node, (list, tuple)):
-            for child in node:
-                yield from walk(child)
-
-    yield from walk(tree)
+def tensors_of(content: Any) -> list[Tensor]:
+    """All tensors of nested containers; one that has several names once."""
+    found: dict[Any, Tensor] = {}
+    for tensor in tree.tensors_of(content):
+        found.setdefault(_identity(tensor), tensor)
+    return list(found.values())
 
 
 def _identity(tensor: Tensor) -> Any:
@@ -151,7 +141,7 @@ def describe(path: Path) -> dict[str, Any]:
     content = load(path)
     contents = contents_of(content)
     entries = content if isinstance(content, Mapping) else {}
-    weights = list(tensors_of(contents.parts["weights"]))
+    weights = tensors_of(contents.parts["weights"])
     elements = Counter[str]()
     for tensor in weights:
         elements[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()

@@ -6,7 +6,7 @@ It is run one micro-batch at a time, between neighbours that are not there; what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
@@ -173,7 +174,7 @@ class _Run:
         with self.meter.reading() as self.found.update:
             self._update(optimizer, again)
         kept = made.kept + first.kept + self.found.update.kept + 2 * self.found.gradients
-        self.found.optimizer = bytes_of(_tensors(optimizer.state))
+        self.found.optimizer = bytes_of(tensors_of(optimizer.state))
         self.found.correction = max(0, kept - self.found.optimizer)
         return self.found
 
@@ -254,15 +255,3 @@ class _Run:
         for parameter in self.weights.parameters.values():
             parameter.grad = None
         gradients.clear()
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Tensors anywhere in an optimizer's state."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value)

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm.auto import tqdm
@@ -210,7 +210,7 @@ def _write_missing(work: Work, num_workers: int) -> None:
             total.train_tokens += record.train_tokens - before.train_tokens
             total.val_tokens += record.val_tokens - before.val_tokens
             # A copy: in this process it is the record that is still counted in.
-            records[index] = Record(**{**vars(record)})
+            records[index] = replace(record)
             counts = (tqdm.format_sizeof(n) for n in (total.documents, total.train_tokens + total.val_tokens))
             bar.set_postfix_str("{} documents, {} tokens".format(*counts), refresh=False)
             bar.update(record.size - before.size)

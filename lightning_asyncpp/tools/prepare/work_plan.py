@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import HUB, is_hub_name
 from lightning_asyncpp.data.token_dataset import PARTIAL, PLAN
-from lightning_asyncpp.durable import replace_durably
+from lightning_asyncpp.durable import write_durably
 from lightning_asyncpp.tools.prepare.source_files import SourceFile, Span, in_one_line
 
 _DATASET = re.compile(re.escape(HUB) + "datasets/[^/]+/[^/]+")
@@ -191,9 +191,7 @@ class Plan:
             "files": [asdict(file) for file in self.files],
             "pieces": [[[span.file, span.start, span.stop, span.size] for span in piece] for piece in self.pieces],
         }
-        temporary = folder / f"{PLAN}.{os.getpid()}"
-        temporary.write_text(json.dumps(content))
-        replace_durably(temporary, folder / PLAN)
+        write_durably(folder / PLAN, json.dumps(content).encode())
 
 
 def read_plan(folder: Path) -> Plan:

@@ -255,8 +255,7 @@ def _longest(ideals: Sequence[Ideal | None]) -> float | None:
 
 
 def _median_ms(stage: RankTrace, kind: Kind) -> float:
-    lengths = [span.end - span.start for span in stage.spans if span.kind is kind]
-    return statistics.median(lengths) * 1e3 if lengths else 0.0
+    return (_median(stage, kind) or 0.0) * 1e3
 
 
 def _bytes(stage: RankTrace, kind: Beside) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_asyncpp.tools.ablation.recipe.recipe import Delay, Recipe
-from lightning_asyncpp.tools.ablation.recipe.rows import Row
+from lightning_asyncpp.tools.ablation.recipe.rows import RowRecipe
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import set_at
 
 # What the base recipe logs, saves and draws is not wanted once per training.
@@ -29,7 +29,7 @@ LEFT_OUT = ("logger", "callbacks", "default_root_dir", "accelerator", "num_nodes
 _RECORDER = "lightning_asyncpp.tools.ablation.run.recorder.Recorder"
 
 
-def cell_config(recipe: Recipe, row: Row, lr: float, seed: int) -> dict[str, Any]:
+def cell_config(recipe: Recipe, row: RowRecipe, lr: float, seed: int) -> dict[str, Any]:
     """The base recipe with everything set that decides the result of this training."""
     strategy = strategy_config(recipe, row.delay)
     return training_config(recipe, seed, strategy, row.grid.build(lr, row.momentum, row.correction))
@@ -77,7 +77,7 @@ def with_places(config: dict[str, Any], recipe: Recipe, folder: Path, accelerato
     return config
 
 
-def cell_name(recipe: Recipe, row: Row, lr: float, seed: int) -> str:
+def cell_name(recipe: Recipe, row: RowRecipe, lr: float, seed: int) -> str:
     """Name of the training's folder: readable, with a hash of everything that decides the result."""
     content: dict[str, Any] = {
         "config": cell_config(recipe, row, lr, seed),

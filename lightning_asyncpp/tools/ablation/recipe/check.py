@@ -104,7 +104,7 @@ def _with_optimizer(recipe: Recipe, grid: OptimizerGrid, correction: Correction)
 
 def _parameter_names(recipe: Recipe) -> list[str] | None:
     """The trained parameters of the module, where a delay is by stage and they can be told."""
-    if not any(delay.stages for delay in recipe.delays):
+    if not any(delay.stages is not None for delay in recipe.delays):
         return None
     return parameter_names(_with_optimizer(recipe, recipe.optimizers[0], ALONE)["model"])
 

@@ -10,7 +10,8 @@ from textwrap import shorten
 
 from tqdm import tqdm
 
-from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan
+from lightning_asyncpp.tools.ablation.grid import CellKey
+from lightning_asyncpp.tools.ablation.recipe.rows import Plan
 from lightning_asyncpp.tools.ablation.results import CellResult
 from lightning_asyncpp.tools.ablation.run.training_folders import LOG
 from lightning_asyncpp.tools.ablation.run.training_runner import Running
@@ -106,12 +107,12 @@ def seconds_left(
     known: dict[str, list[float]] = {}
     for key, result in results.items():
         if result.status == "finished":
-            known.setdefault(key.row.optimizer, []).append(result.seconds)
+            known.setdefault(key.row.group.optimizer, []).append(result.seconds)
     if not known:
         return None
     anyone = statistics.median(seconds for lengths in known.values() for seconds in lengths)
     medians = {optimizer: statistics.median(lengths) for optimizer, lengths in known.items()}
-    left = {key: start + medians.get(key.row.optimizer, anyone) for key in plan.pending if key not in failed}
+    left = {key: start + medians.get(key.row.group.optimizer, anyone) for key in plan.pending if key not in failed}
     total = sum(left.values()) + plan.waiting * (start + anyone)
     total -= sum(min(seconds, left.get(key, 0.0)) for key, seconds in (spent or {}).items())
     return total / min(slots, max(1, len(left) + plan.waiting))

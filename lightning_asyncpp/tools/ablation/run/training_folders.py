@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.tools.ablation.grid import CellKey, Open
 from lightning_asyncpp.tools.ablation.recipe.cell_config import (
     cell_config,
     cell_name,
@@ -18,18 +19,22 @@ from lightning_asyncpp.tools.ablation.recipe.cell_config import (
     with_places,
 )
 from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe
-from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan, Row, RowKey, make_plan
+from lightning_asyncpp.tools.ablation.recipe.rows import Plan, RowRecipe, make_plan
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import write_yaml
-from lightning_asyncpp.tools.ablation.report.reading import ResultsError, read_all_curves, read_results
+from lightning_asyncpp.tools.ablation.report.summary import Ablation
 from lightning_asyncpp.tools.ablation.report.tables import page
 from lightning_asyncpp.tools.ablation.results import (
     CURVES,
+    OPEN,
     RESULT,
     RESULTS,
     TABLE,
     CellResult,
+    ResultsError,
+    read_curves,
     read_result,
-    write_open,
+    read_results,
+    write_lines,
     write_tables,
     write_whole,
 )
@@ -39,6 +44,47 @@ LOG = "cell.log"
 CELLS = "cells"
 _FAILED = "failed"  # holds the exit code of a training that ended by itself without a result
 _RECIPE = "recipe"  # holds the path of the recipe that the table is of
+
+
+Published = Mapping[str, tuple[str, CellResult]]
+"""By what a training's name says that it trains: its name, and how it ended."""
+
+
+def read_published(folder: Path) -> Published:
+    """Read every ``results.csv``, with the ``curves.csv`` beside it, in a folder and in its subfolders.
+
+    Of a training that several tables hold, the first one counts, by the name of its folder.
+
+    Raises:
+        ConfigurationError: there is none, or one of them is not a table; with all that is wrong in it.
+    """
+    paths = sorted(folder.rglob(RESULTS))
+    if not paths:
+        raise ConfigurationError(f"--published={str(folder)!r}: there is no {RESULTS} in it; give a folder of tables")
+    published: dict[str, tuple[str, CellResult]] = {}
+    for path in paths:
+        try:
+            table = _read_table(path)
+        except ResultsError as error:
+            raise ConfigurationError(f"--published={str(folder)!r}: {error}") from None
+        published = {digest_of(name): (name, result) for name, result in table.items()} | published
+    return published
+
+
+def _read_table(path: Path) -> dict[str, CellResult]:
+    curves = read_curves(path.with_name(CURVES))
+    validation, training = curves.get("val_loss", {}), curves.get("train_loss", {})
+    return {
+        run.cell: CellResult(
+            status="diverged" if run.loss is None else "finished",
+            loss=run.loss,
+            steps=run.steps,
+            seconds=run.seconds,
+            curve=validation.get(run.cell, []),
+            train_curve=training.get(run.cell, []),
+        )
+        for run in read_results(path)[0]
+    }
 
 
 class Table:
@@ -51,7 +97,9 @@ class Table:
         published: trainings that count as run, though they have no folder here.
     """
 
-    def __init__(self, recipe: Recipe, rows: Sequence[Row], folder: Path, published: Published | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, rows: Sequence[RowRecipe], folder: Path, published: Published | None = None
+    ) -> None:
         self.recipe = recipe
         self.folder = folder
         self.published = published or {}
@@ -61,7 +109,7 @@ class Table:
         """Names of the trainings that the results were read from."""
         self._names: dict[CellKey, str] = {}
 
-    def plan(self, rows: Sequence[Row] | None = None) -> Plan:
+    def plan(self, rows: Sequence[RowRecipe] | None = None) -> Plan:
         """Plan ``rows``, by default all of them, with every result that is on disk."""
         rows = list(self.rows.values()) if rows is None else rows
         while True:
@@ -137,9 +185,9 @@ class Table:
         results = {key: self.results[key] for key in plan.cells if key in self.results}
         self.folder.mkdir(parents=True, exist_ok=True)
         write_tables(self.folder, self.recipe.name, results, self.places)
-        write_open(self.folder, self._open(plan))
+        write_lines(self.folder / OPEN, Open, self._open(plan))
         plots = sorted(path.name for path in self.folder.glob("*.svg"))
-        write_whole(self.folder / TABLE, page(read_results(self.folder / RESULTS), plots))
+        write_whole(self.folder / TABLE, page(Ablation.of(*read_results(self.folder / RESULTS)), plots))
 
     def check_recipe(self) -> None:
         """Refuse a table that is another recipe's, which would be lost.
@@ -169,52 +217,12 @@ class Table:
         yield own
         yield from sorted(folder for folder in own.parent.glob(f"*_{self.digest(key)}") if folder != own)
 
-    def _open(self, plan: Plan) -> Iterator[tuple[RowKey, float | None, int | None, str]]:
+    def _open(self, plan: Plan) -> Iterator[Open]:
         for key in plan.pending:
             failed = (folder / LOG for folder in self._folders(key) if (folder / _FAILED).exists())
             log = next((os.path.relpath(path, self.folder) for path in failed), "")
-            yield key.row, key.lr, key.seed, log
+            status = "failed" if log else "pending"
+            yield Open(**key.row.columns(), lr=key.lr, seed=key.seed, status=status, log=log)
         for row in self.rows.values():
             if row.correction.same_lr and row.key not in plan.chosen:
-                yield row.key, None, None, ""
-
-
-Published = Mapping[str, tuple[str, CellResult]]
-"""By what a training's name says that it trains: its name, and how it ended."""
-
-
-def read_published(folder: Path) -> Published:
-    """Read every ``results.csv``, with the ``curves.csv`` beside it, in a folder and in its subfolders.
-
-    Of a training that several tables hold, the first one counts, by the name of its folder.
-
-    Raises:
-        ConfigurationError: there is none, or one of them is not a table; with all that is wrong in it.
-    """
-    paths = sorted(folder.rglob(RESULTS))
-    if not paths:
-        raise ConfigurationError(f"--published={str(folder)!r}: there is no {RESULTS} in it; give a folder of tables")
-    published: dict[str, tuple[str, CellResult]] = {}
-    for path in paths:
-        try:
-            table = _read_table(path)
-        except ResultsError as error:
-            raise ConfigurationError(f"--published={str(folder)!r}: {error}") from None
-        published = {digest_of(name): (name, result) for name, result in table.items()} | published
-    return published
-
-
-def _read_table(path: Path) -> dict[str, CellResult]:
-    curves = read_all_curves(path.with_name(CURVES))
-    validation, training = curves.get("val_loss", {}), curves.get("train_loss", {})
-    return {
-        run.cell: CellResult(
-            status="diverged" if run.loss is None else "finished",
-            loss=run.loss,
-            steps=run.steps,
-            seconds=run.seconds,
-            curve=validation.get(run.cell, []),
-            train_curve=training.get(run.cell, []),
-        )
-        for run in read_results(path).runs
-    }
+                yield Open(**row.key.columns(), lr=None, seed=None, status="pending", log="")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan, Row
+from lightning_asyncpp.tools.ablation.grid import CellKey
+from lightning_asyncpp.tools.ablation.recipe.rows import Plan, RowRecipe
 from lightning_asyncpp.tools.ablation.results import RESULT, CellResult
 from lightning_asyncpp.tools.ablation.run.cell import CHANGED
 from lightning_asyncpp.tools.ablation.run.recorder import PROGRESS
@@ -89,7 +90,7 @@ class Runner:
     def __init__(
         self,
         table: Table,
-        rows: Sequence[Row],
+        rows: Sequence[RowRecipe],
         environments: Sequence[dict[str, str]],
         accelerator: str,
         progress: Progress,

@@ -7,8 +7,8 @@ A page holds pairs of lines
 
 FOLDER, relative to the page, holds ``results.csv``; after ``#`` stands the name of a table: main, corrections, equal,
 delays or search.
-``python -m lightning_asyncpp.tools.ablation.report.embed PAGE`` replaces what is between them; ``--check`` only
-compares. What all tables of a kind have below them, stands below the first one alone.
+``python docs/embed_tables.py PAGE`` replaces what is between them; ``--check`` only compares. What all tables of a kind
+have below them, stands below the first one alone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from lightning_asyncpp.tools.ablation.report.reading import ResultsError, read_results
+from lightning_asyncpp.tools.ablation.report.summary import Ablation
 from lightning_asyncpp.tools.ablation.report.tables import TABLES, Definitions
-from lightning_asyncpp.tools.ablation.results import RESULTS
+from lightning_asyncpp.tools.ablation.results import RESULTS, ResultsError, read_results
 
 END = "<!-- end of table -->"
 _START = re.compile(r"<!-- table: (?P<folder>[^#]*?)(?:#(?P<table>.*?))? -->")
@@ -32,12 +32,11 @@ class PageError(ValueError):
     """A page whose markers cannot be followed; the message names the file and line."""
 
 
-def embed(page: Path, root: Path | None = None) -> bool:
+def embed(page: Path) -> bool:
     """Write every marked table of a page again.
 
     Args:
         page: a Markdown file.
-        root: what the folders in the markers are relative to; default: the page's folder.
 
     Returns:
         Whether the page changed.
@@ -46,15 +45,14 @@ def embed(page: Path, root: Path | None = None) -> bool:
         PageError: a marker is not closed, or names a table or folder that is not there; all problems at once.
     """
     old = page.read_text(encoding="utf-8")
-    new = embedded(page, root)
+    new = embedded(page)
     if new != old:
         page.write_text(new, encoding="utf-8")
     return new != old
 
 
-def embedded(page: Path, root: Path | None = None) -> str:
+def embedded(page: Path) -> str:
     """The text of the page with every table made again; nothing is written. Arguments and errors: see `embed`."""
-    root = page.parent if root is None else root
     problems: list[str] = []
     lines: list[str] = []
     opened: int | None = None
@@ -67,7 +65,7 @@ def embedded(page: Path, root: Path | None = None) -> str:
             problems.append(f"{page}:{number}: ends a table that was not begun")
         if start is not None:
             opened = number
-            text = _table(f"{page}:{number}", root, start["folder"], start["table"], problems)
+            text = _table(f"{page}:{number}", page.parent, start["folder"], start["table"], problems)
             lines += [line, "", *definitions.below(start["table"], text).splitlines(), ""]
         elif line.strip() == END:
             opened = None
@@ -86,7 +84,7 @@ def _table(place: str, root: Path, folder: str, table: str | None, problems: lis
         problems.append(f'{place}: no table "{table or ""}"; expected FOLDER#TABLE, TABLE one of {", ".join(TABLES)}')
         return ""
     try:
-        text = TABLES[table](read_results(root / folder / RESULTS))
+        text = TABLES[table](Ablation.of(*read_results(root / folder / RESULTS)))
     except ResultsError as error:
         problems.append(f"{place}: {error}")
         return ""
@@ -99,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Embed into the pages named on the command line, or check them."""
     parser = ArgumentParser(
         allow_abbrev=False,
-        prog="python -m lightning_asyncpp.tools.ablation.report.embed",
+        prog="python docs/embed_tables.py",
         description="Ablation tables in pages of documentation.",
     )
     parser.add_argument("pages", type=Path, nargs="+", help="Markdown files")
@@ -112,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for page in changed:
         print(f"{page}: {'out of date' if arguments.check else 'tables written again'}")
     if arguments.check and changed:
-        sys.exit(f"Run `python -m lightning_asyncpp.tools.ablation.report.embed {' '.join(map(str, changed))}`.")
+        sys.exit(f"Run `python docs/embed_tables.py {' '.join(map(str, changed))}`.")
 
 
 def _stale(page: Path) -> bool:
