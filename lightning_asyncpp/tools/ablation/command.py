@@ -21,9 +21,8 @@ from lightning_asyncpp.tools.ablation.recipe.check import find_problems
 from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe, read_recipe
 from lightning_asyncpp.tools.ablation.recipe.rows import Plan, RowRecipe, make_rows, most_cells, with_leaders
 from lightning_asyncpp.tools.ablation.run.conditions import gpu_problems, mixture, name_of, slots, versions
-from lightning_asyncpp.tools.ablation.run.progress import Report, duration, seconds_left
 from lightning_asyncpp.tools.ablation.run.training_folders import Table, read_published
-from lightning_asyncpp.tools.ablation.run.training_runner import Runner
+from lightning_asyncpp.tools.ablation.run.training_runner import Report, Runner, duration, seconds_left
 
 
 class StoppedError(BaseException):

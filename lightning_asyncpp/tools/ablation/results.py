@@ -24,7 +24,7 @@ RESULT = "result.json"
 RESULTS, CURVES, OPEN, TABLE = "results.csv", "curves.csv", "open.csv", "table.md"
 Curve = list[tuple[int, float]]
 Curves = dict[str, Curve]
-T = TypeVar("T")
+Line = TypeVar("Line", Run, Open, CurvePoint)
 _SHOWN_PROBLEMS = 20
 
 
@@ -108,8 +108,11 @@ def write_tables(folder: Path, table: str, results: Mapping[CellKey, CellResult]
     points: dict[str, list[CurvePoint]] = {}
     for key in sorted(results, key=_order):
         result, cell = results[key], cells[key]
-        ended = {"status": result.status, "loss": result.loss, "steps": result.steps, "seconds": result.seconds}
-        runs.append(Run(table, **key.row.columns(), lr=key.lr, seed=key.seed, **ended, cell=cell))
+        run = Run(
+            table, **key.row.columns(), lr=key.lr, seed=key.seed, status=result.status, loss=result.loss,
+            steps=result.steps, seconds=result.seconds, cell=cell,
+        )  # fmt: skip
+        runs.append(run)
         points[cell] = [
             CurvePoint(cell, step, metric, value)
             for metric, curve in (("val_loss", result.curve), ("train_loss", result.train_curve))
@@ -119,7 +122,7 @@ def write_tables(folder: Path, table: str, results: Mapping[CellKey, CellResult]
     write_lines(folder / CURVES, CurvePoint, [point for curve in points.values() for point in curve])
 
 
-def write_lines(path: Path, kind: type[T], lines: Iterable[T]) -> None:
+def write_lines(path: Path, kind: type[Line], lines: Iterable[Line]) -> None:
     """Write a CSV file, whole or not at all: ``lines`` of the dataclass ``kind``, whose fields are the columns."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
@@ -179,8 +182,8 @@ def read_curves(path: Path) -> dict[str, Curves]:
 
 
 def _parsed(
-    path: Path, kind: type[T], check: Callable[[dict[str, str]], None], problems: list[str]
-) -> Iterator[tuple[int, T]]:
+    path: Path, kind: type[Line], check: Callable[[dict[str, str]], None], problems: list[str]
+) -> Iterator[tuple[int, Line]]:
     """The lines that can be parsed, with their numbers; what is wrong with the others goes to ``problems``."""
     columns = fields(kind)
     try:

@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def draw(folder, runs, curves=True):
     folder.mkdir(exist_ok=True)
-    points = read_curves(write_curves(folder, runs))["val_loss"] if curves else {}
+    points = read_curves(write_curves(folder, runs)).get("val_loss", {}) if curves else {}
     return plots.write_plots(folder, Ablation.of(runs), points)
 
 

@@ -7,7 +7,7 @@ import pytest
 from lightning_asyncpp.tools.ablation.grid import CellKey, Group, Row
 from lightning_asyncpp.tools.ablation.recipe.rows import Plan
 from lightning_asyncpp.tools.ablation.results import CellResult
-from lightning_asyncpp.tools.ablation.run.progress import seconds_left
+from lightning_asyncpp.tools.ablation.run.training_runner import seconds_left
 
 
 def key(optimizer: str, seed: int = 1) -> CellKey:

@@ -135,8 +135,8 @@ def test_the_page_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     write_results(tmp_path, [run(1.5, delay="0")])
     write_report(tmp_path)
     before = (tmp_path / "table.md").read_text()
-    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
     write_results(tmp_path, [run(1.7, delay="0")])
+    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(OSError, match="no space"):
         write_report(tmp_path)
     assert (tmp_path / "table.md").read_text() == before

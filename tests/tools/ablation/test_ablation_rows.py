@@ -161,4 +161,4 @@ def test_every_search_ends_with_the_best_of_what_it_tried(
 @pytest.mark.parametrize("delay", ["pipedream", 2])
 def test_delays_are_named_as_in_the_tables(delay: object) -> None:
     named = Delay({"delay": delay, "stages": 4, "micro_batches": 2})
-    assert (named.text, named.stages) == (f"{delay} micro_batches=2", "4")
+    assert (named.text, named.stages) == (f"{delay} micro_batches=2", 4)
