@@ -26,18 +26,18 @@ from lightning_asyncpp.yaml_limits import limit_yaml
 
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
-    "ablate": "lightning_asyncpp.tools.ablation.ablate_command",
+    "ablate": "lightning_asyncpp.tools.ablation.ablate",
     "bench": "lightning_asyncpp.tools.bench.command",
     "check": "lightning_asyncpp.tools.check.command",
-    "checkpoint": "lightning_asyncpp.tools.checkpoint.checkpoint_command",
+    "checkpoint": "lightning_asyncpp.tools.checkpoint.checkpoint",
     "doctor": "lightning_asyncpp.tools.doctor.command",
     "evaluate": "lightning_asyncpp.tools.saved.evaluate",
     "export": "lightning_asyncpp.tools.saved.export",
     "generate": "lightning_asyncpp.tools.saved.generate",
     "import": "lightning_asyncpp.tools.saved.importing",
-    "plan": "lightning_asyncpp.tools.plan.plan_command",
-    "prepare": "lightning_asyncpp.tools.prepare.prepare_command",
-    "trace": "lightning_asyncpp.tools.trace.trace_command",
+    "plan": "lightning_asyncpp.tools.plan.plan",
+    "prepare": "lightning_asyncpp.tools.prepare.prepare",
+    "trace": "lightning_asyncpp.tools.trace.trace",
 }
 
 # Optimizers known by the name of their rule for matrices; torch.optim.Muon takes nothing but matrices, and no model.

@@ -20,7 +20,7 @@ from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
 from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
-from lightning_asyncpp.tools.prepare.prepare_command import _parser, _request
+from lightning_asyncpp.tools.prepare.prepare import _parser, _request
 from tests.data.unigram import unigram_loss
 from tests.tools.ablation.small import load_recipe
 
