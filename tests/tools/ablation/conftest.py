@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_asyncpp.tools.ablation import ablate as ablate
+from lightning_asyncpp.tools.ablation import ablate
 from lightning_asyncpp.tools.ablation.report import __main__ as ablate_report
 from lightning_asyncpp.tools.ablation.run import training_runner as ablate_run
 from tests.tools.ablation.pretending import PRETENDER

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.tools.ablation import ablate as ablate
+from lightning_asyncpp.tools.ablation import ablate
 from lightning_asyncpp.tools.ablation.report import __main__ as ablate_report
 from lightning_asyncpp.tools.ablation.run import training_folders as ablate_table
 from lightning_asyncpp.tools.ablation.run.conditions import versions

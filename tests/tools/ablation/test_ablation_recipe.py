@@ -11,7 +11,7 @@ import torch
 
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.tools.ablation import ablate as ablate
+from lightning_asyncpp.tools.ablation import ablate
 from lightning_asyncpp.tools.ablation.recipe import cell_config as config
 from lightning_asyncpp.tools.ablation.recipe.cell_config import cell_config, cell_name, own_sources
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems, parameter_names, refusal
