@@ -20,27 +20,27 @@ from typing_extensions import override
 from lightning_asyncpp.data.stage_loader import stage_loader
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
-from lightning_asyncpp.fabric.clipping import ClippingBook, ClippingMixin
+from lightning_asyncpp.fabric.clipping import ClippingMixin, MiniBatchNote
 from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.fabric.reading import resumable
 from lightning_asyncpp.fabric.recording import RecordingMixin
 from lightning_asyncpp.fabric.stopping import StopMixin
 from lightning_asyncpp.pipeline.arguments import check_arguments
+from lightning_asyncpp.pipeline.batches.batch_output import NanLosses
 from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers, trains_nothing
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems
 from lightning_asyncpp.pipeline.ranks.mesh import Placement
-from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
-from lightning_asyncpp.pipeline.updates.nan_losses import NanLosses
+from lightning_asyncpp.pipeline.wire.reading import Reading
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 StepFunction = Callable[[Any], Any]
@@ -141,7 +141,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         self._hooks = UserHooks()
         self._names: frozenset[str] = frozenset()
         self._nan_losses = NanLosses()
-        self._clippings = ClippingBook()
+        self._note = MiniBatchNote()
         self._empty_optimizers = EmptyOptimizers()
         # Gradients are reduced once per update whatever the loop does: there is nothing to switch off.
         drop_backward_sync_control(self)
@@ -174,7 +174,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         self._hooks = self._hooks_of(module)
         precision = str(self.precision.precision)
         problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
-        with self.session.collective():
+        with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
             self._names = frozenset(module.state_dict())
             assert self.session.resolved is not None
@@ -194,12 +194,12 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             ConfigurationError: on every rank, with the problems of all ranks.
         """
         self._empty_optimizers.end()
-        with self.session.collective():
+        with self.session.watch.collective():
             agree_on_problems(self._mesh, refusals.optimizer_problems(self.session, optimizer))
             self.session.finish()
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")
-            self.session.attach(optimizer)
+            self.session.attach(optimizer, self._step_optimizer)
         mark_as_stepped(optimizer)
         return optimizer
 
@@ -221,7 +221,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
     @override
     def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         self._check_collective("all_reduce")
-        with self.session.collective():
+        with self.session.watch.collective():
             return super().all_reduce(tensor, group, reduce_op)
 
     # -- data -----------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         Raises:
             ConfigurationError: the first time, on every rank, if a rank found that the step cannot be run right.
         """
-        engine = self._trained_engine("strategy.training_step")
+        self._trained_engine("strategy.training_step")
         if self._recorder is not None:
             self._recorder.begin_batch()
         with self._driving():
@@ -263,7 +263,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         if not self._mesh.is_last:
             return None
         if (nan := output.nan_losses()) is not None:
-            self._nan_losses.take(engine.mini_batch, nan[1])
+            self._note.nan_places.append(Reading([nan[1]]))
         loss = output.mean_loss(self._hooks.loss_reduction)
         return torch.full((), float("nan"), device=self.root_device) if loss is None else loss
 
@@ -286,8 +286,9 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         if not engine.accumulating:
             raise ConfigurationError(refusals.NOTHING_TO_STEP)
         with self._driving():
-            self.session.close()
-            self._applied(self.session.apply_due(self._step_optimizer))
+            note, self._note = self._note, MiniBatchNote()
+            self.session.close(note=note)
+            self._applied(self.session.apply_due())
         if self._recorder is not None:
             self._recorder.end_batch()
 
@@ -301,24 +302,22 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         if self._recorder is not None:
             self._recorder.write()
 
-    def _step_optimizer(self) -> None:
-        optimizer = self.session.optimizer
+    def _step_optimizer(self, update: Update) -> None:
+        optimizer, note = self.session.optimizer, update.ticket.note
         assert optimizer is not None
-        clipping = self._clippings.get(self.session.updating().mini_batch)
-        if clipping is not None:
-            clipping.apply(self.session)
+        if note.clipping is not None:
+            note.clipping.apply(self.session)
         self.precision.optimizer_step(optimizer)
 
     def _applied(self, updates: list[Update]) -> None:
         for update in updates:
-            self._clippings.forget(update.mini_batch)
-            self._nan_losses.updated(update.mini_batch, update.message.finite)
+            self._nan_losses.updated(update.mini_batch, update.ticket.note.nan_places, update.message.finite)
             self.gradient_norm = update.message.norm
             if update.message.weight:
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
 
     def _drain(self) -> None:
-        self._applied(self.session.drain(self._step_optimizer))
+        self._applied(self.session.drain())
 
     def _settle(self, caller: str) -> None:
         """Drain, between two mini-batches only."""
@@ -347,7 +346,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             with backward_allowed(True):
                 yield
         except BaseException as error:
-            self.session.fail(error)
+            self.session.watch.fail(error)
             raise
 
     # -- evaluation -----------------------------------------------------------------------------------------------

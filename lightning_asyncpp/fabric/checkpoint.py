@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.fabric import refusals
-from lightning_asyncpp.fabric.clipping import ClippingBook
+from lightning_asyncpp.fabric.clipping import MiniBatchNote
 from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.fabric.private import converted_state
 from lightning_asyncpp.pipeline.checkpoint.apart import APART, Names
@@ -56,7 +56,7 @@ class CheckpointMixin(Strategy):
     session: PipelineSession
     checkpoints: CheckpointWriter
     _names: frozenset[str]  # of the whole model's state_dict
-    _clippings: ClippingBook
+    _note: MiniBatchNote
     _resumed_at: int | None = None  # the micro-batch that followed when an optimizer was loaded
 
     @abstractmethod
@@ -156,7 +156,7 @@ class CheckpointMixin(Strategy):
             check_set_up(self.session, state[name])
             load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
             load_optimizer(self.session, state[name], remainder.pop(name))
-            self._clippings.clear()
+            self._note = MiniBatchNote()
             self._resumed_at = self.session.running().next_forward
         return remainder
 

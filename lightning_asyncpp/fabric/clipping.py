@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.fabric.strategies.strategy import Strategy
@@ -14,8 +14,9 @@ from typing_extensions import override
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.session import PipelineSession, check_norm_type
-from lightning_asyncpp.pipeline.updates.update import clip_values
+from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.updates.clipping import check_norm_type, clip_values
+from lightning_asyncpp.pipeline.wire.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -38,37 +39,17 @@ class Clipping:
             clip_values(session.running().weights.parameters.values(), self.limit)
 
 
-class ClippingBook:
-    """The clipping of every mini-batch whose update is outstanding."""
+@dataclass
+class MiniBatchNote:
+    """What the loop did for a mini-batch that its update, one call later, must know of.
 
-    def __init__(self) -> None:
-        self._entries: dict[int, Clipping] = {}
+    Attributes:
+        clipping: of its gradient; None for none.
+        nan_places: of each of its batches the first micro-batch whose loss is NaN, from 1; or 0.
+    """
 
-    def record(self, mini_batch: int, clipping: Clipping) -> None:
-        """Clip the gradient of ``mini_batch``; a second call of the same kind replaces the first.
-
-        Raises:
-            ConfigurationError: both kinds are asked for.
-        """
-        before = self._entries.get(mini_batch)
-        if before is not None and before.algorithm != clipping.algorithm:
-            raise ConfigurationError(
-                f"clip_gradients was called with {before.algorithm} and with {clipping.algorithm} for the same update:"
-                " the norm over all stages is that of the gradient before either; use one of them"
-            )
-        self._entries[mini_batch] = clipping
-
-    def get(self, mini_batch: int) -> Clipping | None:
-        """The clipping of a mini-batch, if any was asked for."""
-        return self._entries.get(mini_batch)
-
-    def forget(self, mini_batch: int) -> None:
-        """Drop the entry of a mini-batch whose update is done."""
-        self._entries.pop(mini_batch, None)
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._entries.clear()
+    clipping: Clipping | None = None
+    nan_places: list[Reading] = field(default_factory=list)
 
 
 class ClippingMixin(Strategy):
@@ -79,7 +60,7 @@ class ClippingMixin(Strategy):
     """
 
     session: PipelineSession
-    _clippings: ClippingBook
+    _note: MiniBatchNote  # of the mini-batch that is open
 
     @abstractmethod
     def _trained_engine(self, caller: str) -> Engine:
@@ -108,7 +89,14 @@ class ClippingMixin(Strategy):
         self._record(Clipping("clip_val", float(clip_val)))
 
     def _record(self, clipping: Clipping) -> None:
+        """A second call of the same kind replaces the first."""
         engine = self._trained_engine("fabric.clip_gradients()")
         if not engine.accumulating:
             raise ConfigurationError(refusals.NOTHING_TO_CLIP)
-        self._clippings.record(engine.mini_batch, clipping)
+        before = self._note.clipping
+        if before is not None and before.algorithm != clipping.algorithm:
+            raise ConfigurationError(
+                f"clip_gradients was called with {before.algorithm} and with {clipping.algorithm} for the same update:"
+                " the norm over all stages is that of the gradient before either; use one of them"
+            )
+        self._note.clipping = clipping

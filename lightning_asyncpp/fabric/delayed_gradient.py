@@ -33,7 +33,7 @@ from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
-from lightning_asyncpp.pipeline.session import check_norm_type
+from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
 from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
+from lightning_asyncpp.pipeline.batches.micro_batch import Slot
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.elsewhere import Home
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Step, Task
-from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, weight_version
+from lightning_asyncpp.pipeline.runner.common import Flight, StageBeforeFailedError, Task
+from lightning_asyncpp.pipeline.runner.stages import stage_runner
+from lightning_asyncpp.pipeline.schedule import Action, Kind
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.step.host_batch import HostBatch
 from lightning_asyncpp.pipeline.trace import Beside
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, MiniBatch, Update
+from lightning_asyncpp.pipeline.updates.control_message import Payload
+from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
-from lightning_asyncpp.pipeline.updates.update import Payload
 from lightning_asyncpp.pipeline.updates.update_queue import UpdateQueue
 from lightning_asyncpp.pipeline.weights import WeightVersions
 from lightning_asyncpp.pipeline.wire.transport import Transport
@@ -36,7 +38,7 @@ class Engine:
     """One stage of a running pipeline.
 
     Per batch: :meth:`run`; when the mini-batch is complete (once per batch without accumulation) :meth:`close`, then
-    :meth:`apply_due`. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
+    ``updates.apply_due()``. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
 
     Args:
         stage: this rank's units.
@@ -64,15 +66,12 @@ class Engine:
         transport: Transport | None = None,
     ) -> None:
         self.stage, self.mesh, self.settings = stage, mesh, settings
-        self.delay = 0 if settings.steps_ahead(mesh.stage) else settings.delay
-        start = settings.synchronous_start
-        self.schedule = Schedule(mesh.stage, mesh.num_stages, settings.lookahead, self.delay, start)
-        self.weights = WeightVersions(
-            stage.parameters, 1 + self.delay, stage.uses, stage.buffers, settings.compute_dtype
-        )
+        self.schedule = settings.schedule(mesh.stage)
+        versions = self.schedule.stage_rule.num_versions
+        self.weights = WeightVersions(stage.parameters, versions, stage.uses, stage.buffers, settings.compute_dtype)
         if transport is None and mesh.num_stages > 1:
-            transport = Transport(mesh, device, settings.settings.max_message_bytes, timeout)
-        self.runner = StageRunner(stage, mesh, transport, hooks, seed, device)
+            transport = Transport(mesh, device, settings.max_message_bytes, timeout)
+        self.runner = stage_runner(stage, mesh, transport, hooks, seed, device)
         self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule)
         self.next_forward = 0
         self.next_backward = 0
@@ -95,11 +94,6 @@ class Engine:
         return self.updates.open.index
 
     @property
-    def delay_of_next_update(self) -> int:
-        """How old, on this stage, gradients are from the update of the next mini-batch on: 0 in a synchronous start."""
-        return self.schedule.updates_behind(self.mini_batch)
-
-    @property
     def idle(self) -> bool:
         """Whether nothing is in flight and no update is outstanding."""
         return self.next_backward == self.next_forward and not self.updates.closed
@@ -108,6 +102,10 @@ class Engine:
     def drained(self) -> bool:
         """Whether a drain would do nothing on any stage; the last one is often :attr:`idle` while others are not."""
         return self.idle and self._drained == self.next_forward
+
+    def ended_as_agreed(self) -> bool:
+        """Whether all ranks have agreed to end here, and nothing is in flight on this one."""
+        return self.updates.agreed.interrupted and self.idle
 
     @property
     def accumulating(self) -> bool:
@@ -120,7 +118,7 @@ class Engine:
 
         The same on all stages: a last stage without delay has nothing in flight between two batches.
         """
-        return weight_version(self.mini_batch, self.settings.delay, self.settings.synchronous_start) == self.mini_batch
+        return self.schedule.pipeline_rule.at_newest(self.mini_batch)
 
     def run(self, batch: Any, step: Step) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
@@ -162,29 +160,18 @@ class Engine:
         """Declare the mini-batch complete: the batches since the last close share one update.
 
         Args:
-            ticket: hyper-parameters to apply it with.
+            ticket: what was set for its update.
             payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
                 stages give counts.
         """
         self._check_what_is_trained()
-        flushes = self.settings.updates_behind(self.mini_batch) == 0
+        flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
         self.updates.close(self.next_forward, ticket, payload)
         if flushes:
             self._finish_backwards()
         self.updates.launch_complete(self.next_backward)
 
-    def apply_due(self, apply: Callable[[Update], None]) -> list[Update]:
-        """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
-
-        Args:
-            apply: steps the optimizer; the parameters hold the gradients meanwhile.
-
-        Raises:
-            NonFiniteGradientError: under the policy ``"stop"``, on every rank.
-        """
-        return self.updates.apply_due(apply)
-
-    def drain(self, apply: Callable[[Update], None]) -> list[Update]:
+    def drain(self) -> list[Update]:
         """Finish everything in flight and apply every update of a complete mini-batch; collective.
 
         Only the clock changes: the next mini-batch runs on the weights that it would have run on anyway.
@@ -203,7 +190,7 @@ class Engine:
             self.updates.launch_complete(self.next_backward)
             if transport is not None:
                 transport.expect_end()  # what the stage before may still need on its way there has been sent
-            updates = self.updates.apply_all(apply)
+            updates = self.updates.apply_all()
             if transport is not None:
                 transport.settle()
         self._drained = self.next_forward
@@ -270,7 +257,7 @@ class Engine:
     ) -> None:
         """Take up counters, the older weights and the masters; the parameters were loaded before."""
         self.next_forward = self.next_backward = self._drained = state["micro_batch"]
-        self.updates.open = MiniBatch(state["mini_batch"], state["micro_batch"])
+        self.updates.open = MiniBatch(self.mesh, state["mini_batch"], state["micro_batch"])
         self.updates.last_norm = state.get("norm")
         self.evaluated = state.get("evaluated", 0)
         self.weights.restore(state["version"], older, masters)
@@ -287,13 +274,7 @@ class Engine:
             self.runner.transport.close()
 
     def _slots(self, batch: Any) -> list[Slot]:
-        count = self.settings.micro_batches
-        if not (self.mesh.is_first or self.mesh.is_last):
-            return [Slot()] * count
-        hooks = self.runner.hooks
-        weigh = hooks.micro_batch_weight if self.mesh.is_first else None
-        closely = self.runner.around.looks_closely
-        return cut_batch(batch, count, hooks.split_batch, weigh, self.host_batch.of(batch), may_wait=closely)
+        return self.runner.slots(batch, self.settings.micro_batches, self.host_batch)
 
     def _slots_checked(self, batch: Any) -> list[Slot]:
         slots: list[Slot] = []
@@ -306,7 +287,7 @@ class Engine:
         return slots
 
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
-        version = self.schedule.weight_version(self.mini_batch)
+        version = self.schedule.stage_rule.version(self.mini_batch)
         leaves = self.weights.leaves(version)
         task = Task(k, version, leaves, slot.content, slot.mark, step, weight=slot.weight)
         flight = self.runner.forward(task)
@@ -336,7 +317,7 @@ class Engine:
         flight, error = None, None
         try:
             flight = self._forward(k, slot, step)
-            self.weights.check_unwritten(self.schedule.weight_version(self.mini_batch))
+            self.weights.check_unwritten(self.schedule.stage_rule.version(self.mini_batch))
         except Exception as caught:
             error = caught
             self.runner.announce_failure(k, error)

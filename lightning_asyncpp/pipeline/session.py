@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.change_guard import ChangeGuard
 from lightning_asyncpp.pipeline.cut.averages import Averages
 from lightning_asyncpp.pipeline.cut.cuda_graphs import cuda_graph_problems
@@ -28,37 +30,24 @@ from lightning_asyncpp.pipeline.errors import (
     different_calls,
     lost_peers,
 )
-from lightning_asyncpp.pipeline.failures.failing_session import FailingSession
+from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, broadcast_tensor, exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Step
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.pipeline.step.clipping_guard import ClippingGuard
 from lightning_asyncpp.pipeline.tied_state import tied_group_problems
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
+from lightning_asyncpp.pipeline.updates.control_message import Payload
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.step_guard import StepGuard
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
-from lightning_asyncpp.pipeline.updates.update import Payload, clip_coefficient
 from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
 
-ApplyStep = Callable[[], None]
+OptimizerStep = Callable[[Update], None]
 _FINISHED = "finished"
 
 
-def check_norm_type(norm_type: float) -> None:
-    """Refuse norms other than the 2-norm: the control message carries a sum of squares.
-
-    Raises:
-        ConfigurationError: it is another one.
-    """
-    if norm_type != 2.0:
-        raise ConfigurationError(
-            f"norm_type={norm_type}: over pipeline stages gradients are clipped by their 2-norm only; leave it out"
-        )
-
-
-class PipelineSession(FailingSession):
+class PipelineSession:
     """Everything that a strategy holds about its pipeline.
 
     Args:
@@ -66,6 +55,7 @@ class PipelineSession(FailingSession):
         timeout: of blocking communication; default: torch's.
 
     Attributes:
+        watch: what is known of failures, and done about them.
         where_to_change: weights, in words that end the message about a change elsewhere.
         how_to_clip: gradients, in words that follow the message about torch's own function.
     """
@@ -78,8 +68,10 @@ class PipelineSession(FailingSession):
     where_to_change = "in optimizer.register_step_post_hook(...), which runs with every update, or after a flush()"
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
-        super().__init__(settings.heartbeat)
         self.settings, self.timeout = settings, timeout
+        self.watch = FailureWatch(settings.heartbeat)
+        self.mesh: Mesh | None = None
+        self.engine: Engine | None = None
         self.resolved: ResolvedSettings | None = None
         self.partition: Partition | None = None
         self.stage: Stage | None = None
@@ -88,6 +80,7 @@ class PipelineSession(FailingSession):
         self.optimizer: Optimizer | None = None
         self.seed = 0
         self._office: TicketOffice | None = None
+        self._step: OptimizerStep | None = None
         self._update: Update | None = None
         self._in_step = False
         self._changes: ChangeGuard | None = None
@@ -104,7 +97,7 @@ class PipelineSession(FailingSession):
             self.resolved = resolved
             self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank, placement=resolved.placement)
             self.mesh.connect(self.timeout, self.settings.neighbour_ctas)
-        self.guard.begin(self.mesh)
+        self.watch.begin(self.mesh)
         return self.mesh
 
     def cut(
@@ -142,17 +135,32 @@ class PipelineSession(FailingSession):
         """
         mesh, stage = self._connected(), self.stage
         assert stage is not None, "cut() comes before start()"
-        self.guard.begin(mesh)
+        self.watch.begin(mesh)
         stage.refresh()
         self._copy_from_first_replica(stage)
         if self.averages is not None:
             self.averages.fill()
         settings = self.settings if training else self.settings.with_delay(0)
-        self.failure, self.optimizer, self._office = None, None, None
+        self.watch.failure, self.optimizer, self._office = None, None, None
         timeout = None if self.timeout is None else self.timeout.total_seconds()
         resolved = settings.resolved(mesh.world_size)
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
+        self.watch.started(self.engine.runner.transport, self.engine.ended_as_agreed)
         self._changes = ChangeGuard(self.engine, self.where_to_change)
+        return self.engine
+
+    def running(self) -> Engine:
+        """The engine.
+
+        Raises:
+            PeerLostError: another rank failed, or is gone.
+            RuntimeError: the pipeline was not started, or failed before: nobody would answer.
+        """
+        self.watch.check()
+        if self.engine is None:
+            error = sys.exc_info()[1]  # which one of Lightning's callbacks that save on an exception would hide
+            why = f": {type(error).__name__}: {error}" if error is not None else ""
+            raise RuntimeError(f"the pipeline is not set up yet{why}")
         return self.engine
 
     def describe(self) -> str:
@@ -168,11 +176,12 @@ class PipelineSession(FailingSession):
             f" {settings.micro_batches} micro-batches{ahead}, delay {settings.delay}{after}{layers}{route}"
         )
 
-    def attach(self, optimizer: Optimizer, with_closure: bool = False) -> None:
+    def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
         """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
 
         Args:
             optimizer: of this stage.
+            step: clips the gradient of an update, and steps the optimizer.
             with_closure: whether its steps are given a closure that does more than to return something.
 
         Raises:
@@ -189,7 +198,7 @@ class PipelineSession(FailingSession):
         if problems:
             raise ConfigurationError.from_problems(problems)
         stage.layers_elsewhere = {}  # whoever groups parameters has done so
-        self.optimizer = optimizer
+        self.optimizer, self._step = optimizer, step
         self._office = TicketOffice(optimizer)
         self.tell_delay()
         if stage.num_stages > 1:
@@ -198,7 +207,7 @@ class PipelineSession(FailingSession):
         weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
         self._let_anybody_step()
         self._step_guard = StepGuard(optimizer, lambda: self._update is not None)
-        self.running().updates.on_left_out = lambda: leave_out(optimizer)
+        engine.updates.apply, engine.updates.leave_out = self._apply, lambda: leave_out(optimizer)
 
     def check_optimizer(self, optimizer: object) -> None:
         """Refuse a step of another optimizer than the attached one."""
@@ -214,7 +223,8 @@ class PipelineSession(FailingSession):
     def tell_delay(self) -> None:
         """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
         if callable(set_delay := getattr(self.optimizer, "set_delay", None)):
-            set_delay(self.running().delay_of_next_update)
+            engine = self.running()
+            set_delay(engine.schedule.stage_rule.updates_behind(engine.mini_batch))
 
     @contextmanager
     def user_step(self) -> Iterator[None]:
@@ -241,8 +251,8 @@ class PipelineSession(FailingSession):
                 f"{name} was called inside {step}: only the last stage runs it to the end, so the others would never"
                 f" join; move it {elsewhere}"
             )
-        if self.failure is not None:
-            self.running()
+        if self.watch.failure is not None:
+            self.watch.check()
 
     def run(self, batch: Any, step: Step) -> BatchOutput:
         """Run a training batch: see :meth:`Engine.run`.
@@ -256,20 +266,24 @@ class PipelineSession(FailingSession):
         changes.after_batch()
         return output
 
-    def close(self, payload: Payload | None = None) -> None:
-        """End the mini-batch and file its ticket; raises as :meth:`run` does."""
+    def close(self, payload: Payload | None = None, note: Any = None) -> None:
+        """End the mini-batch and file its ticket; raises as :meth:`run` does.
+
+        Args:
+            payload: what its control message carries.
+            note: what the strategy wants to find in its update's ticket.
+        """
         assert self._office is not None, "attach() an optimizer before training"
         engine, changes = self._watched()
         changes.before_close()
-        if engine.mini_batch == engine.settings.synchronous_start > 0:
+        if engine.schedule.stage_rule.begins_at(engine.mini_batch):
             self.tell_delay()  # all earlier updates have been applied: they ended with a flush
-        engine.close(self._office.file(), payload)
+        engine.close(self._office.file(note), payload)
 
-    def apply_due(self, step: ApplyStep, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
+    def apply_due(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Apply the updates whose time has come.
 
         Args:
-            step: clips and steps the optimizer.
             afterwards: called when they have been applied; it may still change weights.
 
         Raises:
@@ -277,16 +291,16 @@ class PipelineSession(FailingSession):
         """
         engine, changes = self._watched()
         changes.before_updates()
-        updates = engine.apply_due(lambda update: self._apply(update, step))
+        updates = engine.updates.apply_due()
         afterwards()
         changes.after_updates()
         return updates
 
-    def drain(self, step: ApplyStep, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
+    def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
         engine, changes = self._watched()
         changes.before_drain()
-        updates = engine.drain(lambda update: self._apply(update, step))
+        updates = engine.drain()
         changes.after_drain()
         afterwards()
         return updates
@@ -302,26 +316,16 @@ class PipelineSession(FailingSession):
 
         Returns:
             The norm before clipping.
-        """
-        check_norm_type(norm_type)
-        norm = self.updating().message.norm
-        factor = clip_coefficient(norm, max_norm)
-        if factor < 1.0:
-            # Each on its own: torch._foreach_mul_ would round the factor to bf16 where the gradients are.
-            for parameter in self.running().weights.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        return torch.tensor(norm)
-
-    def updating(self) -> Update:
-        """The update that is being applied.
 
         Raises:
-            RuntimeError: none is; gradients exist only meanwhile.
+            RuntimeError: no update is being applied; gradients exist only meanwhile.
         """
+        check_norm_type(norm_type)
         if self._update is None:
             raise RuntimeError("gradients can be clipped only while an update is applied")
-        return self._update
+        norm = self._update.message.norm
+        clip_by_norm(self.running().weights.parameters.values(), norm, max_norm)
+        return torch.tensor(norm)
 
     def finish(self) -> None:
         """End the run, after every message has arrived; a collective unless the session failed.
@@ -331,13 +335,13 @@ class PipelineSession(FailingSession):
         if self.engine is None:
             return
         try:
-            if self.failure is None and self.engine.runner.transport is not None:
+            if self.watch.failure is None and self.engine.runner.transport is not None:
                 self.engine.runner.transport.settle()
                 self.engine.runner.transport.announce_end_of_run()
                 self._finish_together()
                 self.engine.close_connections()
         except (PeerLostError, ProtocolError) as error:
-            self.fail(error)
+            self.watch.fail(error)
             raise
         finally:
             self._let_anybody_step()
@@ -363,15 +367,16 @@ class PipelineSession(FailingSession):
             self.finish()
         finally:
             self._clipping_guard.end()
-            self.guard.end()
+            self.watch.guard.end()
 
-    def _apply(self, update: Update, step: ApplyStep) -> None:
+    def _apply(self, update: Update) -> None:
         assert self._office is not None
+        assert self._step is not None
         self._update = update
         try:
             lending = lent(self.optimizer, update.weights_before)
             with self._office.redeemed(update.ticket), lending, writing(self.optimizer, self._compute_weights()):
-                step()
+                self._step(update)
         finally:
             self._update = None
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.cut.ties import Tie
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.ranks.agreement import exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.updates.ties import Tie
 
 _NOT_OPTIONS = ("params", "param_names")
 _TRAINED = "requires_grad"

@@ -36,8 +36,8 @@ from lightning_asyncpp.pipeline.ranks.mesh import Placement
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.pipeline.updates.clipping import clip_values
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
-from lightning_asyncpp.pipeline.updates.update import clip_values
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.batch_ends import BatchEnds
 from lightning_asyncpp.pytorch.collectives import Collectives
@@ -150,13 +150,12 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         self.session.where_to_change = _WHERE_TO_CHANGE
         self.progress = Progress(inexact_resume)
         self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
-        self.session.guard.is_torn_down = True
+        self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._placeholder_hooks = PlaceholderHooks([])
         self._only_moves_batches = True
         self._batch_ends: BatchEnds | None = None
         self._stale_reads: StaleReads | None = None
-        self._steps_of: dict[int, int] = {}  # mini-batch -> global_step in its batch
         self._hidden_example: HiddenExample | None = None
         self._conductor: Conductor | None = None
         self._loss: Tensor = torch.zeros(())
@@ -189,7 +188,6 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients, self.progress)
         self._conductor.install(trainer)
         self._batch_ends.install(trainer)
-        self._steps_of.clear()
         self.step_metrics.connect(trainer, module, self.in_epoch_end)
         self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if training:
@@ -228,7 +226,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
 
     def _attach_optimizer(self, trainer: L.Trainer) -> None:
         optimizer = self.optimizers[0]
-        self.session.attach(optimizer, with_closure=True)
+        self.session.attach(optimizer, self._step_optimizer, with_closure=True)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
@@ -349,9 +347,8 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
             result = closure()
             if not self.session.running().accumulating:
                 raise ConfigurationError(NOTHING_TO_STEP)
-            self._steps_of[self.session.running().mini_batch] = self._module.trainer.global_step
-            self.session.close(self.step_metrics.payload())
-            self._receive(self.session.apply_due(self._step_optimizer, self._batch_ends.call_late))
+            self.session.close(self.step_metrics.payload(), note=self._module.trainer.global_step)
+            self._receive(self.session.apply_due(self._batch_ends.call_late))
         return result
 
     def drain(self) -> None:
@@ -359,14 +356,13 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
             self._batch_ends.check_drain()
             with self._engine_works():
-                self._receive(self.session.drain(self._step_optimizer, self._batch_ends.call_late))
+                self._receive(self.session.drain(self._batch_ends.call_late))
 
     def _engine_works(self) -> AbstractContextManager[None]:
         return nullcontext() if self._stale_reads is None else self._stale_reads.paused()
 
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:
-            self._steps_of.pop(update.mini_batch, None)
             if not update.message.finite:
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
         self.step_metrics.receive(updates)
@@ -376,10 +372,12 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         if not self._mesh.is_last:
             self._loss = torch.full((), loss, device=self.root_device)
 
-    def _step_optimizer(self) -> None:
-        """Clip and step, with the user's hooks around it; they see the step that their gradient's batch saw."""
-        step = self._steps_of[self.session.updating().mini_batch]
-        with private.at_global_step(self._module.trainer, step):
+    def _step_optimizer(self, update: Update) -> None:
+        """Clip and step, with the user's hooks around it; they see the ``global_step`` that their gradient's batch saw.
+
+        It is the note that the mini-batch was closed with.
+        """
+        with private.at_global_step(self._module.trainer, update.ticket.note):
             once = OneGradient(self.optimizers[0])
             self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=once)
             once.check_called()
@@ -409,7 +407,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         if self._started_others:
             return  # no rank failed here, and the next ones begin anew
         if self._conductor is None or not self._conductor.preemption.ended:  # else all ranks end together
-            self.session.fail(exception)
+            self.session.watch.fail(exception)
 
     @override
     def teardown(self) -> None:
@@ -432,12 +430,12 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
                 self._conductor.preemption.requeue()
             with _without_meta_tensors(self.lightning_module):
                 super().teardown()  # moves the module to the host
-            if self.session.engine is not None and self.session.failure is None:
+            if self.session.engine is not None and self.session.watch.failure is None:
                 self.session.engine.weights.to_host()
             if self.lightning_module is not None:
                 warn_of_state_dict(self.lightning_module)
         finally:
-            self.session.guard.release()
+            self.session.watch.guard.release()
 
     @classmethod
     @override

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.cut.stage import Stage
+from lightning_asyncpp.pipeline.cut.ties import names_on
 from lightning_asyncpp.pipeline.optimizers.by_position import (
     asked_again,
     may_go_by_position,
     options_of,
     position_problems,
 )
-from lightning_asyncpp.pipeline.updates.ties import names_on
 
 
 def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, stage: Stage) -> list[str]:

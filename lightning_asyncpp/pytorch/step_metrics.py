@@ -19,13 +19,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput, nan_loss_text
 from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.ranks.agreement import exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, Update
-from lightning_asyncpp.pipeline.updates.nan_losses import nan_loss_text
-from lightning_asyncpp.pipeline.updates.update import Payload
+from lightning_asyncpp.pipeline.updates.control_message import Payload
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pytorch import private
 from lightning_asyncpp.pytorch.log_recorder import (
     Accumulator,

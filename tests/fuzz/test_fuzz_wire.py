@@ -25,8 +25,8 @@ from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
 from lightning_asyncpp.pipeline.ranks.rendezvous import Listener, call
 from lightning_asyncpp.pipeline.wire import header as header_module
 from lightning_asyncpp.pipeline.wire import transport as transport_module
-from lightning_asyncpp.pipeline.wire.boundary import put_together, take_apart
-from lightning_asyncpp.pipeline.wire.header import BEGINNING_BYTES, MAX_STRUCTURE_BYTES, Header, describe
+from lightning_asyncpp.pipeline.wire.boundary import MAX_STRUCTURE_BYTES, put_together, take_apart
+from lightning_asyncpp.pipeline.wire.header import BEGINNING_BYTES, Header, describe
 from lightning_asyncpp.pipeline.wire.link import Link
 from lightning_asyncpp.pipeline.wire.transport import Transport
 

@@ -17,12 +17,12 @@ from tests.workers import opened
 # before: normally the device has got there, and nobody waits.
 BUDGET = {
     Wait(
-        "mini-batch", "Event.synchronize", "pipeline/updates/update.py:_compose"
+        "mini-batch", "Event.synchronize", "pipeline/updates/mini_batch.py:_send_message"
     ): 1,  # norms, counts, losses, logged values
     Wait("mini-batch", "Event.synchronize", "pipeline/updates/reduction.py:_read"): 1,  # norms of what replicas summed
 }
 STEPS_AHEAD = {
-    Wait("mini-batch", "copy", "pipeline/updates/update.py:reduce_now"): 1
+    Wait("mini-batch", "copy", "pipeline/updates/mini_batch.py:reduce_now"): 1
 }  # a last stage without delay, replicas
 MOST = 2
 MIXED = {"precision": "bf16-mixed"}

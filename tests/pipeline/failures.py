@@ -104,6 +104,7 @@ class Run:
         hooks = UserHooks(split_batch=self.split_batch, micro_batch_weight=self.case.weight)
         self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.engine.updates.apply = lambda _: self.optimizer.step() and None
         self.office = TicketOffice(self.optimizer)
         self.step = self.case.step(self.model)
         ALIVE.append(self)
@@ -112,10 +113,10 @@ class Run:
         """One batch, and the updates that are due after it."""
         self.engine.run(self.case.batch(index, self.mesh.replica) if batch is None else batch, step or self.step)
         self.engine.close(self.office.file())
-        return self.engine.apply_due(lambda _: self.optimizer.step())
+        return self.engine.updates.apply_due()
 
     def drain(self) -> None:
-        self.engine.drain(lambda _: self.optimizer.step())
+        self.engine.drain()
 
 
 def error_of_user(mesh: Mesh, stage: int, when: int) -> None:

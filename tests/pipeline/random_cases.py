@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_asyncpp.pipeline.cut.ties import find_ties
 from lightning_asyncpp.pipeline.cut.units import Unit, has_parameters, pipeline_units
 from lightning_asyncpp.pipeline.schedule import largest_lookahead
-from lightning_asyncpp.pipeline.updates.ties import find_ties
 from tests.pipeline.cases import OPTIMIZERS, Case
 from tests.pipeline.random_layers import FORMS, KINDS, SHARED, make
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint import state
@@ -22,7 +23,7 @@ from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput, Update
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from tests.pipeline.cases import Case
 
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
@@ -78,7 +79,7 @@ class Training:
         self.engine: Engine = session.start(hooks, device, training=True)
         self.optimizer = case.make_optimizer(list(self.model.named_parameters()))
         self.scheduler = case.make_scheduler(self.optimizer)
-        session.attach(self.optimizer)
+        session.attach(self.optimizer, self._step)
 
     def close(self, outputs: list[BatchOutput]) -> None:
         """End the mini-batch."""
@@ -88,13 +89,13 @@ class Training:
             total = sum(weight for _, weight in counted)
             self.losses.append(sum(loss * weight for loss, weight in counted) / max(total, 1e-9))
         self.session.close()
-        self._take(self.session.apply_due(self._step))
+        self._take(self.session.apply_due())
         check_what_is_kept(self.engine, outputs)
         if self.scheduler is not None:
             self.scheduler.step()
 
     def drain(self) -> None:
-        self._take(self.session.drain(self._step))
+        self._take(self.session.drain())
 
     def evaluate(self, index: int) -> None:
         self.drain()
@@ -133,7 +134,7 @@ class Training:
             "replica": mesh.replica, "stage": mesh.stage,
         }  # fmt: skip
 
-    def _step(self) -> None:
+    def _step(self, _: Update) -> None:
         if self.case.max_norm is not None:
             self.session.clip(self.case.max_norm)
         self.optimizer.step()
@@ -141,7 +142,7 @@ class Training:
     def _take(self, updates: list[Update]) -> None:
         layout = self.stage.whole.statistics
         for update in updates:
-            if not update.skipped:
+            if update.message.finite and update.message.weight:
                 self.norms.append(update.message.norm)
                 self.statistics.append(layout.metrics(update.message.statistics))
 
@@ -160,8 +161,8 @@ def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
     results = [tensor for output in outputs for tensor in tensors_of(output.results)]
     assert not any(tensor.requires_grad for tensor in results)
     assert len(engine.updates._leaving) <= 3  # shared gradients on their way
-    stepped = [m.pending for m in engine.updates.closed if m.stepped and m.pending is not None]
-    assert not any(gradient is not None for pending in stepped for gradient in pending.gradients.values())
+    stepped = [mini_batch for mini_batch in engine.updates.closed if mini_batch.stepped]
+    assert not any(gradient is not None for mini_batch in stepped for gradient in mini_batch.gradients.values())
 
 
 def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list[float]]:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError
-from lightning_asyncpp.pipeline.wire.boundary import put_together, take_apart
-from lightning_asyncpp.pipeline.wire.header import MAX_STRUCTURE_BYTES
+from lightning_asyncpp.pipeline.wire.boundary import MAX_STRUCTURE_BYTES, put_together, take_apart
 
 Pair = namedtuple("Pair", ["x", "y"])
 

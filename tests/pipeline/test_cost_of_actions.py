@@ -99,6 +99,7 @@ def _train(mesh: Mesh, micro_batches: int, at: tuple[int, ...]) -> list[tuple[fl
     engine = Engine(cut(model, mesh.stage, mesh.num_stages, 0, device), mesh, settings, 0, device, UserHooks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     office = TicketOffice(optimizer)
+    engine.updates.apply = lambda _: optimizer.step() and None
     batch = torch.ones(micro_batches, DIM)
 
     def step(micro_batch: Tensor, weight: float) -> Tensor:
@@ -107,7 +108,7 @@ def _train(mesh: Mesh, micro_batches: int, at: tuple[int, ...]) -> list[tuple[fl
     def train_batch() -> None:
         engine.run(batch, step)
         engine.close(office.file())
-        engine.apply_due(lambda update: optimizer.step() and None)
+        engine.updates.apply_due()
 
     costs = []
     for t in range(at[-1] + SAMPLES):
@@ -119,7 +120,7 @@ def _train(mesh: Mesh, micro_batches: int, at: tuple[int, ...]) -> list[tuple[fl
             costs[-1].append((count[0] / micro_batches, _objects()))
         else:
             train_batch()
-    engine.drain(lambda update: optimizer.step() and None)
+    engine.drain()
     return [(min(calls for calls, _ in some), min(objects for _, objects in some)) for some in costs]
 
 

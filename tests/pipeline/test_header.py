@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError
+from lightning_asyncpp.pipeline.wire.boundary import MAX_STRUCTURE_BYTES
 from lightning_asyncpp.pipeline.wire.header import (
     BEGINNING_BYTES,
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
-    MAX_STRUCTURE_BYTES,
     MAX_TENSORS,
     Header,
     TensorInfo,

@@ -40,9 +40,9 @@ def test_a_ticket_is_a_copy() -> None:
     ticket = TicketOffice(optimizer).file()
     optimizer.param_groups[0]["lr"].fill_(7.0)
     optimizer.param_groups[0]["extra"]["values"].append(2)
-    assert ticket[0]["lr"].item() == pytest.approx(0.1)
-    assert ticket[0]["extra"] == {"values": [1]}
-    assert "params" not in ticket[0]
+    assert ticket.groups[0]["lr"].item() == pytest.approx(0.1)
+    assert ticket.groups[0]["extra"] == {"values": [1]}
+    assert "params" not in ticket.groups[0]
 
 
 def test_tensor_hyper_parameters_are_set_and_put_back() -> None:

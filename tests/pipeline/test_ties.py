@@ -15,6 +15,7 @@ from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint.optimizer_state import keep_states_once
 from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.ties import Tie, find_ties
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -29,7 +30,7 @@ from lightning_asyncpp.pipeline.tied_state import (
     tied_group_problems,
 )
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
-from lightning_asyncpp.pipeline.updates.ties import Tie, TiedGradients, find_ties
+from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.pipeline.wire.transport import Transport
 from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from tests.pipeline.cases import DIM, Case
@@ -223,11 +224,12 @@ def test_a_stage_in_the_middle_waits_for_what_it_shares(
         engine = Engine(stage, mesh, settings, case.seed, CPU, UserHooks(), transport=transport)
         optimizer = case.make_optimizer(list(stage.parameters.values()))
         office = TicketOffice(optimizer)
+        engine.updates.apply = lambda _: optimizer.step() and None
         for i in range(4):
             engine.run(case.batch(i), case.step(stage.model))
             engine.close(office.file())
-            engine.apply_due(lambda _: optimizer.step())
-        engine.drain(lambda _: optimizer.step())
+            engine.updates.apply_due()
+        engine.drain()
         return {name: p.detach() for name, p in stage.parameters.items()}
 
     trained = {name: p for stage in run_in_turns(3, train, CPU) for name, p in stage.items()}

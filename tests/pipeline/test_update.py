@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,27 +11,28 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.updates.clipping import clip_coefficient, gradient_norm
+from lightning_asyncpp.pipeline.updates.control_message import StopFlags
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch
 from lightning_asyncpp.pipeline.updates.reduction import squares
-from lightning_asyncpp.pipeline.updates.ties import TiedGradients
-from lightning_asyncpp.pipeline.updates.update import (
-    PendingUpdate,
-    StopFlags,
-    clip_coefficient,
-    gradient_norm,
-)
+from lightning_asyncpp.pipeline.updates.ticket import Ticket
+from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.pipeline.updates.update_queue import UpdateQueue
 
 
-def pending(gradients: dict[str, Any], weight: float = 2.0, stop: StopFlags | None = None) -> PendingUpdate:
-    payload = torch.tensor([4.0, 5.0], dtype=torch.float64)
-    return PendingUpdate(Mesh(1, 1, 0), torch.device("cpu"), gradients, weight, stop or StopFlags(), payload)
+def launched(
+    gradients: dict[str, Any], stop: StopFlags | None = None, index: int = 0, tied: TiedGradients | None = None
+) -> MiniBatch:
+    """A mini-batch of one process with this gradient."""
+    mini_batch = MiniBatch(Mesh(1, 1, 0), index, index, weight=2.0, tied=tied)
+    mini_batch.close(index + 1, Ticket(), torch.tensor([4.0, 5.0], dtype=torch.float64), num_statistics=0)
+    mini_batch.launch(gradients, torch.zeros(0), stop or StopFlags(), {})
+    return mini_batch
 
 
 def test_the_message_of_one_process() -> None:
-    update = pending({"a": torch.tensor([3.0, 0.0, 0.0]), "b": torch.tensor([0.0, 4.0, 0.0]), "c": None})
-    update.launch()
-    message = update.finish()
+    mini_batch = launched({"a": torch.tensor([3.0, 0.0, 0.0]), "b": torch.tensor([0.0, 4.0, 0.0]), "c": None})
+    message = mini_batch.finish()
     assert (message.weight, message.norm, message.finite) == (2.0, 2.5, True)
     assert (message.interrupted, message.finished) == (0, 0)
     assert message.payload.tolist() == [[4.0, 5.0]]
@@ -40,16 +40,13 @@ def test_the_message_of_one_process() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_one_element_that_is_no_number_is_noticed(value: float) -> None:
-    update = pending({"a": torch.ones(3), "b": torch.tensor([0.0, value, 0.0])})
-    update.launch()
-    assert not update.finish().finite
+    mini_batch = launched({"a": torch.ones(3), "b": torch.tensor([0.0, value, 0.0])})
+    assert not mini_batch.finish().finite
 
 
 @pytest.mark.parametrize("flag", ["interrupted", "finished"])
 def test_flags_are_told_apart(flag: str) -> None:
-    update = pending({"a": None}, stop=StopFlags(**{flag: True}))
-    update.launch()
-    message = update.finish()
+    message = launched({"a": None}, stop=StopFlags(**{flag: True})).finish()
     assert (message.interrupted, message.finished) == (flag == "interrupted", flag == "finished")
 
 
@@ -94,11 +91,9 @@ def test_mini_batches_pass_on_in_order() -> None:
     queue = object.__new__(UpdateQueue)
     queue.closed, queue._leaving = deque(), deque()
     for index, (name, looks) in enumerate({"first": 1, "second": 0}.items()):
-        on_its_way = replace(
-            pending({"a": torch.ones(2)}), tied=cast("TiedGradients", ArrivesLate(looks, passed_on, name))
-        )
-        queue.closed.append(MiniBatch(index, index, pending=on_its_way))
-    queue.closed.append(MiniBatch(2, 2))
+        tied = cast("TiedGradients", ArrivesLate(looks, passed_on, name))
+        queue.closed.append(launched({"a": torch.ones(2)}, index=index, tied=tied))
+    queue.closed.append(MiniBatch(Mesh(1, 1, 0), 2, 2))
     queue.poll()
     assert passed_on == []
     queue.poll()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
-from lightning_asyncpp.pipeline.step.clipping_guard import ClippingGuard
 from lightning_asyncpp.pipeline.step.gradient_hooks import parameter_hook_problems
+from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard
 from lightning_asyncpp.private_names import PrivateNameError
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, fit

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.cut.elsewhere import Home
+from lightning_asyncpp.pipeline.cut.ties import Tie
 from lightning_asyncpp.pipeline.cut.units import Unit
-from lightning_asyncpp.pipeline.updates.ties import Tie
 
 Uses = dict[int, str]
 """Position of a unit on its stage -> what it calls the parameter, in the model."""

@@ -9,8 +9,8 @@ from typing import TypeVar
 from torch import nn
 
 from lightning_asyncpp.pipeline.cut.statistics import StatisticsLayout, counting_problems
+from lightning_asyncpp.pipeline.cut.ties import Tie, find_ties
 from lightning_asyncpp.pipeline.cut.units import Unit, has_parameters
-from lightning_asyncpp.pipeline.updates.ties import Tie, find_ties
 
 T = TypeVar("T")
 

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks, loss_of
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.emulator.uses_apart import uses_apart
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
-from lightning_asyncpp.pipeline.runner import Step, loss_of
 from lightning_asyncpp.pipeline.updates.buckets import plan_buckets
-from lightning_asyncpp.pipeline.updates.mini_batch import BatchOutput
-from lightning_asyncpp.pipeline.updates.update import gradient_norm
+from lightning_asyncpp.pipeline.updates.clipping import gradient_norm
 from lightning_asyncpp.pipeline.weights import sum_of
+from lightning_asyncpp.pipeline.wire.reading import Reading
 
 
 class MicroBatchGradient:
@@ -60,7 +60,7 @@ class MicroBatchGradient:
         self.next_micro_batch = 0
         self.weight = 0.0
         self.counted = Collected()
-        self.nan_places: list[Tensor] = []  # of its batches, the first micro-batch whose loss is NaN, from 1; or 0
+        self.nan_places: list[Reading] = []  # of its batches, the first micro-batch whose loss is NaN, from 1; or 0
         self._sums: dict[str, Tensor | None] = {}
         self._further_uses: list[tuple[str, Tensor | None]] = []  # name, sum of a later unit that shares a parameter
         self._norms: dict[str, float] = {}
@@ -105,7 +105,7 @@ class MicroBatchGradient:
             parameter.grad = None  # a zero_grad() in place would take the sum away
         output = BatchOutput(results, weights)
         if (nan := output.nan_losses()) is not None:
-            self.nan_places.append(nan[1])
+            self.nan_places.append(Reading([nan[1]]))
         return output
 
     def restore(self) -> None:

@@ -1,56 +1,213 @@
-"""Mini-batches on their way from the first forward to the update, and what is left to show of them."""
+"""A mini-batch from its first forward to its update: sums over replicas, then the one control message."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import Collected
-from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
-from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.runner import loss_of
-from lightning_asyncpp.pipeline.updates.exchange import ControlSum
+from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.errors import lost_peers
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.updates.buckets import Gradients
+from lightning_asyncpp.pipeline.updates.control_message import (
+    ControlMessage,
+    ControlSum,
+    MessageLayout,
+    Payload,
+    StopFlags,
+)
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
-from lightning_asyncpp.pipeline.updates.ties import TiedGradients
-from lightning_asyncpp.pipeline.updates.update import ControlMessage, Payload, PendingUpdate
+from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients
+from lightning_asyncpp.pipeline.wire.reading import Reading
 
 
-@dataclass
+@dataclass(eq=False)
 class MiniBatch:
     """Micro-batches that share one update.
 
+    Batches are added to it until :meth:`close`. When its last backward is done, :meth:`launch` sends its gradient on
+    the way to the optimizer; from there on nothing blocks until :meth:`finish`.
+
     Attributes:
+        mesh: this rank's place.
         index: t.
         first: its first micro-batch.
         end: one past its last micro-batch; None while more may come (gradient accumulation).
-        weight: sum of the micro-batches' weights so far; known on the last stage.
-        ticket: hyper-parameters for its update.
-        payload: what the last stage attaches to the control message.
-        exchange: of its control messages, once it is complete.
-        reduction: of its gradient over the replicas, once that has begun; None with one replica.
-        tied: exchange of the gradients that other stages share, once it is complete; None if there are none.
+        weight: sum of the micro-batches' weights so far; known on the last stages only.
         counted: what this stage's layers counted in its micro-batches.
-        pending: its gradient on the way to the optimizer, once complete.
+        ticket: what was set for its update, once it is closed.
+        payload: this replica's attachment to the control message, of the same length on all ranks.
+        layout: of its control message, once it is closed.
+        exchange: of the control messages, once it is closed; None in a world of one rank.
+        tied: the sums of gradients that other stages share, once it is closed; None if there are none.
+        reduction: of its gradient over the replicas, once that has begun; None with one replica.
+        launched: whether its gradient is complete and on the way.
+        gradients: name -> summed gradient of this stage, once complete; replaced by the sum over the replicas.
         stepped: whether this stage has stepped ahead of the others.
     """
 
+    mesh: Mesh
     index: int
     first: int
     end: int | None = None
     weight: float = 0.0
-    ticket: Ticket | None = None
-    payload: Payload = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    exchange: ControlSum | None = None
-    reduction: Reduction | None = None
-    tied: TiedGradients | None = None
     counted: Collected = field(default_factory=Collected)
-    pending: PendingUpdate | None = None
+    ticket: Ticket = field(default_factory=Ticket)
+    payload: Payload = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    layout: MessageLayout = field(init=False)
+    exchange: ControlSum | None = None
+    tied: TiedGradients | None = None
+    reduction: Reduction | None = None
+    launched: bool = False
+    gradients: Gradients = field(default_factory=dict)
     stepped: bool = False
+    _stop: StopFlags = field(default_factory=StopFlags)
+    _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    _counts: Reading = field(init=False)
+    _norms: Reading | None = None
+    _squares: float = 0.0
+    _message: Tensor | None = None
+
+    def close(self, end: int, ticket: Ticket, payload: Payload | None, num_statistics: int) -> None:
+        """No further batch shares the update.
+
+        Args:
+            end: one past the last micro-batch.
+            ticket: what was set for the update.
+            payload: what the control message carries; None: nothing.
+            num_statistics: how many numbers the counts of all layers are.
+        """
+        self.end, self.ticket = end, ticket
+        if payload is not None:
+            self.payload = payload
+        self.layout = MessageLayout(self.mesh, num_statistics, self.payload)
+
+    def launch(
+        self, gradients: Gradients, statistics: Tensor, stop: StopFlags, uses: Mapping[str, Sequence[Tensor]]
+    ) -> None:
+        """Start the reduction over the replicas, or begin to read what the control message is to say.
+
+        Messages leave in :meth:`poll`, in the order of the mini-batches.
+
+        In the middle of a pipeline it waits for shared gradients of stages behind, which were complete before its own:
+        the stage before waits for the control message, and this one for activations of that stage.
+
+        Args:
+            gradients: name -> summed gradient of this stage.
+            statistics: what this stage's layers counted, in their places among all layers'; where they counted it.
+            stop: what this rank asks for.
+            uses: name -> the gradients of several layers of this stage that share a parameter with another stage's, in
+                the order in which they are added; none with several replicas, which add them before they reduce.
+        """
+        self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
+        self._counts = Reading([statistics])
+        if self.reduction is not None:
+            self.reduction.send_rest(gradients)
+            self.gradients = self.reduction.gradients  # the stage's own are not needed any more
+            return
+        if self.tied is None or not self.mesh.is_first:
+            self._read_norms()
+
+    def poll(self) -> bool:
+        """Take up what has arrived, and send the control message if that is everything.
+
+        Returns:
+            Whether it has been sent.
+        """
+        if not self.launched:
+            return False
+        if self._message is not None:
+            return True
+        if self._norms is None:
+            if not (self.reduction is None or self.reduction.poll()):
+                return False
+            if not (self.tied is None or self.tied.have_arrived()):
+                return False
+            self._read_norms()
+        if self._is_known():
+            self._send_message()
+        return self._message is not None
+
+    def reduce_now(self, device: torch.device) -> tuple[float, float, Tensor]:
+        """Wait for the replicas, not for the other stages; the control message is sent.
+
+        Args:
+            device: of the gradients.
+
+        Returns:
+            The sum of the weights over the replicas, on a last stage; this stage's sum of squares; and its statistics
+            over the replicas.
+        """
+        weight, statistics = self.weight, self.layout.statistics(self._send_message())
+        group = self.mesh.groups.data_parallel if self.mesh.groups is not None else None
+        if group is not None:
+            own = torch.tensor([weight], dtype=torch.float64)
+            total = torch.cat([own, statistics]).to(device, non_blocking=True)
+            with lost_peers():
+                dist.all_reduce(total, group=group)
+            total = total.cpu()
+            weight, statistics = float(total[0]), total[1:]
+        return weight, self._squares, statistics
+
+    def finish(self) -> ControlMessage:
+        """Wait for what all ranks have to say, and for the whole sums of gradients that stages share."""
+        total = self._send_message()
+        if self.exchange is not None:
+            with lost_peers():
+                total = self.exchange.finish()
+        if self.tied is not None:
+            self.tied.take_whole_sums(self.gradients)
+        return self.layout.read(total)
+
+    def _read_norms(self) -> None:
+        """Begin to read what of this stage's gradient the host must know: all that is not in the reduction's norms."""
+        if self.tied is not None:
+            self.tied.pass_on(self.gradients, self._uses)
+        elsewhere = self.tied.counted_elsewhere if self.tied is not None else ()
+        tied = self.tied.names if self.tied is not None else ()
+        counted = [
+            gradient
+            for name, gradient in self.gradients.items()
+            if gradient is not None and name not in elsewhere and (self.reduction is None or name in tied)
+        ]
+        self._norms = Reading([foreach.norms(counted, torch.float64)])
+
+    def _is_known(self) -> bool:
+        """Whether the device has got to everything that the message holds."""
+        payload = True if isinstance(self.payload, Tensor) else self.payload.is_there()
+        return payload and self._norms is not None and self._norms.is_there() and self._counts.is_there()
+
+    def _send_message(self) -> Tensor:
+        """Send the control message unless it has been sent; waits for the device, once.
+
+        Returns:
+            This rank's part of it.
+        """
+        if self._message is not None:
+            return self._message
+        if self._norms is None:
+            if self.reduction is not None:
+                self.reduction.wait()
+            self._read_norms()
+        assert self._norms is not None
+        # The newest reading first: what was asked for before it is there when it is. Added exactly, so that the order
+        # of the squares does not matter.
+        (norms,) = self._norms.get()
+        reduced = self.reduction.squares if self.reduction is not None else []
+        self._squares = math.fsum([*reduced, *(norm * norm for norm in norms)])
+        (counts,) = self._counts.get()
+        self._message = self.layout.write(self.weight, self._squares, counts, self._stop, self.payload)
+        if self.exchange is not None:
+            with lost_peers():
+                self.exchange.send(self._message)
+        return self._message
 
 
 @dataclass(frozen=True)
@@ -59,67 +216,12 @@ class Update:
 
     Attributes:
         mini_batch: t, of the gradient; the update makes W_{t+1}.
-        ticket: hyper-parameters that were set for mini-batch t.
+        ticket: what was set for mini-batch t.
         message: what all ranks agreed on.
-        skipped: whether weights and optimizer were left alone.
         weights_before: parameter -> W_t, alive as the older version; None without a delay.
     """
 
     mini_batch: int
     ticket: Ticket
     message: ControlMessage
-    skipped: bool
     weights_before: dict[nn.Parameter, Tensor] | None
-
-
-@dataclass(frozen=True)
-class BatchOutput:
-    """What the last stage has to show for a batch.
-
-    Attributes:
-        results: what the user's step returned for each micro-batch that had samples.
-        weights: their weights.
-    """
-
-    results: list[Any]
-    weights: list[float]
-
-    def mean_loss(self, reduction: str = "mean") -> Tensor | None:
-        """Weighted mean of the losses, without those that are NaN where others are not; None without samples."""
-        total = sum(self.weights)
-        if not total:
-            return None
-        losses = self._losses()
-        missing = losses.isnan()
-        if reduction == "mean":
-            losses = losses * self._counting(losses.dtype, losses.device)
-        mean = losses.sum() / total
-        others = losses.masked_fill(missing, 0.0).sum() / (total - self._weight_of(missing)).to(losses.dtype)
-        return torch.where(missing.any(), others, mean)  # asking whether any is NaN would wait for the device
-
-    def nan_losses(self) -> tuple[Tensor, Tensor] | None:
-        """Weight of the micro-batches whose loss is NaN, and which is the first of them, from 1; None without samples.
-
-        Both stay on the device; they are 0 where no loss is NaN.
-        """
-        if not sum(self.weights):
-            return None
-        missing = self._losses().isnan()
-        return self._weight_of(missing), missing.any() * (missing.int().argmax() + 1)
-
-    def _losses(self) -> Tensor:
-        """Losses of the micro-batches that have a weight."""
-        return torch.stack([loss_of(result).detach() for result, w in zip(self.results, self.weights) if w])
-
-    def _counting(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        weights = torch.tensor([weight for weight in self.weights if weight], dtype=dtype, device="cpu")
-        return weights.to(device, non_blocking=True)
-
-    def _weight_of(self, chosen: Tensor) -> Tensor:
-        dtype = torch.float32 if chosen.device.type == "mps" else torch.float64
-        return (self._counting(dtype, chosen.device) * chosen).sum()
-
-    def beside_loss(self) -> dict[str, Any]:
-        """What a training step returned beside its loss, for the whole batch."""
-        beside = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]
-        return merge_outputs(map_tensors(Tensor.detach, beside), self.weights) if any(beside) else {}

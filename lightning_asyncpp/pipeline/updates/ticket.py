@@ -1,17 +1,29 @@
-"""Tickets: the hyper-parameters that were set for a mini-batch, kept for the update that comes one batch later."""
+"""Tickets: what was set for a mini-batch, kept for the update that comes one batch later."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Ticket = list[dict[str, Any]]
+
+@dataclass(frozen=True)
+class Ticket:
+    """What was set for a mini-batch.
+
+    Attributes:
+        groups: the hyper-parameters of each of the optimizer's groups.
+        note: what the strategy wants to know again at the update; the pipeline does not look at it.
+    """
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    note: Any = None
 
 
 class TicketOffice:
@@ -25,9 +37,9 @@ class TicketOffice:
         self.optimizer = optimizer
         self._owned_by_step: set[tuple[int, str]] = set()
 
-    def file(self) -> Ticket:
-        """Copy every group's hyper-parameters as the schedulers have them now."""
-        return [_hyper_parameters(group) for group in self.optimizer.param_groups]
+    def file(self, note: Any = None) -> Ticket:
+        """Copy every group's hyper-parameters as the schedulers have them now; the note is kept with them."""
+        return Ticket([_hyper_parameters(group) for group in self.optimizer.param_groups], note)
 
     @contextmanager
     def redeemed(self, ticket: Ticket) -> Iterator[None]:
@@ -37,7 +49,7 @@ class TicketOffice:
         """
         groups = self.optimizer.param_groups
         present = [_hyper_parameters(group) for group in groups]
-        for index, (group, old) in enumerate(zip(groups, ticket)):
+        for index, (group, old) in enumerate(zip(groups, ticket.groups)):
             for key, value in old.items():
                 if (index, key) not in self._owned_by_step and key in group:
                     group[key] = _copied(value)

@@ -14,28 +14,22 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.batches.batch_output import no_weight_text
 from lightning_asyncpp.pipeline.clocks import HOST
+from lightning_asyncpp.pipeline.cut.ties import names_on, trained_on
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import StageRunner
+from lightning_asyncpp.pipeline.runner.common import StageRunner
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.trace import Beside, Recorded, Wait
 from lightning_asyncpp.pipeline.updates.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
-from lightning_asyncpp.pipeline.updates.exchange import control_sum
+from lightning_asyncpp.pipeline.updates.clipping import gradient_norm
+from lightning_asyncpp.pipeline.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
-from lightning_asyncpp.pipeline.updates.nan_losses import no_weight_text
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
-from lightning_asyncpp.pipeline.updates.ties import TiedGradients, names_on, tags_of, trained_on
-from lightning_asyncpp.pipeline.updates.update import (
-    ControlMessage,
-    Payload,
-    PendingUpdate,
-    StopFlags,
-    gradient_norm,
-    message_length,
-)
+from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients, tags_of
 from lightning_asyncpp.pipeline.weights import WeightVersions
 
 
@@ -44,10 +38,10 @@ class UpdateQueue:
 
     Args:
         mesh: this rank's place.
-        settings: delay and policies.
+        settings: its policies.
         runner: its transport and its trace.
         weights: the weight versions that the updates make.
-        schedule: which of them a mini-batch ran on.
+        schedule: which of them a mini-batch ran on, and when its update is due.
 
     Attributes:
         open: the mini-batch that batches are added to.
@@ -55,21 +49,22 @@ class UpdateQueue:
         last_norm: of the newest gradient that was applied; None before the first.
         requested: what this rank asks of all.
         agreed: what some rank asked for, and all know.
-        on_left_out: called in place of applying an update.
+        apply: steps the optimizer; the parameters hold the gradients meanwhile.
+        leave_out: called in place of it for an update that is skipped.
     """
 
     def __init__(
         self, mesh: Mesh, settings: ResolvedSettings, runner: StageRunner, weights: WeightVersions, schedule: Schedule
     ) -> None:
         self.mesh, self.settings, self.runner, self.weights, self.schedule = mesh, settings, runner, weights, schedule
-        self.open = MiniBatch(0, 0)
+        self.open = MiniBatch(mesh, 0, 0)
         self.closed: deque[MiniBatch] = deque()
         self.last_norm: float | None = None
         self.requested = StopFlags()
         self.agreed = StopFlags()
-        self.on_left_out: Callable[[], object] = lambda: None
+        self.apply: Callable[[Update], None] = _no_optimizer
+        self.leave_out: Callable[[], None] = lambda: None
         self._late = torch.empty(0, device=runner.device).is_cuda
-        self._steps_ahead = settings.steps_ahead(mesh.stage)
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
         size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
         self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
@@ -87,24 +82,21 @@ class UpdateQueue:
 
         Args:
             end: one past its last micro-batch.
-            ticket: hyper-parameters to apply it with.
+            ticket: what was set for its update.
             payload: what its control message carries.
         """
-        mini_batch = self.open
-        mini_batch.end, mini_batch.ticket = end, ticket
-        if payload is not None:
-            mini_batch.payload = payload
+        mini_batch, whole = self.open, self.runner.stage.whole
+        mini_batch.close(end, ticket, payload, whole.statistics.length)
         if self.mesh.world_size > 1:
             # Made here, long before the gradient is complete, so that receives are posted when others send.
             with lost_peers():
-                length = message_length(self.mesh, mini_batch.payload, self.runner.stage.whole.statistics.length)
-                transport, index = self.runner.transport, mini_batch.index
+                transport, index, length = self.runner.transport, mini_batch.index, mini_batch.layout.length
                 mini_batch.exchange = control_sum(self.mesh, transport, index, length, self._late)
         if self._ties:
-            tags = tags_of(self._ties, self.runner.stage.whole.ties, mini_batch.index)
+            tags = tags_of(self._ties, whole.ties, mini_batch.index)
             mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters), tags)
         self.closed.append(mini_batch)
-        self.open = MiniBatch(mini_batch.index + 1, end)
+        self.open = MiniBatch(self.mesh, mini_batch.index + 1, end)
 
     def drop_open(self, end: int, next_backward: int) -> None:
         """Let the gradient of the batches since the last :meth:`close` belong to no update.
@@ -116,7 +108,7 @@ class UpdateQueue:
         dropped = self.open
         dropped.end = end
         self._dropped.append(dropped)
-        self.open = MiniBatch(dropped.index, end)
+        self.open = MiniBatch(self.mesh, dropped.index, end)
         self.launch_complete(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
@@ -130,16 +122,16 @@ class UpdateQueue:
         if complete is None:
             return nullcontext()
         complete.reduction = self._new_reduction()
-        version = self.schedule.weight_version(complete.index)
+        version = self.schedule.stage_rule.version(complete.index)
         return complete.reduction.watching(weights, functools.partial(self.weights.gradient, version))
 
     def launch_complete(self, next_backward: int) -> None:
         """Send the gradients of mini-batches whose backwards, those before ``next_backward``, are all done."""
         while self._dropped and next_backward >= (self._dropped[0].end or 0):
-            self.weights.take_gradients(self.schedule.weight_version(self._dropped.popleft().index))
+            self.weights.take_gradients(self.schedule.stage_rule.version(self._dropped.popleft().index))
         for mini_batch in self.closed:
-            if mini_batch.pending is None and mini_batch.end is not None and next_backward >= mini_batch.end:
-                mini_batch.pending = self._launch(mini_batch)
+            if not mini_batch.launched and next_backward >= (mini_batch.end or 0):
+                self._launch(mini_batch)
         self.poll()
 
     def poll(self) -> None:
@@ -149,36 +141,36 @@ class UpdateQueue:
         apart: what arrives in the meantime for a later one waits for the one before.
         """
         for mini_batch in self.closed:
-            if mini_batch.pending is None or not mini_batch.pending.poll():
+            if not mini_batch.poll():
                 break
         while self._leaving and self._leaving[0].have_left():
             self._leaving.popleft()
 
-    def apply_due(self, apply: Callable[[Update], None]) -> list[Update]:
+    def apply_due(self) -> list[Update]:
         """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
 
         Raises:
             NonFiniteGradientError: under the policy ``"stop"``, on every rank.
         """
         updates = []
-        behind = self.settings.updates_behind(self.open.index - 1)
-        while self.closed and self.closed[0].index < self.open.index - behind:
-            updates.append(self._apply(self.closed.popleft(), apply))
-        if self.closed and self._is_ahead(self.closed[-1]):
-            self._step_ahead(self.closed[-1], apply)
+        due = self.schedule.pipeline_rule.updates_due(self.open.index - 1)
+        while self.closed and self.closed[0].index < due:
+            updates.append(self._apply(self.closed.popleft()))
+        if self.closed and self.schedule.steps_ahead(self.closed[-1].index):
+            self._step_ahead(self.closed[-1])
         return updates
 
-    def apply_all(self, apply: Callable[[Update], None]) -> list[Update]:
+    def apply_all(self) -> list[Update]:
         """Apply the updates of all whole mini-batches; their backwards are done."""
         updates = []
         while self.closed:
-            updates.append(self._apply(self.closed.popleft(), apply))
+            updates.append(self._apply(self.closed.popleft()))
         while self._leaving:
             self._leaving.popleft().settle()
         return updates
 
-    def _launch(self, mini_batch: MiniBatch) -> PendingUpdate:
-        version = self.schedule.weight_version(mini_batch.index)
+    def _launch(self, mini_batch: MiniBatch) -> None:
+        version = self.schedule.stage_rule.version(mini_batch.index)
         apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
         uses = {name: self.weights.gradients_apart(version, name) for name in apart}
         gradients = self.weights.take_gradients(version)
@@ -186,14 +178,9 @@ class UpdateQueue:
             mini_batch.reduction = self._new_reduction()
         stage = self.runner.stage
         statistics = stage.whole.statistics.pack(mini_batch.counted.take_statistics(), stage.counting_layers)
-        pending = PendingUpdate(
-            self.mesh, self.runner.device, gradients, mini_batch.weight, replace(self.requested), mini_batch.payload,
-            statistics, mini_batch.tied, mini_batch.exchange, mini_batch.reduction, uses,
-        )  # fmt: skip
         if mini_batch.tied is not None:
             self._leaving.append(mini_batch.tied)
-        pending.launch()
-        return pending
+        mini_batch.launch(gradients, statistics, replace(self.requested), uses)
 
     def _new_reduction(self) -> Reduction:
         assert self.mesh.groups is not None
@@ -203,47 +190,40 @@ class UpdateQueue:
         group, late = self.mesh.groups.data_parallel, self.weights.used_twice
         return Reduction(self._buckets, group, late=late, apart=tied, clock=clock)
 
-    def _is_ahead(self, mini_batch: MiniBatch) -> bool:
-        """Whether this stage applies the update of a mini-batch ahead of the others."""
-        return self._steps_ahead and mini_batch.index >= self.settings.synchronous_start
-
-    def _step_ahead(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> None:
+    def _step_ahead(self, mini_batch: MiniBatch) -> None:
         """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
 
         A gradient that is not finite is left alone: the control message will stop all ranks.
         """
-        if mini_batch.stepped or mini_batch.pending is None or mini_batch.ticket is None:
+        if mini_batch.stepped or not mini_batch.launched:
             return
-        weight, squares, statistics = mini_batch.pending.reduce_now()
+        weight, squares, statistics = mini_batch.reduce_now(self.runner.device)
         norm = gradient_norm(squares, weight) if self.last_norm is None else self.last_norm
         message = ControlMessage(weight, norm, True, 0, 0, torch.zeros(0, dtype=torch.float64), statistics)
-        update = Update(mini_batch.index, mini_batch.ticket, message, False, self.weights.advance())
+        update = Update(mini_batch.index, mini_batch.ticket, message, self.weights.advance())
         if math.isfinite(squares) and weight:
-            self._apply_now(mini_batch, update, apply)
-            mini_batch.pending.gradients.clear()  # what is left to wait for are the other stages' sums
+            with self._stepping(mini_batch, message):
+                self.apply(update)
+            mini_batch.gradients.clear()  # what is left to wait for are the other stages' sums
         mini_batch.stepped = True
 
-    def _apply(self, mini_batch: MiniBatch, apply: Callable[[Update], None]) -> Update:
-        assert mini_batch.pending is not None
-        is_ahead = self._is_ahead(mini_batch)
-        if is_ahead:
-            self._step_ahead(mini_batch, apply)
-        assert mini_batch.ticket is not None
-        message = self._agree(mini_batch, mini_batch.pending)
-        skipped = not message.finite or message.weight == 0
-        if is_ahead:
-            return Update(mini_batch.index, mini_batch.ticket, message, skipped, None)
-        update = Update(mini_batch.index, mini_batch.ticket, message, skipped, self.weights.advance())
-        if skipped:
-            self.on_left_out()
+    def _apply(self, mini_batch: MiniBatch) -> Update:
+        if self.schedule.steps_ahead(mini_batch.index):
+            self._step_ahead(mini_batch)
+            return Update(mini_batch.index, mini_batch.ticket, self._agree(mini_batch), None)
+        message = self._agree(mini_batch)
+        update = Update(mini_batch.index, mini_batch.ticket, message, self.weights.advance())
+        if message.finite and message.weight:
+            with self._stepping(mini_batch, message):
+                self.apply(update)
         else:
-            self._apply_now(mini_batch, update, apply)
+            self.leave_out()
         return update
 
-    def _agree(self, mini_batch: MiniBatch, pending: PendingUpdate) -> ControlMessage:
+    def _agree(self, mini_batch: MiniBatch) -> ControlMessage:
         """Wait for what all ranks have to say about a mini-batch, and note it."""
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
-            message = pending.finish()
+            message = mini_batch.finish()
         self._record_reduction(mini_batch)
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
@@ -252,9 +232,8 @@ class UpdateQueue:
         elif self.mesh.rank == 0 and not self._told:
             self._told = True
             warnings.warn(no_weight_text(mini_batch.index), stacklevel=2)
-        if not message.finite and self.settings.settings.nonfinite_gradients == "stop":
-            stage, gradients = self.mesh.stage, pending.gradients
-            raise NonFiniteGradientError(_non_finite(mini_batch.index, stage, gradients, mini_batch.stepped))
+        if not message.finite and self.settings.nonfinite_gradients == "stop":
+            raise NonFiniteGradientError(_non_finite(mini_batch))
         return message
 
     def _record_reduction(self, mini_batch: MiniBatch) -> None:
@@ -263,32 +242,33 @@ class UpdateQueue:
             index, size, end = mini_batch.index, reduction.num_bytes, trace.clock.last(reduction.ends)
             trace.record(Recorded(Beside.REDUCE, index, reduction.started, end, num_bytes=size))
 
-    def _apply_now(self, mini_batch: MiniBatch, update: Update, apply: Callable[[Update], None]) -> None:
-        assert mini_batch.pending is not None
-        gradients, version = mini_batch.pending.gradients, self.weights.newest
-        with self._gradients_set(gradients, update.message.weight):
-            with self.runner.span(Kind.UPDATE, mini_batch.index, version):
-                apply(update)
-                self.weights.note_step()
-                self.runner.stage.update_from_statistics(update.message.statistics)
-
     @contextmanager
-    def _gradients_set(self, gradients: dict[str, Tensor | None], weight: float) -> Iterator[None]:
-        foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], weight)
+    def _stepping(self, mini_batch: MiniBatch, message: ControlMessage) -> Iterator[None]:
+        """The optimizer steps meanwhile: the parameters hold the mean gradient."""
+        gradients = mini_batch.gradients
+        foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], message.weight)
         for name, parameter in self.weights.parameters.items():
             parameter.grad = gradients[name]
         try:
-            yield
+            with self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest):
+                yield
+                self.weights.note_step()
+                self.runner.stage.update_from_statistics(message.statistics)
         finally:
             for parameter in self.weights.parameters.values():
                 parameter.grad = None
 
 
-def _non_finite(mini_batch: int, stage: int, gradients: dict[str, Tensor | None], stepped: bool) -> str:
-    bad = [name for name, g in gradients.items() if g is not None and not bool(torch.isfinite(g).all())]
+def _no_optimizer(_: Update) -> None:
+    raise RuntimeError("an update is to be applied, and there is no optimizer")
+
+
+def _non_finite(mini_batch: MiniBatch) -> str:
+    stage = mini_batch.mesh.stage
+    bad = [name for name, g in mini_batch.gradients.items() if g is not None and not bool(torch.isfinite(g).all())]
     where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
     return (
-        f"the gradient of mini-batch {mini_batch} holds NaN or Inf ({where}); the weights are those before its update"
-        f"{', but for this last stage, which steps ahead' if stepped else ''}."
+        f"the gradient of mini-batch {mini_batch.index} holds NaN or Inf ({where}); the weights are those before its"
+        f" update{', but for this last stage, which steps ahead' if mini_batch.stepped else ''}."
         " Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
     )

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.tree import is_named_tuple
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError
-from lightning_asyncpp.pipeline.wire.header import MAX_STRUCTURE_BYTES
 
+MAX_STRUCTURE_BYTES = 2**16
 # How JSON tells what an entry is; a tensor is null, since its value comes beside.
 _VALUE, _TUPLE, _LIST, _DICT = "value", "tuple", "list", "dict"
 _PLAIN = (type(None), bool, int, float, str)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError, different_calls
+from lightning_asyncpp.pipeline.wire.boundary import MAX_STRUCTURE_BYTES
 from lightning_asyncpp.pipeline.wire.memory_order import Order, as_stored, empty, order_of
 
 MAX_TENSORS = 256
 MAX_DIMENSIONS = 8
-MAX_STRUCTURE_BYTES = 2**16
 _MAGIC = 0x2B57A8
 _BEGINNING = struct.Struct("<qqqdqqqqq")
 BEGINNING_BYTES = _BEGINNING.size

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
 from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
-from lightning_asyncpp.pipeline.runner import loss_of
 from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
+from lightning_asyncpp.pipeline.updates.clipping import clip_by_norm
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
-from lightning_asyncpp.pipeline.updates.update import clip_coefficient
 from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.wire.transport import Transport
 from lightning_asyncpp.tools.check.calls import compare_calls
@@ -166,12 +166,12 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
     """Train one stage, as the strategies do."""
     module, batches = copy.deepcopy(trial.module), copy.deepcopy(trial.batches)
     network = trial.network(module)
-    counts = choose_partition(network, mesh.stage, mesh.num_stages, trial.settings.settings.partition).counts
+    counts = choose_partition(network, mesh.stage, mesh.num_stages, trial.settings.partition).counts
     stage = cut(network, mesh.stage, mesh.num_stages, trial.seed, trial.device, module, counts)
     hooks = trial.hooks(module)
     transport = None
     if mesh.num_stages > 1:
-        limit = trial.settings.settings.max_message_bytes
+        limit = trial.settings.max_message_bytes
         transport = _WatchedTransport(mesh, trial.device, limit, neighbours=neighbours)
     engine = Engine(stage, mesh, trial.settings, trial.seed, trial.device, hooks, transport=transport)
     optimizer, calls = trial.optimizer(module), trial.calls(module)
@@ -180,16 +180,14 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
 
     def apply(update: Update) -> None:
         if trial.max_norm is not None:
-            factor = clip_coefficient(update.message.norm, trial.max_norm)
-            for parameter in engine.weights.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+            clip_by_norm(engine.weights.parameters.values(), update.message.norm, trial.max_norm)
         calls.before_step(optimizer)
         largest_gradients(dict(engine.weights.parameters), largest)
         with office.redeemed(update.ticket):
             optimizer.step()
         calls.end(update.mini_batch)
 
+    engine.updates.apply = apply
     losses = []
     for t, batch in enumerate(batches):
         batch = calls.prepared(batch, t)
@@ -198,8 +196,8 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
         loss = output.mean_loss(hooks.loss_reduction) if mesh.is_last else None
         losses.append(float("nan") if loss is None else float(loss))
         engine.close(office.file())
-        engine.apply_due(apply)
-    engine.drain(apply)
+        engine.updates.apply_due()
+    engine.drain()
     engine.release()
     layers = [unit.name for unit in stage.units]
     return _StageResult(layers, stage.state_dict(), losses, () if transport is None else transport.crossing, largest)

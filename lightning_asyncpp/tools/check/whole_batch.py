@@ -18,9 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks, loss_of
 from lightning_asyncpp.pipeline.randomness import seeded
-from lightning_asyncpp.pipeline.runner import loss_of
 
 # What still counts as equal: the arithmetic of other shapes rounds otherwise. Three quarters of the digits of a dtype
 # for a loss (6e-6 in fp32, 3e-2 in bf16), half of them for a gradient (3e-4, 9e-2), in which terms cancel.

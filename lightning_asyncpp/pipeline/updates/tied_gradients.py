@@ -1,4 +1,4 @@
-"""Parameters that layers of several stages share, such as the matrix of a tied embedding and head.
+"""Gradients of parameters that layers of several stages share.
 
 Each of these stages holds a copy and steps it by itself. All step with the same gradient, the sum over all uses, so
 that the copies stay equal, bitwise. It is summed in the background, after the last backward of a mini-batch and before
@@ -10,12 +10,12 @@ adds waits for a stage before.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_asyncpp.pipeline.cut.units import Unit, first_names
+from lightning_asyncpp.pipeline.cut.ties import Tie, names_on
 from lightning_asyncpp.pipeline.errors import lost_peers
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.updates.buckets import Bucket, Gradients
@@ -25,62 +25,6 @@ from lightning_asyncpp.pipeline.wire.host_work import HostWork
 _TAG = 5
 _MOST_TAGS = 16  # of other messages
 _MOST_MINI_BATCHES = 8  # under way at a time, and more
-
-
-class Tie(NamedTuple):
-    """A parameter that several stages hold.
-
-    Attributes:
-        stages: those, in order.
-        names: its name in the model on each of them.
-        is_trained: whether it was to be trained when the model was cut; between two trainings that may change.
-    """
-
-    stages: tuple[int, ...]
-    names: tuple[str, ...]
-    is_trained: bool = True
-
-    def name_on(self, stage: int) -> str:
-        """Its name on one of the stages."""
-        return self.names[self.stages.index(stage)]
-
-    def before(self, stage: int) -> int | None:
-        """The next one of them towards the first stage, if there is one."""
-        position = self.stages.index(stage)
-        return self.stages[position - 1] if position else None
-
-    def behind(self, stage: int) -> int | None:
-        """The next one of them towards the last stage, if there is one."""
-        return next(iter(self.stages[self.stages.index(stage) + 1 :]), None)
-
-    def problems(self, fresh_stage: int | None = None) -> list[str]:
-        """Why it cannot be trained, with the mend.
-
-        Args:
-            fresh_stage: a last stage without delay, if there is one.
-        """
-        if self.stages[-1] == fresh_stage:
-            return [
-                f"fresh_last_stage=True steps the last stage before the gradient of {self.names[-1]} is complete, which"
-                f" stage {self.stages[0]} shares as {self.names[0]}: leave fresh_last_stage out, or untie them (for a"
-                " GPT: tie_embeddings=False)"
-            ]
-        return []
-
-
-def find_ties(units: Sequence[Unit], counts: Sequence[int]) -> list[Tie]:
-    """Parameters that layers of several stages share.
-
-    Args:
-        units: of the whole model, before it is cut.
-        counts: number of units on each stage.
-    """
-    holders = first_names(units, counts, nn.Module.named_parameters)
-    return [
-        Tie(tuple(names), tuple(names.values()), parameter.requires_grad)
-        for parameter, names in holders.items()
-        if len(names) > 1
-    ]
 
 
 class TiedGradients:
@@ -197,23 +141,7 @@ def _sum_onto(sum_so_far: Tensor | None, gradients: Sequence[Tensor]) -> Tensor 
     return sum_so_far
 
 
-def trained_on(stage: int, ties: Sequence[Tie], trained: Container[str]) -> list[Tie]:
-    """The ties of a stage whose parameter is now trained.
-
-    Args:
-        stage: the stage.
-        ties: of the whole model.
-        trained: names of the stage's parameters that are.
-    """
-    return [tie for tie in ties if stage in tie.stages and tie.name_on(stage) in trained]
-
-
 def tags_of(ties: Sequence[Tie], whole: Sequence[Tie], mini_batch: int) -> list[int]:
     """Tags for the messages of some of a model's ties in a mini-batch, the same on all stages."""
     turn = mini_batch % _MOST_MINI_BATCHES * len(whole)
     return [_TAG + (turn + whole.index(tie)) * _MOST_TAGS for tie in ties]
-
-
-def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
-    """Names of the parameters of a stage that it shares with another."""
-    return frozenset(tie.name_on(stage) for tie in ties if stage in tie.stages)
