@@ -1,6 +1,6 @@
 """What a training of an ablation leaves behind, and the CSV files made of it: how they are written, read and checked.
 
-The columns of a file are the fields of a dataclass in :mod:`..grid`.
+The columns of a file are the fields of a dataclass of `grid.py`, and their metadata say how numbers are written.
 """
 
 from __future__ import annotations
