@@ -1,10 +1,15 @@
 """Text, tokens, and the batches made of them."""
 
 from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.hf_tokenizer import hf_tokenizer_files
 from lightning_asyncpp.data.replica import use_replica
 from lightning_asyncpp.data.text_data_module import TextDataModule
-from lightning_asyncpp.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, tokenizer_of_definition
+from lightning_asyncpp.data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    hf_tokenizer_files,
+    tokenizer_of_definition,
+)
 
 __all__ = [
     "BPETokenizer",

@@ -24,9 +24,8 @@ from lightning_asyncpp.data.source import (
     is_uri,
     load_tokenizer,
 )
-from lightning_asyncpp.data.token_dataset import count_sequences, verify_checksums
+from lightning_asyncpp.data.token_dataset import CheckedTokens, count_sequences, verify_checksums
 from lightning_asyncpp.data.tokenizer import Tokenizer
-from lightning_asyncpp.data.vocabulary import CheckedTokens
 
 if TYPE_CHECKING:
     from litdata import StreamingDataLoader, StreamingDataset

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asyncpp.models.config import GPTConfig
-from lightning_asyncpp.models.errors import WeightsError
-from lightning_asyncpp.models.saved import SavedGPT
+from lightning_asyncpp.models.saved import SavedGPT, WeightsError
 from lightning_asyncpp.storage.errors import StorageError
 from lightning_asyncpp.storage.reading import load
 

@@ -107,3 +107,12 @@ def execution_problems(activation_checkpointing: Any, compile_blocks: Any) -> li
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = str(getattr(operator, "overloadpacket", operator))
     return CheckpointPolicy.MUST_SAVE if name in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+has_autocast: Callable[[str], bool] = torch.compiler.assume_constant_result(_has_autocast)
+"""Whether ``torch.autocast`` knows a type of device; it does not know "meta". The compiler of torch 2.11 cannot look
+into torch's own function."""

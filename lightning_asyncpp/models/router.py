@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
-from lightning_asyncpp.models.autocast import has_autocast
-from lightning_asyncpp.models.config import GPTConfig
-from lightning_asyncpp.models.moe_config import MoEConfig
+from lightning_asyncpp.models.config import GPTConfig, MoEConfig
+from lightning_asyncpp.models.execution import has_autocast
 
 
 class Routing(NamedTuple):

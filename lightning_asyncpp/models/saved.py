@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.models.config import GPTConfig
-from lightning_asyncpp.models.errors import WeightsError
 from lightning_asyncpp.models.gpt import GPT
+
+# Of no meaning to a model that was trained.
+TRAINING_ONLY = frozenset({"dropout", "moe.balance_loss", "moe.z_loss", "moe.balance_bias_rate"})
+# Two models that differ in these can have the same weights.
+_FREE = TRAINING_ONLY | {"context_length", "init_std"}
+
+
+class WeightsError(ValueError):
+    """Saved weights, or what was asked of them, are wrong; the message names the file and the mend."""
+
+    @classmethod
+    def from_problems(cls, what: str, problems: Sequence[str]) -> WeightsError:
+        """One error with all problems of ``what``, a line each."""
+        return cls(f"{what}:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 @dataclass(frozen=True)
@@ -93,3 +106,24 @@ def _fill_buffers(module: nn.Module) -> None:
     if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
         module.to_empty(device="cpu", recurse=False)
         module.reset_parameters()  # type: ignore[operator]
+
+
+def values_of(config: GPTConfig) -> dict[str, Any]:
+    """All values of a config; those of a nested one have its name before a dot."""
+    values: dict[str, Any] = {}
+    for name, value in asdict(config).items():
+        nested = {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
+        values |= nested
+    values |= {"num_kv_heads": config.kv_heads, "mlp_dim": config.mlp_width, "head_dim": config.head_width}
+    return values if config.moe is None else values | {"moe.expert_dim": config.expert_width}
+
+
+def differences(config: GPTConfig, saved: GPTConfig) -> list[str]:
+    """Where a model of ``config`` cannot take the weights of a model of ``saved``, with both values."""
+    wanted, found = values_of(config), values_of(saved)
+    free = _FREE | ({"mlp_dim"} if 0 < config.num_moe_layers == config.num_layers else set())  # no block is that wide
+    return [
+        f"{name}={wanted.get(name)!r}, and the weights are those of a model with {name}={found.get(name)!r}"
+        for name in dict.fromkeys((*wanted, *found))
+        if name not in free and wanted.get(name) != found.get(name)
+    ]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.fused_adamw import can_be_fused, fused_where_layouts_agree
-from lightning_asyncpp.optim.hyper import invalid, raise_problems
+from lightning_asyncpp.optim.checks import invalid, raise_problems
 from lightning_asyncpp.optim.split import Split, split_parameters
+
+FUSED_DEVICES = ("cpu", "cuda")
+"""Where the fused step of AdamW is known to equal the plain one."""
 
 
 class MatrixAdamW(ABC, Optimizer):
@@ -40,6 +42,9 @@ class MatrixAdamW(ABC, Optimizer):
 
     added_later: ClassVar[dict[str, Any]] = {}
     """Hyper-parameters of matrices that states saved before lack, with the values that stood for all then."""
+
+    removed: ClassVar[dict[str, Any]] = {}
+    """Hyper-parameters of matrices that only states saved before have, with the values that stand for all now."""
 
     def __init__(self, params: ParamsT, adamw_names: str | None, matrix: dict[str, Any], adamw: dict[str, Any]) -> None:
         shared = ("lr", "weight_decay")
@@ -100,10 +105,19 @@ class MatrixAdamW(ABC, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Loading a state dict, copying and unpickling all come through here, with new group dicts.
+        self._drop_removed(state["param_groups"][0])
         super().__setstate__(state)
         for key, value in self.added_later.items():
             self.param_groups[0].setdefault(key, value)
         self._adopt_adamw()
+
+    def _drop_removed(self, group: dict[str, Any]) -> None:
+        for key, value in self.removed.items():
+            if (saved := group.pop(key, value)) != value:
+                raise ValueError(
+                    f"this state of {type(self).__name__} was saved with {key}={saved!r}, which there is no more: only"
+                    f" {value!r} can go on; docs/optimizers.md names the last commit that had the others"
+                )
 
     def _adopt_adamw(self) -> None:
         # torch's own AdamW steps the second group: it works on the very group dict and on the same state, so it has
@@ -135,3 +149,32 @@ def _build_group(algorithm: str, split: Split, hyper: dict[str, Any], problems: 
         hyper["newton_schulz_dtype"] = str(hyper["newton_schulz_dtype"]).removeprefix("torch.")
     problems += [f"{key} ({algorithm}) {mend}, got {hyper[key]!r}" for key, mend in invalid(hyper).items()]
     return {**split.param_group(algorithm), "name": algorithm, "algorithm": algorithm, **hyper}
+
+
+# -- when torch's fused AdamW may be used: one pass over memory instead of a dozen, equal to rounding ------------------
+
+
+def can_be_fused(params: Iterable[Tensor]) -> bool:
+    """Whether torch has a fused AdamW for such parameters; none at all count as well."""
+    return all(p.is_floating_point() and p.device.type in FUSED_DEVICES for p in params)
+
+
+@contextmanager
+def fused_where_layouts_agree(group: dict[str, Any], state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
+    """Take ``group["fused"]`` away for a step in which it would go wrong.
+
+    On CPUs torch's fused step walks through memory, whatever the strides: with a gradient that is laid out unlike its
+    parameter it silently pairs the wrong elements (torch 2.15).
+    """
+    fused = group.get("fused")
+    if fused and not all(_is_contiguous(p, state) for p in group["params"] if p.grad is not None):
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        group["fused"] = fused
+
+
+def _is_contiguous(p: Tensor, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+    moments = (t for key, t in state.get(p, {}).items() if key != "step")
+    return all(t.is_contiguous() for t in (p, p.grad, *moments) if t is not None)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, overload
 
 import torch
-from lightning.fabric.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.correction_checks import check_base, check_lent
+from lightning_asyncpp.optim.checks import check_base, check_lent
 
 Weights = Mapping[Tensor, Tensor]
 
@@ -27,7 +27,6 @@ class Memory:
         delay: of all gradients in updates, or parameter -> delay.
         buffers: name of a kind of buffer -> parameter -> tensor.
         steps: updates so far.
-        learning_rates: of the groups at the last update.
         lent: weights before the step that somebody else keeps.
         compute: where the weights go that gradients are taken at, if the parameters are masters beside them.
         horizons: how far ahead the weights are that a prediction wrote, in steps.
@@ -37,7 +36,6 @@ class Memory:
     delay: int | dict[Tensor, int] = 1
     buffers: dict[str, dict[Tensor, Tensor]] = field(default_factory=dict)
     steps: int = 0
-    learning_rates: list[float] = field(default_factory=list)
     lent: Weights | None = None
     compute: Weights | None = None
     horizons: dict[Tensor, float] = field(default_factory=dict)
@@ -46,7 +44,6 @@ class Memory:
     def reset(self) -> None:
         """Forget the past."""
         self.steps = 0
-        self.learning_rates = []
         self.horizons = {}
         for tensors in self.buffers.values():
             tensors.clear()
@@ -260,7 +257,6 @@ class DelayCorrection(Optimizer):
         with torch.no_grad():
             self._after_step(moving, before)
         self._memory.steps += 1
-        self._memory.learning_rates = [float(group.get("lr", 0.0)) for group in self.param_groups]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -277,7 +273,7 @@ class DelayCorrection(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the base's state dict and under ``state_name`` the buffers by parameter index."""
         index = {p: i for i, p in enumerate(self._parameters())}
-        own: dict[str, Any] = {"steps": self._memory.steps, "learning_rates": list(self._memory.learning_rates)}
+        own: dict[str, Any] = {"steps": self._memory.steps}
         if self._memory.horizons:
             own["horizons"] = {index[p]: horizon for p, horizon in self._memory.horizons.items()}
         for name, tensors in self._memory.buffers.items():
@@ -299,7 +295,6 @@ class DelayCorrection(Optimizer):
         self._memory.reset()
         if self._acts:
             self._memory.steps = int(saved["steps"])
-            self._memory.learning_rates = list(saved["learning_rates"])
             parameters = self._parameters()
             self._memory.horizons = {parameters[index]: h for index, h in saved.get("horizons", {}).items()}
             for name, tensors in buffers.items():
@@ -339,12 +334,6 @@ class DelayCorrection(Optimizer):
             if self.delay_of(p):  # there is an older version of these alone
                 check_lent(p, lent.get(p))
         return {p: lent[p] if self.delay_of(p) else p.detach().clone() for p in moving}
-
-    def _with_group(self) -> Iterator[tuple[int, dict[str, Any], Tensor]]:
-        """Yield (index of the group, group, parameter)."""
-        for index, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                yield index, group, p
 
     def _buffer(self, name: str, p: Tensor) -> Tensor:
         """The buffer of ``p``, made of zeros where there is none yet."""

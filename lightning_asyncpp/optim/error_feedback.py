@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lightning_asyncpp.optim.checks import BUFFER_DTYPES, buffer_dtype_problems, check_base, raise_problems
 from lightning_asyncpp.optim.correction import DelayCorrection, Weights
-from lightning_asyncpp.optim.correction_checks import BUFFER_DTYPES, buffer_dtype_problems, check_arguments, check_base
-from lightning_asyncpp.optim.feedback_update import extrapolate, feed_back
 
-# Not `initial_lr`: some schedulers make it something else, and without one there is none.
-_ANNEALED_FROM = "annealed_from"
+CPU_CHUNK_ELEMENTS = 2**17
+"""Elements handled at a time on a CPU: what the operations share stays in its cache, and memory is read once. The
+arithmetic is element by element, so results do not depend on it."""
+
+CHUNK_ELEMENTS = 2**23
+"""The same elsewhere, where every piece costs a few kernel launches."""
 
 
 class ErrorFeedback(DelayCorrection):
@@ -43,8 +45,8 @@ class ErrorFeedback(DelayCorrection):
     With masters (``compute_weights``, the strategies' ``weight_dtype="bf16"``) the identity is the rule: the masters
     hold Y, to which s * u_0 is added once, after the first update, and W_{t+1} = Y_{t+1} - s * u_t is only ever written
     in the dtype of forwards and backwards. The buffer holds Y_t during the step and u_t after it, so no further copy is
-    needed. Decoupled weight decay then acts on Y, a difference of the order of lr * weight_decay * u. With ``anneal``,
-    ``match_lr`` or a ``buffer_dtype``, which the identity does not cover, the masters hold W instead, as without.
+    needed. Decoupled weight decay then acts on Y, a difference of the order of lr * weight_decay * u. With a
+    ``buffer_dtype``, which the identity does not cover, the masters hold W instead, as without.
 
     Memory: one buffer per parameter, u_{t-1}, in the parameter's dtype or ``buffer_dtype``. In :meth:`step` the weights
     before the step are needed too; lend them with :meth:`weights_before` where they are alive anyway, otherwise
@@ -57,9 +59,6 @@ class ErrorFeedback(DelayCorrection):
         strength: factor on the difference of the steps, at least 0; 1 is the published rule, 0 keeps the base step.
         buffer_dtype: of the stored steps; None: the parameter's, else "bfloat16" or "float32". The same rounded value
             is subtracted that was stored, so rounding errors do not add up: over a run they telescope.
-        anneal: let the strength fall to 1 with the learning rate: s_t = 1 + (strength - 1) * lr_t / lr, lr that of the
-            group when it was made; kept in the group, as ``annealed_from``.
-        match_lr: compare steps at the same learning rate: (lr_t / lr_{t-1}) * u_{t-1} in place of u_{t-1}.
 
     Raises:
         ValueError: all problems of the configuration at once.
@@ -68,7 +67,7 @@ class ErrorFeedback(DelayCorrection):
 
     state_name = "error_feedback"
     buffer_names = ("previous",)
-    option_names = ("strength", "buffer_dtype", "anneal", "match_lr")
+    option_names = ("strength", "buffer_dtype")
 
     def __init__(
         self,
@@ -76,32 +75,18 @@ class ErrorFeedback(DelayCorrection):
         base: Callable[[Iterable], Optimizer],
         strength: float = 1.0,
         buffer_dtype: str | None = None,
-        anneal: bool = False,
-        match_lr: bool = False,
     ) -> None:
         check_base(base)
         problems = [] if strength >= 0 else [f"strength must be at least 0, got {strength!r}"]
-        check_arguments("ErrorFeedback", problems + buffer_dtype_problems(buffer_dtype))
+        raise_problems("ErrorFeedback", problems + buffer_dtype_problems(buffer_dtype))
         super().__init__(params, base)
         self.strength = strength
         self.buffer_dtype = buffer_dtype
-        self.anneal = anneal
-        self.match_lr = match_lr
-        self._mark_groups()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base optimizer."""
-        super().add_param_group(param_group)
-        self._mark_groups()
-
-    def _mark_groups(self) -> None:
-        for group in self.param_groups if getattr(self, "anneal", False) else ():
-            group.setdefault(_ANNEALED_FROM, group["lr"])
 
     @property
     def _moves_the_base_trajectory(self) -> bool:
         """Whether the parameters hold Y, and W is written beside them."""
-        return self._memory.compute is not None and not (self.anneal or self.match_lr or self.buffer_dtype)
+        return self._memory.compute is not None and not self.buffer_dtype
 
     @property
     def _compares_weights(self) -> bool:
@@ -139,24 +124,86 @@ class ErrorFeedback(DelayCorrection):
             self._take_steps(moving)
             return
         known = self._memory.buffers["previous"]
-        for index, group, p in self._with_group():
+        strength = 0.0 if self._memory.steps == 0 else self.strength
+        for p in self._parameters():
             if p in before or p in known:  # no step so far is a step of 0
-                previous = self._buffer("previous", p)
-                feed_back(p.detach(), before.get(p), previous, self._strength(group), self._ratio(index, group))
-
-    def _strength(self, group: dict[str, Any]) -> float:
-        if self._memory.steps == 0:
-            return 0.0
-        if not self.anneal:
-            return self.strength
-        highest = float(group.get(_ANNEALED_FROM, group["lr"]))
-        return 1.0 + (self.strength - 1.0) * (float(group["lr"]) / highest if highest else 1.0)
-
-    def _ratio(self, index: int, group: dict[str, Any]) -> float:
-        if not self.match_lr or index >= len(self._memory.learning_rates):
-            return 1.0
-        before = self._memory.learning_rates[index]
-        return float(group["lr"]) / before if before else 1.0
+                feed_back(p.detach(), before.get(p), self._buffer("previous", p), strength)
 
     def _buffer_dtype(self, p: Tensor) -> torch.dtype:
         return BUFFER_DTYPES[self.buffer_dtype] if self.buffer_dtype else p.dtype
+
+
+# -- the arithmetic on one tensor, in pieces, so that it needs no temporary of the tensor's size -----------------------
+
+
+@torch.no_grad()
+def feed_back(weight: Tensor, before: Tensor | None, previous: Tensor, strength: float) -> None:
+    """Correct ``weight``, which the base optimizer has just stepped, and remember the step.
+
+        u = before - weight;  weight -= strength * (u - previous);  previous = u
+
+    Args:
+        weight: the weights after the base step; changed in place.
+        before: the weights before it, of the same shape and dtype; None: the base did not move them, u = 0.
+        previous: u of the update before, in the dtype in which u is rounded; changed in place.
+        strength: 0 only remembers the step.
+    """
+    tensors = [weight, previous] if before is None else [weight, previous, before]
+    if all(t.is_contiguous() for t in tensors):  # rows may be long: pieces of one dimension are never too large
+        tensors = [t.view(-1) for t in tensors]
+    scratch: Tensor | None = None
+    for start, length in _chunks(tensors[0]):
+        pieces = [t.narrow(0, start, length) for t in tensors]
+        scratch = torch.empty_like(pieces[0]) if scratch is None else scratch  # the first piece is the largest
+        step = scratch.narrow(0, 0, length)
+        _set_step(step, pieces[0], pieces[2] if len(pieces) == 3 else None)
+        _feed_back_chunk(pieces[0], step, pieces[1], strength)
+
+
+@torch.no_grad()
+def extrapolate(weight: Tensor, step: Tensor, strength: float, out: Tensor) -> None:
+    """Write ``weight - strength * step`` into ``out``, which may have another dtype; rounded once.
+
+    Args:
+        weight: of any shape.
+        step: the same shape and dtype.
+        strength: how far.
+        out: the same shape; its memory is no other's.
+    """
+    tensors = [weight, step, out]
+    if all(t.is_contiguous() for t in tensors):
+        tensors = [t.view(-1) for t in tensors]
+    for start, length in _chunks(tensors[0]):
+        of_weight, of_step, of_out = (t.narrow(0, start, length) for t in tensors)
+        of_out.copy_(torch.sub(of_weight, of_step, alpha=strength))
+
+
+def _set_step(step: Tensor, weight: Tensor, before: Tensor | None) -> None:
+    if before is None:
+        step.zero_()
+    else:
+        torch.sub(before, weight, out=step)
+
+
+def _feed_back_chunk(weight: Tensor, step: Tensor, previous: Tensor, strength: float) -> None:
+    if step.dtype != previous.dtype:
+        # Rounded once: what is subtracted now is to the bit what will be taken back at the next update. The
+        # difference of two rounded steps is taken in the weights' dtype, not in the buffer's.
+        rounded = step.to(previous.dtype)
+        if strength != 0:
+            weight.sub_(torch.sub(rounded.to(weight.dtype), previous), alpha=strength)
+        previous.copy_(rounded)
+        return
+    if strength != 0:
+        torch.sub(step, previous, out=previous)  # the buffer holds the difference in between
+        weight.sub_(previous, alpha=strength)
+    previous.copy_(step)
+
+
+def _chunks(t: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) along the first dimension: works for any strides without a copy."""
+    size = t.size(0)
+    elements = CPU_CHUNK_ELEMENTS if t.device.type == "cpu" else CHUNK_ELEMENTS
+    length = max(1, elements * size // max(1, t.numel()))
+    for start in range(0, size, length):
+        yield start, min(length, size - start)

@@ -2,25 +2,25 @@
 
 The quintic iteration and its coefficients are those of Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/)
 and of ``torch.optim.Muon``, and so are the results; here all matrices of one shape go through one batched product, and
-products that are symmetric are computed by half. Other polynomials, scales and forms are options.
+products that are symmetric are computed by half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.optim.polynomials import COEFFICIENTS, Quintic, quintics
 from lightning_asyncpp.optim.symmetric import full_product, symmetric_product
 
-__all__ = ["COEFFICIENTS", "FORMS", "NORM_EPS", "SCALES", "orthogonalize"]
+Quintic = tuple[float, float, float]
+"""a, b, c of x -> a x + b x^3 + c x^5, which a step applies to the singular values."""
+
+COEFFICIENTS: Quintic = (3.4445, -4.7750, 2.0315)
+"""Maximise the slope at zero: singular values land in about [0.7, 1.2] after 5 steps, not exactly on 1."""
 
 NORM_EPS = 1e-7
 """Smallest Frobenius norm that a matrix is divided by; a zero matrix stays zero."""
 
-SCALES = ("frobenius", "schatten4", "aol")
 FORMS = ("direct", "gram")
 
 GRAM_ASPECT = 1.5
@@ -38,8 +38,6 @@ def orthogonalize(
     steps: int = 5,
     coefficients: Quintic = COEFFICIENTS,
     dtype: torch.dtype = torch.bfloat16,
-    polynomials: str = "quintic",
-    scale: str = "frobenius",
     form: str = "direct",
 ) -> Tensor:
     """Map each U S V^T to about U V^T.
@@ -47,36 +45,29 @@ def orthogonalize(
     Args:
         matrices: stacks of shape (n_i, rows, columns), all of the same rows and columns; left as they are.
         steps: number of iterations.
-        coefficients: a, b, c of X <- a X + (b G + c G G) X with G = X X^T, for "quintic".
+        coefficients: a, b, c of X <- a X + (b G + c G G) X with G = X X^T.
         dtype: the iteration's; bfloat16 is what Muon was published with.
-        polynomials: "quintic": the same at each step; "polar_express": the best ones for each (arXiv 2505.16932).
-        scale: what brings the singular values to at most 1 before the first step. "frobenius": the Frobenius norm;
-            "schatten4": the norm sqrt(|G|_F), closer to the largest singular value; "aol": each row of the wide matrix
-            by the root of its row of |G| (arXiv 2512.04632), which moves the singular vectors, too.
         form: "direct": as written above; "gram": matrices with one side at least 1.5 times the other are multiplied
             once per few steps, and the steps are taken on G (arXiv 2505.16932, appendix F).
 
     Returns:
         One stack of shape (sum of n_i, rows, columns) in ``dtype``.
-
-    Raises:
-        ValueError: there are no such polynomials.
     """
     x = _normalized(matrices, dtype)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # G is then the smaller of the two Gram matrices
     gram, product = (x.new_empty(*x.shape[:-1], x.size(-2)) for _ in range(2))
     symmetric_product(x, x.mT, gram)
-    _SCALE[scale](x, gram)
-    todo = quintics(polynomials, steps, coefficients)
     wide = x.size(-1) >= GRAM_ASPECT * x.size(-2)
-    x = _gram_form(x, gram, product, todo) if form == "gram" and wide else _direct_form(x, gram, product, todo)
+    iterate = _gram_form if form == "gram" and wide else _direct_form
+    x = iterate(x, gram, product, steps, coefficients)
     return x.mT if tall else x
 
 
-def _direct_form(x: Tensor, gram: Tensor, product: Tensor, polynomials: Sequence[Quintic]) -> Tensor:
+def _direct_form(x: Tensor, gram: Tensor, product: Tensor, steps: int, coefficients: Quintic) -> Tensor:
+    a, b, c = coefficients
     spare = _like(x)
-    for step, (a, b, c) in enumerate(polynomials):
+    for step in range(steps):
         if step:
             symmetric_product(x, x.mT, gram)
         symmetric_product(gram, gram, product, gram, beta=b, alpha=c)
@@ -85,27 +76,28 @@ def _direct_form(x: Tensor, gram: Tensor, product: Tensor, polynomials: Sequence
     return x
 
 
-def _gram_form(x: Tensor, gram: Tensor, product: Tensor, polynomials: Sequence[Quintic]) -> Tensor:
-    segment = len(polynomials) if x.element_size() > 2 else GRAM_STEPS
+def _gram_form(x: Tensor, gram: Tensor, product: Tensor, steps: int, coefficients: Quintic) -> Tensor:
+    a, b, c = coefficients
+    segment = steps if x.element_size() > 2 else GRAM_STEPS
     spare = _like(x)
-    for start in range(0, len(polynomials), segment):
+    for start in range(0, steps, segment):
         if start:
             symmetric_product(x, x.mT, gram)
-        todo = polynomials[start : start + segment]
-        if len(todo) == 1:
-            ((a, b, c),) = todo
+        todo = min(segment, steps - start)
+        if todo == 1:
             symmetric_product(gram, gram, product, gram, beta=b, alpha=c)
             full_product(product, x, spare, x, beta=a)
         else:
-            torch.bmm(_product_of_steps(gram, product, todo), x, out=spare)
+            torch.bmm(_product_of_steps(gram, product, todo, coefficients), x, out=spare)
         x, spare = spare, _spare(x)
     return x
 
 
-def _product_of_steps(gram: Tensor, p: Tensor, polynomials: Sequence[Quintic]) -> Tensor:
+def _product_of_steps(gram: Tensor, p: Tensor, steps: int, coefficients: Quintic) -> Tensor:
     """Return Q with X_n = Q X_0: Q <- P Q and G <- P G P, where P = a + b G + c G G; ``gram`` and ``p`` are used up."""
+    a, b, c = coefficients
     q, free = torch.empty_like(p), torch.empty_like(p)
-    for step, (a, b, c) in enumerate(polynomials):
+    for step in range(steps):
         symmetric_product(gram, gram, p, gram, beta=b, alpha=c)
         p.diagonal(dim1=-2, dim2=-1).add_(a)
         if step == 0:
@@ -113,7 +105,7 @@ def _product_of_steps(gram: Tensor, p: Tensor, polynomials: Sequence[Quintic]) -
         else:
             symmetric_product(p, q, free)
             q, free = free, q
-        if step + 1 < len(polynomials):
+        if step + 1 < steps:
             symmetric_product(p, gram, free)
             symmetric_product(free, p, gram)
     return q
@@ -136,26 +128,3 @@ def _normalized(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
         part.copy_(stack)
         part.div_(torch.linalg.vector_norm(part, dim=(-2, -1), keepdim=True).clamp_(min=NORM_EPS))
     return x
-
-
-def _scale_frobenius(x: Tensor, gram: Tensor) -> None:
-    """Leave the matrices as they are."""
-
-
-def _scale_schatten4(x: Tensor, gram: Tensor) -> None:
-    # What bfloat16 would round here would be an error of the whole spectrum. A zero matrix stays zero.
-    dtype = torch.promote_types(gram.dtype, torch.float32)
-    square = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True, dtype=dtype).clamp_(min=NORM_EPS)
-    x.div_(square.sqrt())
-    gram.div_(square)
-
-
-def _scale_aol(x: Tensor, gram: Tensor) -> None:
-    dtype = torch.promote_types(gram.dtype, torch.float32)
-    rows = torch.linalg.vector_norm(gram, ord=1, dim=-1, keepdim=True, dtype=dtype)
-    factors = rows.clamp_(min=NORM_EPS).rsqrt_()
-    x.mul_(factors)
-    gram.mul_(factors).mul_(factors.mT)
-
-
-_SCALE = {"frobenius": _scale_frobenius, "schatten4": _scale_schatten4, "aol": _scale_aol}

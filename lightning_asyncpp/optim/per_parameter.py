@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.hyper import RULES, Rule, invalid, raise_problems
+from lightning_asyncpp.optim.checks import RULES, Rule, invalid, raise_problems
 
 
 class PerParameter(ABC, Optimizer):
@@ -103,17 +103,11 @@ def count(state: dict[str, Any]) -> int:
     return int(state["step"])
 
 
-def adam_direction(
-    mean: Tensor, mean_square: Tensor, step: int | Tensor, betas: tuple[float, float], eps: float
-) -> Tensor:
+def adam_direction(mean: Tensor, mean_square: Tensor, step: int, betas: tuple[float, float], eps: float) -> Tensor:
     """Return Adam's step per unit of learning rate from its two averages after ``step`` updates, bias corrected.
-
-    A count on a GPU, as torch's fused optimizers keep it, stays there.
 
     Source: Kingma & Ba 2015 (arXiv 1412.6980), Algorithm 1.
     """
-    if isinstance(step, Tensor):
-        step = step.double() if step.is_cuda else int(step)
     corrections = [1 - beta**step for beta in betas]
     denominator = mean_square.sqrt().div_(corrections[1] ** 0.5).add_(eps)
     return (mean / corrections[0]).div_(denominator)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lightning_asyncpp.optim.checks import check_base, raise_problems
 from lightning_asyncpp.optim.correction import DelayCorrection, Weights
-from lightning_asyncpp.optim.correction_checks import check_arguments, check_base
-from lightning_asyncpp.optim.momentum_steps import check_known, momentum_steps
 
 
 class WeightPrediction(DelayCorrection):
@@ -18,51 +16,42 @@ class WeightPrediction(DelayCorrection):
 
     Sources: SpecTrain (Chen et al., arXiv 1809.02839) and XPipe (Guan et al., arXiv 1911.04610), which predict with
     the optimizer's momentum: for SGD with momentum and for AdamW without weight decay that is the last step, here for
-    any optimizer. With u_t the base optimizer's step, h the horizon, a ``ahead`` and b ``smoothing``::
+    any optimizer. With u_t the base optimizer's step, h the horizon and a ``ahead``::
 
         Y_{t+1} = Y_t - u_t                               the trajectory of the base, Y_0 = W_0
-        v_t     = b * v_{t-1} + (1 - b) * u_t             v_0 = u_0; b = 0: v_t = u_t
-        W_{t+1} = Y_{t+1} - (h + a) * v_t                 gradients are taken here; h = 0 where they are fresh
+        W_{t+1} = Y_{t+1} - (h + a) * u_t                 gradients are taken here; h = 0 where they are fresh
 
     h may change in mid-run, at the end of a synchronous start: Y goes on.
 
-    With ``source="momentum"``, u_t in the second line is the step along the momentum alone
-    (:func:`~lightning_asyncpp.optim.momentum_steps.momentum_steps`): for Muon without Nesterov's share of the last
-    gradient, at the price of a second Newton-Schulz iteration; for AdamW without the weight decay.
+    In terms of W alone: W_{t+1} = W_t - u_t - (h + a) * (u_t - u_{t-1}), with u_{-1} = 0. With h + a = s this is
+    :class:`~lightning_asyncpp.optim.ErrorFeedback` of strength s but for the first update, where it predicts at once.
+    So a strength of 2 under a delay of one is ``ahead=1``: it makes up for the delay, and looks one step ahead. The
+    base steps on W: its weight decay acts on W.
 
-    In terms of W alone: W_{t+1} = W_t - u_t - (h + a) * (v_t - v_{t-1}), with v_{-1} = 0. With h + a = s and b = 0 this
-    is :class:`~lightning_asyncpp.optim.ErrorFeedback` of strength s but for the first update, where it predicts at
-    once. So a strength of 2 under a delay of one is ``ahead=1``: it makes up for the delay, and looks one step ahead.
-    The base steps on W: its weight decay acts on W.
-
-    Memory: one buffer per parameter, v_t, in the parameter's dtype, and the weights before the step as for
+    Memory: one buffer per parameter, u_t, in the parameter's dtype, and the weights before the step as for
     ErrorFeedback.
 
     Args:
         params: what the base optimizer takes: tensors, (name, tensor) pairs or groups.
         base: makes the optimizer from ``params``.
         horizon: steps ahead, at least 0; None: as many updates as the parameter's gradients are old.
-        smoothing: decay of the average of steps that predicts, in [0, 1); 0: the last step alone.
-        source: "last_step", or "momentum" for SGD, Adam, AdamW and MuonAdamW.
         ahead: steps to look ahead of the present, at least 0; where gradients are fresh, too. There ``ahead=1`` steps
             by 2 u_t - u_{t-1}, as optimistic methods do (Daskalakis et al., arXiv 1711.00141).
 
     Raises:
         ValueError: all problems of the configuration at once.
-        TypeError: ``base`` is not a callable that returns an optimizer, or none whose momentum is known.
+        TypeError: ``base`` is not a callable that returns an optimizer.
     """
 
     state_name = "weight_prediction"
     buffer_names = ("predicted_step",)
-    option_names = ("horizon", "ahead", "smoothing", "source")
+    option_names = ("horizon", "ahead")
 
     def __init__(
         self,
         params: ParamsT,
         base: Callable[[Iterable], Optimizer],
         horizon: float | None = None,
-        smoothing: float = 0.0,
-        source: Literal["last_step", "momentum"] = "last_step",
         ahead: float = 0.0,
     ) -> None:
         check_base(base)
@@ -71,32 +60,21 @@ class WeightPrediction(DelayCorrection):
             problems.append(f"horizon must be at least 0, or None for the delay, got {horizon!r}")
         if not ahead >= 0:
             problems.append(f"ahead must be at least 0, got {ahead!r}")
-        if not 0 <= smoothing < 1:
-            problems.append(f"smoothing must be in [0, 1), got {smoothing!r}")
-        if source not in ("last_step", "momentum"):
-            problems.append(f"source must be 'last_step' or 'momentum', got {source!r}")
-        check_arguments("WeightPrediction", problems)
+        raise_problems("WeightPrediction", problems)
         super().__init__(params, base)
-        if source == "momentum":
-            check_known(self.base)
         self.horizon = horizon
         self.ahead = ahead
-        self.smoothing = smoothing
-        self.source = source
 
     def _after_step(self, moving: list[Tensor], before: Weights) -> None:
         known = self._memory.buffers["predicted_step"]
-        momentum = momentum_steps(self.base) if self.source == "momentum" else {}
         for p in self._parameters():
             if p not in before and p not in known:
                 continue
-            first = p not in known
             step = before[p] - p if p in before else p.new_zeros(p.shape)
-            step = momentum.get(p, step)
             predicted = self._buffer("predicted_step", p)
             horizon = self._horizon(p)
             p.add_(predicted, alpha=self._memory.horizons.get(p, horizon))
-            predicted.lerp_(step, 1.0 if first else 1.0 - self.smoothing)
+            predicted.copy_(step)
             p.sub_(predicted, alpha=horizon)
             self._memory.horizons[p] = horizon
 

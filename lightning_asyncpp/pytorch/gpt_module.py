@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.models import GPT, GPTConfig, start_from
 from lightning_asyncpp.models.execution import ActivationCheckpointing, execution_problems
-from lightning_asyncpp.models.start import start_problems
+from lightning_asyncpp.models.opening import start_problems
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pytorch.pipeline_module import PipelineModule
 from lightning_asyncpp.pytorch.taken_steps import watch_steps

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_asyncpp.data import BPETokenizer, ByteTokenizer, DataError, tokenizer_of_definition
-from lightning_asyncpp.data.hf_tokenizer import hf_tokenizer_files
+from lightning_asyncpp.data.tokenizer import hf_tokenizer_files
 
 TEXT = "def größe(x):\n    return x  # 日本\n"
 

@@ -13,7 +13,7 @@ from litdata import TokensLoader
 from litdata.streaming import Cache
 
 from lightning_asyncpp.data import DataError, TextDataModule
-from lightning_asyncpp.data.vocabulary import CheckedTokens
+from lightning_asyncpp.data.token_dataset import CheckedTokens
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from lightning_asyncpp.models import GPT, GPTConfig, start_from
-from lightning_asyncpp.models.cached_logits import CachedLogits
-from lightning_asyncpp.models.sampling import Sampling, generate_tokens
+from lightning_asyncpp.models.sampling import CachedLogits, Sampling, generate_tokens
 from tests.fabric.runs import make_fabric
 from tests.models.hf_cases import exported
 from tests.trainer.pool import Pools

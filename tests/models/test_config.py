@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig
-from lightning_asyncpp.models.experts import Experts
+from lightning_asyncpp.models.moe import Experts
 
 SPARSE = [
     MoEConfig(num_experts=4, top_k=3, expert_dim=20),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig
-from lightning_asyncpp.models.rotary import RotaryEmbedding
+from lightning_asyncpp.models.layers import RotaryEmbedding
 
 TINY = GPTConfig(vocab_size=31, context_length=16, num_layers=2, dim=24, num_heads=4, num_kv_heads=2, mlp_dim=40)
 

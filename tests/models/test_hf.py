@@ -19,7 +19,7 @@ from lightning_asyncpp.models import GPTConfig, MoEConfig, WeightsError, open_sa
 from lightning_asyncpp.models.hf import read_hf, write_hf
 from lightning_asyncpp.models.hf.architectures import ARCHITECTURES
 from lightning_asyncpp.models.hf.config import architecture_of, config_from_json
-from lightning_asyncpp.models.values import TRAINING_ONLY, values_of
+from lightning_asyncpp.models.saved import TRAINING_ONLY, values_of
 from tests.models.hf_cases import CASES, GLM, SHAPE, SOFTMAX, exported, make_model, saved, tokens_of
 
 transformers = pytest.importorskip("transformers")

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig
-from lightning_asyncpp.models.block import Block
-from lightning_asyncpp.models.experts import sort_by_expert
+from lightning_asyncpp.models.gpt import Block
 from lightning_asyncpp.models.grouped_linear import serves_grouped
-from lightning_asyncpp.models.moe import MoE
+from lightning_asyncpp.models.moe import MoE, sort_by_expert
 from lightning_asyncpp.models.router import SigmoidRouter
 
 SETTINGS = [

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.models import WeightsError
-from lightning_asyncpp.models.cache import KeyValueCache
-from lightning_asyncpp.models.cached_logits import CachedLogits
-from lightning_asyncpp.models.sampling import Sampling, draw, generate_tokens
+from lightning_asyncpp.models.layers import KeyValueCache
+from lightning_asyncpp.models.sampling import CachedLogits, Sampling, draw, generate_tokens
 from tests.models.hf_cases import CASES, exported, make_model
 
 PROMPT = [3, 14, 15, 92, 65, 35]

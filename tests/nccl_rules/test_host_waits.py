@@ -48,7 +48,7 @@ MORE_CASES = {
     "bf16 weights": (2, Counted("gpt", {"weight_dtype": "bf16"}, clip=1.0, optimizer="muon", trainer=MIXED)),
     "accumulated": (2, Counted("gpt", clip=1.0, trainer={"accumulate_grad_batches": 2})),
     "feedback": (2, Counted("gpt", clip=1.0, correction="feedback", optimizer="muon")),
-    "prediction": (2, Counted("gpt", clip=1.0, correction="prediction-momentum")),
+    "prediction": (2, Counted("gpt", clip=1.0, correction="prediction")),
     "one stage, replicas": (2, Counted("gpt", {"data_parallel_size": 2}, clip=1.0, logs=True)),
     **{
         f"by {name}": (2, Counted("gpt", optimizer=name)) for name in ("muon", "sgd", "normuon", "adan", "lion", "mars")

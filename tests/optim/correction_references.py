@@ -16,7 +16,6 @@ from lightning_asyncpp.optim import (
     NesterovLookAhead,
     WeightPrediction,
 )
-from lightning_asyncpp.optim.newton_schulz import orthogonalize
 
 SHAPES = {"up.weight": (6, 4), "up.bias": (6,), "embed.weight": (5, 4), "scale": ()}
 BASES = {
@@ -56,47 +55,14 @@ def base_step(base, params, weights, grads):
     return [w - p.detach() for w, p in zip(weights, params.values())]
 
 
-def predict(base, params, steps, delay, horizon=None, smoothing=0.0, ahead=0.0):
+def predict(base, params, steps, delay, horizon=None, ahead=0.0):
     weights = [p.detach().clone() for p in params.values()]
-    y, v = [w.clone() for w in weights], None
+    y = [w.clone() for w in weights]
     for t in steps:
         u = base_step(base, params, weights, gradients(weights, t))
-        v = u if v is None else [smoothing * a + (1 - smoothing) * b for a, b in zip(v, u)]
         y = [a - b for a, b in zip(y, u)]
-        weights = [a - (ahead + (delay if delay == 0 or horizon is None else horizon)) * b for a, b in zip(y, v)]
+        weights = [a - (ahead + (delay if delay == 0 or horizon is None else horizon)) * b for a, b in zip(y, u)]
     return weights
-
-
-def predict_by_momentum(base, params, steps, delay, source):
-    """As :func:`predict`, but along the momentum that is recomputed here from all gradients."""
-    weights = [p.detach().clone() for p in params.values()]
-    y, m, q = [w.clone() for w in weights], [torch.zeros_like(w) for w in weights], None
-    for t in steps:
-        grads = gradients(weights, t)
-        u = base_step(base, params, weights, grads)
-        y = [a - b for a, b in zip(y, u)]
-        q, m, along = along_momentum(base, grads, m, q, t)
-        weights = [a - delay * b for a, b in zip(y, along)]
-    return weights
-
-
-def along_momentum(base, grads, m, q, t):
-    """(mean squares, momenta, steps along them) after the gradients ``grads`` of update t."""
-    if isinstance(base, torch.optim.SGD):
-        m = [g if t == 0 else 0.9 * a + g for a, g in zip(m, grads)]
-        return q, m, [0.05 * a for a in m]
-    muon = isinstance(base, MuonAdamW)
-    q = [torch.zeros_like(g) for g in grads] if q is None else q
-    betas = (0.9, 0.95) if muon else (0.9, 0.999)
-    decay = [0.95 if muon and i == 0 else betas[0] for i in range(len(grads))]  # of "up.weight", the only matrix
-    m = [b * a + (1 - b) * g for a, g, b in zip(m, grads, decay)]
-    q = [betas[1] * a + (1 - betas[1]) * g * g for a, g in zip(q, grads)]
-    lr = base.param_groups[0]["lr"]
-    corrections = [1 - beta ** (t + 1) for beta in betas]
-    adam = [lr * (a / corrections[0]) / ((b / corrections[1]).sqrt() + 1e-8) for a, b in zip(m, q)]
-    if muon:
-        adam[0] = lr * 0.2 * max(m[0].shape) ** 0.5 * orthogonalize([m[0].unsqueeze(0)], dtype=torch.float32)[0]
-    return q, m, adam
 
 
 def look_ahead(base, params, steps, delay, momentum=0.99, momentum_decay=0.004):
@@ -165,8 +131,6 @@ CASES = {
     "prediction": (WeightPrediction, predict, {}),
     "prediction-2.5": (WeightPrediction, predict, {"horizon": 2.5}),
     "prediction-ahead": (WeightPrediction, predict, {"ahead": 1.5}),
-    "prediction-smooth": (WeightPrediction, predict, {"smoothing": 0.8}),
-    "prediction-momentum": (WeightPrediction, predict_by_momentum, {"source": "momentum"}),
     "look-ahead": (NesterovLookAhead, look_ahead, {"momentum": 0.9, "momentum_decay": 0.5}),
     "discount": (LearningRateDiscount, discount, {"anneal_steps": 5}),
     "discount-by-3": (LearningRateDiscount, discount, {"anneal_steps": 4, "staleness": 3.0}),

@@ -14,7 +14,6 @@ from lightning_asyncpp.optim import (
     ErrorFeedback,
     GradientExtrapolation,
     LearningRateDiscount,
-    Lion,
     NesterovLookAhead,
     WeightPrediction,
 )
@@ -68,7 +67,7 @@ def test_fresh_gradients_are_left_to_the_base_bitwise(case):
     assert not any(optimizer.state_dict()[correction.state_name].get(name) for name in correction.buffer_names)
 
 
-@pytest.mark.parametrize("options", [{"ahead": 1.0}, {"ahead": 0.5, "horizon": 3.0, "smoothing": 0.3}])
+@pytest.mark.parametrize("options", [{"ahead": 1.0}, {"ahead": 0.5, "horizon": 3.0}])
 @pytest.mark.parametrize("base", BASES)
 def test_prediction_looks_ahead_of_fresh_gradients_where_asked(base, options):
     params, twin = make_params(), make_params()
@@ -177,40 +176,44 @@ def test_prediction_is_error_feedback_but_for_the_first_update():
         torch.testing.assert_close(q.detach(), p.detach() - u)
 
 
-def test_error_feedback_follows_the_schedule_where_asked():
-    def run(schedule, **options):
-        p = nn.Parameter(torch.zeros(1))
-        optimizer = ErrorFeedback([p], partial(torch.optim.SGD, lr=1.0), **options)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: schedule[t])
-        path = [0.0]
-        for g in (1.0, 2.0, 4.0):
-            p.grad = torch.tensor([g])
-            optimizer.step()
-            scheduler.step()
-            path.append(float(p.detach()))
-        return path
-
+def test_error_feedback_compares_steps_at_the_learning_rates_of_their_days():
+    p = nn.Parameter(torch.zeros(1))
+    optimizer = ErrorFeedback([p], partial(torch.optim.SGD, lr=1.0), strength=3.0)
     schedule = [1.0, 0.5, 0.25, 0.25]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: schedule[t])
+    path = [0.0]
+    for g in (1.0, 2.0, 4.0):
+        p.grad = torch.tensor([g])
+        optimizer.step()
+        scheduler.step()
+        path.append(float(p.detach()))
     u = [1.0, 0.5 * 2.0, 0.25 * 4.0]
-    w1 = -u[0]
-    plain2 = w1 - (u[1] + 3 * (u[1] - u[0]))
-    assert run(schedule, strength=3.0) == pytest.approx([0, w1, plain2, plain2 - (u[2] + 3 * (u[2] - u[1]))])
-    matched2 = w1 - (u[1] + (u[1] - 0.5 * u[0]))
-    assert run(schedule, match_lr=True) == pytest.approx([0, w1, matched2, matched2 - (u[2] + (u[2] - 0.5 * u[1]))])
-    annealed2 = w1 - (u[1] + (1 + 2 * 0.5) * (u[1] - u[0]))
-    annealed3 = annealed2 - (u[2] + (1 + 2 * 0.25) * (u[2] - u[1]))
-    assert run(schedule, strength=3.0, anneal=True) == pytest.approx([0, w1, annealed2, annealed3])
+    second = -u[0] - (u[1] + 3 * (u[1] - u[0]))
+    assert path == pytest.approx([0, -u[0], second, second - (u[2] + 3 * (u[2] - u[1]))])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_states_saved_with_learning_rates_go_on(case):
+    """As corrections kept them once."""
+    correction, _, options = CASES[case]
+    params, twin = make_params(), make_params()
+    optimizer, resumed = (correction(ones.items(), BASES["adamw"], **options) for ones in (params, twin))
+    train(optimizer, params, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    state[correction.state_name]["learning_rates"] = [0.01]
+    resumed.load_state_dict(state)
+    for p, q in zip(params.values(), twin.values()):
+        q.data.copy_(p)
+    train(optimizer, params, range(3, STEPS))
+    train(resumed, twin, range(3, STEPS))
+    assert all(torch.equal(p, q) for p, q in zip(params.values(), twin.values()))
 
 
 @pytest.mark.parametrize(
     ("correction", "options", "messages"),
     [
         (ErrorFeedback, {"strength": -1, "buffer_dtype": "int8"}, ["strength must be at least 0", "buffer_dtype must"]),
-        (
-            WeightPrediction,
-            {"horizon": -1, "ahead": -1, "smoothing": 1.0, "source": "tea"},
-            ["horizon must be", "ahead must be", "smoothing must be in", "source must be"],
-        ),
+        (WeightPrediction, {"horizon": -1, "ahead": -1}, ["horizon must be", "ahead must be"]),
         (NesterovLookAhead, {"momentum": 1.0, "momentum_decay": -1}, ["momentum must be in", "momentum_decay must be"]),
         (LearningRateDiscount, {"anneal_steps": 0, "staleness": 0.5}, ["anneal_steps must be", "staleness must be"]),
         (DelayCompensation, {"strength": float("nan"), "decay": 1.0}, ["strength must be", "decay must be in"]),
@@ -232,37 +235,6 @@ def test_a_delay_that_is_no_whole_number_of_at_least_0_is_refused():
         optimizer.set_delay({params["scale"]: -1})
     with pytest.raises(ValueError, match=r"cannot be 2\.0 updates old: delay must be a whole number"):
         optimizer.set_delay(2.0)
-
-
-def test_the_momentum_of_an_unknown_optimizer_is_refused():
-    with pytest.raises(TypeError, match=r"knows the momentum of MuonAdamW, .*, not of Lion"):
-        WeightPrediction(make_params().items(), Lion, source="momentum")
-
-
-SCHEDULES = {
-    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20, cycle_momentum=False),
-    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_annealed_strength_follows_any_schedule(schedule):
-    """W_{t+1} = W_t - u_t - s_t (u_t - u_{t-1}), s_t = 1 + (s - 1) lr_t / lr, with gradients of one."""
-    p = nn.Parameter(torch.zeros((), dtype=torch.float64))
-    optimizer = ErrorFeedback([p], partial(torch.optim.SGD, lr=0.1), strength=3.0, anneal=True)
-    scheduler = SCHEDULES[schedule](optimizer)
-    expected, previous, rates = 0.0, None, set()
-    for _ in range(12):
-        lr = float(optimizer.param_groups[0]["lr"])
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        expected -= lr + (0.0 if previous is None else (1 + 2 * lr / 0.1) * (lr - previous))
-        previous = lr
-        rates.add(lr)
-        assert float(p) == pytest.approx(expected, rel=1e-12)
-        scheduler.step(*([1.0] if schedule == "plateau" else []))
-    assert len(rates) > 5
 
 
 @pytest.mark.parametrize("more", [2, 1, 4])
@@ -323,7 +295,7 @@ def test_that_nothing_is_corrected_is_said_when_a_step_is_taken_so(monkeypatch):
     assert len(messages) == 1
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2].get("source") != "momentum"])
+@pytest.mark.parametrize("case", CASES)
 def test_sparse_gradients_are_corrected_as_dense_ones(case):
     correction, _, options = CASES[case]
     weights = []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from lightning_asyncpp.optim.feedback_update import feed_back
+from lightning_asyncpp.optim.error_feedback import feed_back
 
 
 class CountingSGD(torch.optim.Optimizer):
@@ -136,7 +136,7 @@ def test_bf16_buffer_stays_close_to_the_exact_one():
 @pytest.mark.parametrize("chunk", [1, 3, 10**6])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_chunks_do_not_change_bits(chunk, transposed, monkeypatch):
-    monkeypatch.setattr("lightning_asyncpp.optim.feedback_update.CPU_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", chunk)
     before, weight, previous = (torch.randn(7, 5, generator=torch.Generator().manual_seed(i)) for i in range(3))
     expected = weight - ((before - weight) - previous)
     u = before - weight
@@ -157,7 +157,7 @@ def test_delay_zero_is_the_base_bitwise_and_keeps_nothing(base, monkeypatch):
     train(optimizer, params, range(4))
     train(BASES[base](plain.items()), plain, range(4))
     assert all(torch.equal(p, q) for p, q in zip(params.values(), plain.values()))
-    assert optimizer.state_dict()["error_feedback"] == {"steps": 0, "learning_rates": [], "previous": {}}
+    assert optimizer.state_dict()["error_feedback"] == {"steps": 0, "previous": {}}
     assert len(messages) == 1
     assert optimizer.delay == 0
 
@@ -250,7 +250,7 @@ def test_loading_into_delay_zero_keeps_no_buffer():
     twin = ErrorFeedback(params.items(), BASES["sgd"])
     twin.set_delay(0)
     twin.load_state_dict(optimizer.state_dict())
-    assert twin.state_dict()["error_feedback"] == {"steps": 0, "learning_rates": [], "previous": {}}
+    assert twin.state_dict()["error_feedback"] == {"steps": 0, "previous": {}}
 
 
 def test_going_back_to_delay_one_starts_afresh():
@@ -273,7 +273,7 @@ def test_loading_replaces_what_was_there():
     fresh_state = copy.deepcopy(optimizer.state_dict())
     train(optimizer, params, range(2))
     optimizer.load_state_dict(fresh_state)
-    assert optimizer.state_dict()["error_feedback"] == {"steps": 0, "learning_rates": [], "previous": {}}
+    assert optimizer.state_dict()["error_feedback"] == {"steps": 0, "previous": {}}
 
 
 @pytest.mark.parametrize("buffer_dtype", [None, "bfloat16"])

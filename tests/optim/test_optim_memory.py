@@ -33,7 +33,7 @@ def allocated(function, path):
 @pytest.mark.parametrize("lent", [True, False])
 @pytest.mark.parametrize("buffer_dtype", [None, "bfloat16"])
 def test_peak(lent, buffer_dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_asyncpp.optim.feedback_update.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
+    monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
     p = nn.Parameter(torch.ones(1024, ELEMENTS // 1024))
     p.grad = torch.ones_like(p)
     before = p.detach().clone()
@@ -60,7 +60,7 @@ def test_peak(lent, buffer_dtype, tmp_path, monkeypatch):
 @pytest.mark.parametrize("shape", [(1024, ELEMENTS // 1024), (1, ELEMENTS), (4, 512, ELEMENTS // 2048)])
 def test_error_feedback_adds_nothing_to_the_peak_of_muon(shape, tmp_path, monkeypatch):
     """On against off, with lent weights, whatever a weight's shape: no more than one piece, and no snapshot."""
-    monkeypatch.setattr("lightning_asyncpp.optim.feedback_update.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
+    monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
     peaks = {}
     for on in (True, False):
         p = nn.Parameter(torch.ones(shape))

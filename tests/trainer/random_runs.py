@@ -21,7 +21,6 @@ from tests.trainer.resumable import DrawnNet
 from tests.trainer.runs import BASES, CORRECTIONS, Run
 
 Pick = Callable[[Sequence[Any]], Any]
-FOR_MOMENTUM = ("adamw", "muon")  # of which `source="momentum"` knows the momentum
 
 
 @dataclass(frozen=True)
@@ -191,12 +190,11 @@ def _picker(draw: st.DrawFn) -> Pick:
 def _base(pick: Pick, drawn: Data, tied: bool) -> Run:
     """What stays the same through a chain."""
     optimizer = pick(list(BASES))
-    corrections = [name for name in CORRECTIONS if name != "prediction-momentum" or optimizer in FOR_MOMENTUM]
     model = {"spare": pick([False, True]), "tied": tied and pick([False, True]), "routed": pick([False, True])}
     clipping = pick([{}, {"gradient_clip_val": 0.5}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}])
     return Run(
         functools.partial(DrawnNet, random_input=pick([False, True]), **model),
-        optimizer=optimizer, correction=pick(["", "feedback", "feedback", *corrections]), scheduler=drawn.scheduler,
+        optimizer=optimizer, correction=pick(["", "feedback", "feedback", *CORRECTIONS]), scheduler=drawn.scheduler,
         dropout=pick([0.0, 0.2]), samples=drawn.samples, batch_size=drawn.batch_size, val_samples=drawn.val_samples,
         shuffle=drawn.parted, seed=pick([5, 6, 7]),
         trainer=drawn.trainer | clipping | {

@@ -49,9 +49,8 @@ BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 CORRECTIONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "feedback": ErrorFeedback,
-    "feedback-2": functools.partial(ErrorFeedback, strength=2.0, anneal=True, match_lr=True, buffer_dtype="bfloat16"),
-    "prediction": functools.partial(WeightPrediction, smoothing=0.5),
-    "prediction-momentum": functools.partial(WeightPrediction, source="momentum"),
+    "feedback-2": functools.partial(ErrorFeedback, strength=2.0, buffer_dtype="bfloat16"),
+    "prediction": WeightPrediction,
     "prediction-ahead": functools.partial(WeightPrediction, ahead=1.0),
     "look-ahead": functools.partial(NesterovLookAhead, momentum=0.9),
     "discount": functools.partial(LearningRateDiscount, anneal_steps=5, staleness=2.0),

@@ -18,8 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_asyncpp import ConfigurationError, GPTModule, SampleText
 from lightning_asyncpp.data import BPETokenizer, ByteTokenizer, DataError, TextDataModule
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.models.cached_logits import CachedLogits
-from lightning_asyncpp.models.sampling import Sampling, generate_tokens
+from lightning_asyncpp.models.sampling import CachedLogits, Sampling, generate_tokens
 from tests.trainer.modules import small_gpt
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, fit, make_trainer

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_asyncpp.models.config import GPTConfig
-from lightning_asyncpp.models.errors import WeightsError
 from lightning_asyncpp.models.hf.architectures import ARCHITECTURES, Architecture
-from lightning_asyncpp.models.values import TRAINING_ONLY, values_of
+from lightning_asyncpp.models.saved import TRAINING_ONLY, WeightsError, values_of
 
 _ROPE = ("rope_type", "rope_theta", "partial_rotary_factor")
 _FOLLOWING = ("num_key_value_heads", "head_dim")  # where they are missing, they follow from num_attention_heads

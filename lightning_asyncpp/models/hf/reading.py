@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.models.config import GPTConfig
-from lightning_asyncpp.models.errors import WeightsError
-from lightning_asyncpp.models.hf.architectures import Architecture
+from lightning_asyncpp.models.hf.architectures import Architecture, name_there
 from lightning_asyncpp.models.hf.config import config_from_json
-from lightning_asyncpp.models.hf.library import safetensors
-from lightning_asyncpp.models.hf.names import name_there
-from lightning_asyncpp.models.saved import SavedGPT, expected_shapes
+from lightning_asyncpp.models.saved import SavedGPT, WeightsError, expected_shapes
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -157,3 +154,19 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise WeightsError(f"{path} holds no JSON object")
     return content
+
+
+def safetensors() -> Any:
+    """Return the package, with its functions for torch imported.
+
+    Raises:
+        ImportError: it is not installed; the message says how to.
+    """
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            'files of Hugging Face models need the `safetensors` package: pip install "lightning-asyncpp[hf]"'
+        ) from error
+    return safetensors

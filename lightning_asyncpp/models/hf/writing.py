@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.durable import replace_durably, usual_mode
-from lightning_asyncpp.models.errors import WeightsError
-from lightning_asyncpp.models.hf.architectures import Architecture
+from lightning_asyncpp.models.hf.architectures import Architecture, name_there
 from lightning_asyncpp.models.hf.config import architecture_of, config_json
-from lightning_asyncpp.models.hf.library import safetensors
-from lightning_asyncpp.models.hf.names import name_there
-from lightning_asyncpp.models.hf.reading import CONFIG, INDEX, WEIGHTS
-from lightning_asyncpp.models.saved import SavedGPT, expected_shapes
+from lightning_asyncpp.models.hf.reading import CONFIG, INDEX, WEIGHTS, safetensors
+from lightning_asyncpp.models.saved import SavedGPT, WeightsError, expected_shapes
 
 GENERATION_CONFIG = "generation_config.json"
 _FOR_TORCH = {"format": "pt"}

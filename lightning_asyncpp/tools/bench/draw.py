@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jsonargparse import ArgumentParser
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
-
 from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule
 from lightning_asyncpp.pipeline.trace import Span
 from lightning_asyncpp.tools.bench.arguments import check_shape
+from lightning_asyncpp.tools.bench.parsers import draw_parser
 from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.svg import version_style
 from lightning_asyncpp.tools.timeline import Axis, Legend, Panel, by_version, draw_timelines
@@ -17,7 +15,7 @@ from lightning_asyncpp.tools.timeline import Axis, Legend, Panel, by_version, dr
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw to a file."""
-    parser = _parser()
+    parser = draw_parser()
     arguments = parser.parse_args(argv)
     check_shape(parser, arguments, [arguments.micro_batches])
     picture = draw_schedules(
@@ -59,16 +57,3 @@ def _legend(mini_batches: int) -> Legend:
         for v in range(min(mini_batches, 4))
     ]
     return Legend([*versions, ("update", "update"), ("lane", "idle")])
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False, prog="asyncpp bench draw", description="Draw the ideal timelines of both schedules."
-    )
-    parser.add_argument("--stages", type=PositiveInt, default=4, help="number of stages")
-    parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
-    parser.add_argument("--mini-batches", type=PositiveInt, default=3, help="mini-batches to draw")
-    parser.add_argument("--lookahead", type=NonNegativeInt, default=0, help="extra micro-batches in flight")
-    parser.add_argument("--backward", type=PositiveFloat, default=2.0, help="time of a backward; a forward takes 1")
-    parser.add_argument("--svg", type=str, required=True, help="file to write")
-    return parser

@@ -16,23 +16,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 
+from lightning_asyncpp.tools.bench.names import OPTIMIZERS, TORCH
 from lightning_asyncpp.tools.bench.optimizer_report import Difference, Report
 from lightning_asyncpp.tools.bench.optimizer_stage import StageShape, TrainingWork, make_gradients, set_gradients
 from lightning_asyncpp.tools.bench.optimizer_systems import (
     EXACT,
-    FLOAT32,
-    TITLES,
-    TORCH,
     Contender,
     FeedbackAlone,
     MissingError,
 )
+from lightning_asyncpp.tools.bench.parsers import optimizer_parser
 from lightning_asyncpp.tools.bench.report import write_json
 
 COMPARED_STEPS = 2
@@ -41,7 +38,7 @@ FEEDBACK, WORK = "feedback", "work"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare the results, time the systems and print the table."""
-    parser = _parser()
+    parser = optimizer_parser()
     arguments = parser.parse_args(argv)
     shape = _shape(parser, arguments)
     device = torch.device(arguments.device)
@@ -119,35 +116,9 @@ def _shape(parser: ArgumentParser, arguments: Namespace) -> StageShape:
         parser.error(str(error))
     if TORCH not in arguments.systems:
         parser.error(f"--systems lacks {TORCH!r}, which the others are compared with")
-    unknown = [system for system in arguments.systems if system not in TITLES]
+    unknown = [system for system in arguments.systems if system not in OPTIMIZERS]
     if unknown:
-        parser.error(f"--systems {unknown}: there are {', '.join(TITLES)}")
+        parser.error(f"--systems {unknown}: there are {', '.join(OPTIMIZERS)}")
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {arguments.device}: torch sees no GPU here; use --device cpu")
     return shape
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False, prog="asyncpp bench optimizer", description="Time of an update of one stage of a GPT."
-    )
-    sizes: dict[str, tuple[Any, int, str]] = {
-        "layers": (PositiveInt, 2, "transformer blocks on the stage; SmolLM-360M on four stages has 8"),
-        "width": (PositiveInt, 960, "of the residual stream"),
-        "heads": (PositiveInt, 15, "attention heads"),
-        "kv-heads": (PositiveInt, 5, "heads of keys and values"),
-        "mlp": (PositiveInt, 2560, "inner width of the feed-forward layers"),
-        "vocab": (NonNegativeInt, 49152, "rows of the embedding on the stage; 0: a stage in the middle"),
-        "context": (PositiveInt, 512, "tokens of the sequence whose forward and backward are timed"),
-        "repeats": (PositiveInt, 9, "how often every system steps, in turn"),
-        "threads": (NonNegativeInt, 0, "of torch; 0: as many as it takes by itself"),
-    }
-    for name, (kind, default, text) in sizes.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-    systems = [system for system in TITLES if system != FLOAT32]
-    parser.add_argument("--systems", type=str, nargs="+", default=systems, help=f"some of {', '.join(TITLES)}")
-    parser.add_argument("--error-feedback", type=bool, default=True, help="measure what Error Feedback adds")
-    parser.add_argument("--bfloat16", type=bool, default=True, help="forward and backward under bfloat16 autocast")
-    parser.add_argument("--device", type=str, default="cpu", help="cpu or cuda")
-    parser.add_argument("--json", type=str | None, default=None, help="write the results to this file")
-    return parser

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.tools.bench.optimizer_systems import OURS, TITLES, TORCH
+from lightning_asyncpp.tools.bench.names import OPTIMIZERS, OURS, TORCH
 from lightning_asyncpp.tools.bench.report import Spread, machine
 
 ROUNDING = 0.02
@@ -83,8 +83,8 @@ class Report:
         """The tables."""
         rows = [("system", "ms per step", "speed over torch", "largest difference from torch")]
         for system in self.systems:
-            rows.append((TITLES[system], _ms(self.times[system]).format(1), *self._comparison(system)))
-        rows += [(TITLES[system], "left out:", why, "") for system, why in self.missing.items()]
+            rows.append((OPTIMIZERS[system], _ms(self.times[system]).format(1), *self._comparison(system)))
+        rows += [(OPTIMIZERS[system], "left out:", why, "") for system, why in self.missing.items()]
         where = "on a GPU" if str(self.settings["device"]) != "cpu" else f"on {self.threads} CPU threads"
         head = f"one update of {self.settings['layers']} layers and {self.settings['vocab']} embeddings {where}"
         return "\n".join([head, _aligned(rows), *self._feedback_text()])
@@ -111,7 +111,7 @@ class Report:
     @property
     def systems(self) -> list[str]:
         """That were measured."""
-        return [name for name in self.times if name in TITLES]
+        return [name for name in self.times if name in OPTIMIZERS]
 
     def speed(self, system: str) -> Spread:
         """Time of torch's step over the system's, pairwise by repeat."""

@@ -12,18 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.tools.bench.names import FLOAT32, GRAM, LIBRARY, OURS, TORCH, TORCH_FUSED
 
-OURS, GRAM, FAST, FLOAT32 = "ours", "gram", "fast", "float32"
-TORCH, TORCH_FUSED, LIBRARY = "torch", "torch-fused", "pytorch_optimizer"
-TITLES = {
-    OURS: "MuonAdamW",
-    GRAM: "MuonAdamW, Gram form",
-    FAST: "MuonAdamW, 4 steps of Polar Express, Gram form",
-    FLOAT32: "MuonAdamW, float32",
-    TORCH: "torch Muon + AdamW",
-    TORCH_FUSED: "torch Muon + AdamW(fused=True)",
-    LIBRARY: "pytorch_optimizer Muon",
-}
 EXACT = (OURS, TORCH, TORCH_FUSED, LIBRARY)
 """Whose results must be equal to rounding."""
 
@@ -31,12 +21,6 @@ MUON_LR, ADAMW_LR, DECAY, BETAS, EPS = 3e-3, 1e-3, 0.1, (0.9, 0.95), 1e-8
 _OPTIONS: dict[str, dict[str, Any]] = {
     OURS: {},
     GRAM: {"newton_schulz_form": "gram"},
-    FAST: {
-        "newton_schulz": "polar_express",
-        "newton_schulz_steps": 4,
-        "newton_schulz_scale": "schatten4",
-        "newton_schulz_form": "gram",
-    },
     FLOAT32: {"newton_schulz_dtype": "float32"},
 }
 

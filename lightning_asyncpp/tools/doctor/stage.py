@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.tools.bench.optimizer_report import ROUNDING
 from lightning_asyncpp.tools.bench.processes import end_of
 from lightning_asyncpp.tools.doctor import traced
@@ -16,6 +17,8 @@ from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.running import last_error, run_limited
 from lightning_asyncpp.tools.doctor.stage_recipe import Row, Size, peak_tflops, recipe_of, rows_of, size_of
 from lightning_asyncpp.tools.doctor.task import Task
+from lightning_asyncpp.tools.plan.planned_recipe import build
+from lightning_asyncpp.tools.plan.stages import Stages
 
 _ROW_SECONDS, _COMPILED_SECONDS = 75.0, 120.0
 _LEAST_SECONDS = 15.0
@@ -154,10 +157,6 @@ def _compare_memory(
 
 def _planned(recipe: Path, is_gpu: bool) -> int:
     """Bytes of the stage when it needs most."""
-    from lightning_asyncpp.cli import read_configuration
-    from lightning_asyncpp.tools.plan.planned_recipe import build
-    from lightning_asyncpp.tools.plan.stages import Stages
-
     plan = build(read_configuration(["fit", "--config", str(recipe)]))
     settings = plan.settings.resolved(1)
     stages = Stages(plan, settings, on_gpu=is_gpu)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from lightning_asyncpp.optim import feedback_update, newton_schulz
+from lightning_asyncpp.optim import error_feedback, newton_schulz
 from lightning_asyncpp.optim.symmetric import full_product
 
 
@@ -31,7 +31,7 @@ def kernels_of_gpu(on_gpu: bool) -> Iterator[None]:
     replacements: list[tuple[Any, str, Any]] = [(F, name, function) for name, function in _REPLACEMENTS.items()]
     # Optimizers that handle small pieces on a CPU: the Triton kernel of symmetric products is one operator here.
     replacements += [
-        (feedback_update, "CPU_CHUNK_ELEMENTS", feedback_update.CHUNK_ELEMENTS),
+        (error_feedback, "CPU_CHUNK_ELEMENTS", error_feedback.CHUNK_ELEMENTS),
         (newton_schulz, "symmetric_product", full_product),
     ]
     with ExitStack() as stack:

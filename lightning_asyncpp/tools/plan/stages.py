@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.models.experts import Experts
+from lightning_asyncpp.models.moe import Experts
 from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage

@@ -20,6 +20,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp import cli
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.tools.ablation.recipe.cell_config import strategy_config, training_config, with_places
 from lightning_asyncpp.tools.ablation.recipe.recipe import ALONE, ClassConfig, Correction, OptimizerGrid, Recipe
@@ -153,9 +154,6 @@ def _accept(config: dict[str, Any], recipe: Recipe) -> str | None:
 
 def _parse(config: dict[str, Any], recipe: Recipe) -> str | None:
     """Give a configuration to the parser of ``asyncpp fit`` and return its complaint."""
-    # Imported late: it imports all of Lightning.
-    from lightning_asyncpp import cli
-
     arguments, errors = sys.argv, io.StringIO()
     with tempfile.TemporaryDirectory(prefix="asyncpp-ablate-") as name:
         path = Path(name) / "fit.yaml"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lightning_asyncpp.optim.composite import MatrixAdamW
-from lightning_asyncpp.optim.muon import ADDED_LATER, Stack, lr_scale, muon_step
+from lightning_asyncpp.optim.muon import ADDED_LATER, REMOVED, Stack, lr_scale, muon_step
 from lightning_asyncpp.optim.newton_schulz import COEFFICIENTS
 from lightning_asyncpp.optim.split import DEFAULT_ADAMW_NAMES
 
@@ -52,17 +52,13 @@ class NorMuonAdamW(MatrixAdamW):
         adamw_betas: decay of AdamW's averages of the gradient and of its square.
         adamw_eps: added to AdamW's denominator.
         newton_schulz_steps: iterations per matrix.
-        coefficients: of the quintic iteration, where ``newton_schulz`` is "quintic".
+        coefficients: of the quintic iteration.
         adjust_lr: "match_rms_adamw": the entries of an update have root mean square 0.2 * lr, as in the paper's
             listing; "original": the update keeps the norm of O and is scaled by sqrt(max(1, fan_out / fan_in)), as in
             the authors' code.
         newton_schulz_dtype: "bfloat16", "float32" or "float64", or the torch dtype.
         adamw_names: regular expression searched in parameter names; matching parameters go to AdamW.
         batched: join equal shapes into one product. None: on GPUs, unless deterministic algorithms are asked for.
-        newton_schulz: "quintic": the same polynomial at each step, as torch; "polar_express": the best one for each
-            (arXiv 2505.16932), closer to orthogonal at the same cost.
-        newton_schulz_scale: "frobenius", as torch; "schatten4" or "aol" (arXiv 2512.04632): tighter bounds of the
-            largest singular value at no cost, worth up to half a step.
         newton_schulz_form: "direct", as torch; "gram" (arXiv 2505.16932, appendix F): fewer operations for matrices
             that are not square, other rounding. See :func:`lightning_asyncpp.optim.newton_schulz.orthogonalize`.
 
@@ -72,6 +68,7 @@ class NorMuonAdamW(MatrixAdamW):
 
     matrix_algorithm = "normuon"
     added_later = ADDED_LATER
+    removed = REMOVED
 
     def __init__(
         self,
@@ -92,8 +89,6 @@ class NorMuonAdamW(MatrixAdamW):
         newton_schulz_dtype: str | torch.dtype = "bfloat16",
         adamw_names: str = DEFAULT_ADAMW_NAMES,
         batched: bool | None = None,
-        newton_schulz: Literal["quintic", "polar_express"] = "quintic",
-        newton_schulz_scale: Literal["frobenius", "schatten4", "aol"] = "frobenius",
         newton_schulz_form: Literal["direct", "gram"] = "direct",
     ) -> None:
         normuon = {
@@ -108,8 +103,6 @@ class NorMuonAdamW(MatrixAdamW):
             "adjust_lr": adjust_lr,
             "newton_schulz_dtype": newton_schulz_dtype,
             "batched": batched,
-            "newton_schulz": newton_schulz,
-            "newton_schulz_scale": newton_schulz_scale,
             "newton_schulz_form": newton_schulz_form,
         }
         adamw = {"lr": adamw_lr, "weight_decay": adamw_weight_decay, "betas": adamw_betas, "eps": adamw_eps}
