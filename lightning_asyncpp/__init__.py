@@ -6,10 +6,13 @@ for ``Trainer`` and for ``Fabric``; Fabric's classes are in :mod:`lightning_asyn
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_asyncpp.fabric.delayed_gradient import register as register_delayed_gradient_for_fabric
-from lightning_asyncpp.fabric.strategy import register as register_for_fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_asyncpp.fabric as _fabric
 from lightning_asyncpp.pipeline.cut.units import apply_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.strategy_mixin import register as _register
 from lightning_asyncpp.pytorch import (
     AsyncPipelineStrategy,
     DelayedGradientStrategy,
@@ -21,9 +24,7 @@ from lightning_asyncpp.pytorch import (
     SyncPipelineStrategy,
     TokensPerSecond,
 )
-from lightning_asyncpp.pytorch.delayed_gradient import register as register_delayed_gradient
 from lightning_asyncpp.pytorch.module_first import after_own_update
-from lightning_asyncpp.pytorch.strategy import register
 
 if TYPE_CHECKING:
     from lightning_asyncpp.tools.check import check_model
@@ -38,10 +39,18 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-register()
-register_delayed_gradient()
-register_for_fabric()
-register_delayed_gradient_for_fabric()
+_register(
+    StrategyRegistry,
+    async_pipeline=AsyncPipelineStrategy,
+    sync_pipeline=SyncPipelineStrategy,
+    delayed_gradient=DelayedGradientStrategy,
+)
+_register(
+    STRATEGY_REGISTRY,
+    async_pipeline=_fabric.AsyncPipelineStrategy,
+    sync_pipeline=_fabric.SyncPipelineStrategy,
+    delayed_gradient=_fabric.DelayedGradientStrategy,
+)
 
 __all__ = [
     "AsyncPipelineStrategy",

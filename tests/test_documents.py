@@ -96,8 +96,9 @@ def test_the_files_in_the_diagram_of_internals_exist() -> None:
 
 @pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
 def test_every_argument_of_a_public_class_is_explained(cls: type) -> None:
-    """By the class or one it is derived from, as ``asyncpp fit --help`` reads it."""
-    documents = "\n".join(c.__doc__ or "" for c in cls.__mro__ if c.__module__.startswith("lightning_asyncpp"))
+    """By the class, its constructor, or a class that it is derived from, as ``asyncpp fit --help`` reads it."""
+    classes = [c for c in cls.__mro__ if c.__module__.startswith("lightning_asyncpp")]
+    documents = "\n".join([*(c.__doc__ or "" for c in classes), cls.__init__.__doc__ or ""])
     explained = set(re.findall(r"\w+", " ".join(re.findall(r"(?m)^ +(\w+(?:, \w+)*):", documents))))
     parameters = inspect.signature(cls.__init__).parameters
     named = {n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - {"self"}

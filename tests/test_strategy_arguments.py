@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_asyncpp import fabric, pytorch
+from lightning_asyncpp.pipeline.arguments import _CHECKS as CHECKS
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 STRATEGIES = [
@@ -41,6 +46,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("parallel_devices", [], "a list of devices"),
     ("process_group_backend", "cpu:gloo,cuda:nccl", "one backend, such as 'nccl', and not several"),
 ]
+EMULATORS = [package.DelayedGradientStrategy for package in (pytorch, fabric)]
+OF_EVERY_STRATEGY = {"accelerator", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}
+OF_MODELS = {"split_batch", "micro_batch_weight", "loss_reduction", "example_input_array"}
+PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"
 
 
 def name_of(strategy: type) -> str:
@@ -96,7 +105,7 @@ def test_types_hide_nothing_else() -> None:
         assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", [p.DelayedGradientStrategy for p in (pytorch, fabric)], ids=name_of)
+@pytest.mark.parametrize("strategy", EMULATORS, ids=name_of)
 def test_arguments_of_the_emulator(strategy: type) -> None:
     with pytest.raises(ConfigurationError) as caught:
         strategy(delay=-1, micro_batches=0, timeout=3, start_method="x", find_unused_parameters=1)
@@ -112,3 +121,56 @@ def test_functions_of_fabrics_strategies() -> None:
 def test_whether_an_inexact_resume_is_accepted_is_yes_or_no() -> None:
     with pytest.raises(ConfigurationError, match=r"inexact_resume='no' must be True or False"):
         pytorch.AsyncPipelineStrategy(inexact_resume="no")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *EMULATORS], ids=name_of)
+def test_the_signature_has_every_argument_and_no_other_is_taken(strategy: type) -> None:
+    parameters = inspect.signature(strategy).parameters
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    assert {"micro_batches", "start_method", "checkpoint_io"} < parameters.keys()
+    assert "delay" in parameters or strategy in STRATEGIES
+    with pytest.raises(TypeError, match=rf"{strategy.__name__}\.__init__\(\) .*unexpected keyword argument 'lookahed'"):
+        strategy(lookahed=1)
+
+
+def test_arguments_may_be_given_by_position_in_the_order_that_is_shown() -> None:
+    settings = fabric.AsyncPipelineStrategy(8, 2, 1, True).session.settings
+    assert (settings.micro_batches, settings.lookahead, settings.fresh_last_stage) == (8, 2, True)
+
+
+def test_what_is_checked_is_an_argument() -> None:
+    taken = {name for strategy in [*STRATEGIES, *EMULATORS] for name in inspect.signature(strategy).parameters}
+    assert not CHECKS.keys() - taken
+
+
+def told_defaults(heading: str) -> dict[str, str]:
+    """Argument -> what the table under a heading of the page tells as its default."""
+    section = re.split(r"(?m)^## ", PAGE.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2])[0]
+    told = {}
+    for names, cell in re.findall(r"(?m)^\| (`.*?`) \| (.*?) ?\|", section):
+        names, cells = re.findall(r"`(\w+)`", names), cell.split(", ")
+        told |= dict(zip(names, cells if len(cells) == len(names) else [cell] * len(names)))
+    return told
+
+
+@pytest.mark.parametrize(("heading", "strategies"), [("Arguments", STRATEGIES), ("delayed_gradient", EMULATORS)])
+def test_the_page_tells_of_every_argument_and_its_default(heading: str, strategies: list[type]) -> None:
+    parameters = {name: p for strategy in strategies for name, p in inspect.signature(strategy).parameters.items()}
+    of_ddp = inspect.signature(DDPStrategy).parameters
+    told = told_defaults(heading)
+    assert told.keys() >= parameters.keys() - OF_EVERY_STRATEGY - OF_MODELS - {"parallel_devices", "inexact_resume"}
+    assert parameters.keys() >= told.keys()
+    for name, cell in told.items():
+        default = parameters[name].default
+        if cell == "as in DDP":
+            assert default == (of_ddp[name].default if name in of_ddp else False), name
+        else:
+            assert default == value_of(cell), name
+
+
+def value_of(cell: str) -> Any:
+    """Of a default in a table; in words it stands for None."""
+    try:
+        return eval(cell.strip("`"), {})
+    except SyntaxError:
+        return None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
-from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -19,40 +17,34 @@ from typing_extensions import override
 
 from lightning_asyncpp.data.stage_loader import stage_loader
 from lightning_asyncpp.fabric import refusals
+from lightning_asyncpp.fabric.arguments import FabricArguments, FabricsDDPArguments
 from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
-from lightning_asyncpp.fabric.clipping import ClippingMixin, MiniBatchNote
-from lightning_asyncpp.fabric.example_input import example_of
+from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.fabric.reading import resumable
-from lightning_asyncpp.fabric.recording import RecordingMixin
-from lightning_asyncpp.fabric.stopping import StopMixin
-from lightning_asyncpp.pipeline.arguments import check_arguments
-from lightning_asyncpp.pipeline.batches.batch_output import NanLosses
+from lightning_asyncpp.pipeline.arguments import for_ddp, takes
+from lightning_asyncpp.pipeline.batches.batch_output import NanLosses, or_nan
 from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
-from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
+from lightning_asyncpp.pipeline.cut.unit_times import example_of
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers, trains_nothing
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems
-from lightning_asyncpp.pipeline.ranks.mesh import Placement
-from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.pipeline.recording.recorder import Recorder, Window
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.wire.reading import Reading
-from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 StepFunction = Callable[[Any], Any]
-SplitBatch = Callable[[Any, int], list[Any]]
-MicroBatchWeight = Callable[[Any], float]
 
 
-class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
-    to Fabric's calls. Arguments as for :class:`AsyncPipelineStrategy`.
+    to Fabric's calls. Arguments: :class:`~lightning_asyncpp.fabric.arguments.FabricArguments`.
 
     Attributes:
         gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
@@ -60,88 +52,21 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             the same on all ranks.
     """
 
-    delay: ClassVar[int]
     step_name = "step_fn"
     outside_step = "out of step_fn"
 
-    def __init__(
-        self,
-        micro_batches: int | None = None,
-        lookahead: int | None = None,
-        data_parallel_size: int = 1,
-        fresh_last_stage: bool = False,
-        synchronous_start: int = 0,
-        weight_dtype: Literal["bf16"] | None = None,
-        partition: Literal["auto", "uniform"] | list[int] = "auto",
-        placement: Placement = "pipeline_within_node",
-        nonfinite_gradients: Literal["stop", "skip"] = "stop",
-        split_batch: SplitBatch | None = None,
-        micro_batch_weight: MicroBatchWeight | None = None,
-        loss_reduction: Literal["mean", "sum"] | None = None,
-        example_input_array: Any | None = None,
-        max_message_bytes: int = 2**34,
-        interface: str | None = None,
-        state_dict_type: Literal["full", "sharded"] = "full",
-        async_checkpoints: bool = False,
-        heartbeat: float | None = 60.0,
-        neighbour_ctas: int | None = 4,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork"] = "popen",
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-    ) -> None:
-        # No **kwargs: DDP would take any argument for one of its own.
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
-        self.interface = interface
-        settings = PipelineSettings(
-            micro_batches=micro_batches,
-            lookahead=lookahead,
-            data_parallel_size=data_parallel_size,
-            delay=self.delay,
-            nonfinite_gradients=nonfinite_gradients,
-            fresh_last_stage=fresh_last_stage,
-            synchronous_start=synchronous_start,
-            weight_dtype=weight_dtype,
-            partition=partition,
-            placement=placement,
-            max_message_bytes=max_message_bytes,
-            heartbeat=heartbeat,
-            neighbour_ctas=neighbour_ctas,
-        )
-        check_arguments(
-            settings, timeout=timeout, interface=interface, state_dict_type=state_dict_type, start_method=start_method,
-            process_group_backend=process_group_backend, parallel_devices=parallel_devices,
-            fresh_last_stage=fresh_last_stage,
-            async_checkpoints=async_checkpoints, split_batch=split_batch, micro_batch_weight=micro_batch_weight,
-            loss_reduction=loss_reduction,
-        )  # fmt: skip
-        self.session = PipelineSession(settings, timeout)
-        self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
+    @takes(FabricArguments)
+    def __init__(self, arguments: FabricArguments) -> None:
+        super().__init__(**for_ddp(FabricsDDPArguments, arguments))
+        self._make_session(arguments)
+        self._arguments = arguments
         self.gradient_norm: float | None = None
         self.layer_metrics: dict[str, float] = {}
-        self._given_hooks = {
-            "split_batch": split_batch,
-            "micro_batch_weight": micro_batch_weight,
-            "loss_reduction": loss_reduction,
-        }
-        self._example_input_array = example_input_array
         self._hooks = UserHooks()
         self._names: frozenset[str] = frozenset()
         self._nan_losses = NanLosses()
         self._note = MiniBatchNote()
+        self._recorder: Recorder | None = None
         self._empty_optimizers = EmptyOptimizers()
         # Gradients are reduced once per update whatever the loop does: there is nothing to switch off.
         drop_backward_sync_control(self)
@@ -178,8 +103,8 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             agree_on_problems(self._mesh, problems)
             self._names = frozenset(module.state_dict())
             assert self.session.resolved is not None
-            parts, given = self.session.resolved.micro_batches, self._example_input_array
-            self._cut(module, example=example_of(module, given, parts, self.precision, self.root_device))
+            parts, given = self.session.resolved.micro_batches, self._arguments.example_for(module)
+            self._cut(module, example=example_of(given, parts, self.precision, self.root_device))
             module.to(self.root_device)
             self.session.start(self._hooks, self.root_device, training=False)
         if trains_nothing(module):  # what the user's next lines make from this stage's trained parameters is empty
@@ -211,7 +136,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
     def _hooks_of(self, module: Module) -> UserHooks:
         # What the user computes around the model is not Fabric's business; the wrapped model converts its output.
         around = {"context_around_step": False, "model_name": "model"}
-        return UserHooks.of(module, self._given_hooks, forward_context=self._forward_context, **around)
+        return UserHooks.of(module, self._arguments.hooks, forward_context=self._forward_context, **around)
 
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision.forward_context()
@@ -264,8 +189,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             return None
         if (nan := output.nan_losses()) is not None:
             self._note.nan_places.append(Reading([nan[1]]))
-        loss = output.mean_loss(self._hooks.loss_reduction)
-        return torch.full((), float("nan"), device=self.root_device) if loss is None else loss
+        return or_nan(output.mean_loss(self._hooks.loss_reduction), self.root_device)
 
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
@@ -291,6 +215,33 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             self._applied(self.session.apply_due())
         if self._recorder is not None:
             self._recorder.end_batch()
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Any:
+        """Clip the gradient of this mini-batch to a 2-norm over all stages, when its update is applied.
+
+        Returns:
+            ``None``: the norm is known one mini-batch later, as ``gradient_norm``.
+        """
+        check_norm_type(float(norm_type))
+        self._clip("max_norm", float(max_norm))
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Clip every element of the gradient of this mini-batch, when its update is applied."""
+        self._clip("clip_val", float(clip_val))
+
+    def _clip(self, algorithm: str, limit: float) -> None:
+        if not self._trained_engine("fabric.clip_gradients()").accumulating:
+            raise ConfigurationError(refusals.NOTHING_TO_CLIP)
+        self._note.clip(Clipping(algorithm, limit))
 
     def flush(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory. A collective call.
@@ -369,11 +320,57 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         with self._driving():
             if not engine.drained:
                 self._drain()
-            with torch.no_grad(), self._evaluation_recorded():
+            recorded = nullcontext() if self._recorder is None else self._recorder.evaluating()
+            with torch.no_grad(), recorded:
                 output = engine.evaluate(batch, self._user_step(step_fn))
         return merge_outputs(output.results, output.weights) if self._mesh.is_last else None
 
+    # -- recording ------------------------------------------------------------------------------------------------
+
+    def record_trace(self, dirpath: str | Path, first_mini_batch: int = 0, mini_batches: int | None = None) -> Recorder:
+        """Record from here on what every stage does when, for ``asyncpp trace``; a collective call.
+
+        What passes between ``optimizer.step()`` and the next ``training_step`` counts as waiting for data.
+
+        Args:
+            dirpath: folder of the files, one per process; with a recording in it the next goes to ``<dirpath>-2``, ...
+            first_mini_batch: the first mini-batch to record, counted over the run from 0.
+            mini_batches: how many to record; default: all that follow.
+
+        Returns:
+            The recording: its ``close()``, the end of a ``with`` block, or the end of the process ends the files.
+
+        Raises:
+            ConfigurationError: on every rank; an argument makes no sense, or a rank cannot write there.
+        """
+        if self.session.optimizer is None:
+            raise ConfigurationError(refusals.not_set_up("strategy.record_trace()"))
+        self._end_recording()
+        self._recorder = Recorder(self.session, Path(dirpath), Window(first_mini_batch, mini_batches))
+        return self._recorder
+
+    def _end_recording(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
     # -- the end --------------------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """Ask all ranks to end soon; may be called on any rank, at any moment after set-up, in a signal's handler too.
+
+        Before ``setup_optimizers`` it does nothing.
+        """
+        if self.session.engine is not None:
+            self.session.engine.updates.requested.interrupted = True
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether some rank asked to end and all know: it becomes True on all ranks in the same ``optimizer.step()``.
+
+        That is one of the next two mini-batches after :meth:`request_stop`.
+        """
+        return self.session.engine is not None and self.session.engine.updates.agreed.interrupted
 
     @override
     def teardown(self) -> None:
@@ -384,8 +381,3 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         finally:
             self.session.leave()
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """The names are registered by importing the package."""

@@ -234,7 +234,7 @@ def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool)
         ConfigurationError: that name is taken.
     """
     if PIPELINE in state:
-        raise ConfigurationError(refusals.RESERVED_NAME)
+        raise ConfigurationError(refusals.reserved(PIPELINE))
     parts: dict[str, Any] = {}
     for name, value in state.items():
         if session.stage is not None and value is session.stage.model:

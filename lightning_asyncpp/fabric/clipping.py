@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
 
-from lightning.fabric.strategies.strategy import Strategy
-from torch.nn import Module
-from torch.optim import Optimizer
-from typing_extensions import override
-
-from lightning_asyncpp.fabric import refusals
-from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.updates.clipping import check_norm_type, clip_values
+from lightning_asyncpp.pipeline.updates.clipping import clip_values
 from lightning_asyncpp.pipeline.wire.reading import Reading
 
 
@@ -51,52 +42,16 @@ class MiniBatchNote:
     clipping: Clipping | None = None
     nan_places: list[Reading] = field(default_factory=list)
 
+    def clip(self, clipping: Clipping) -> None:
+        """Note a clipping; a second one of the same kind replaces the first.
 
-class ClippingMixin(Strategy):
-    """Gives a strategy that holds a session ``fabric.clip_gradients``; comes before the strategy it is mixed into.
-
-    Attributes:
-        session: the pipeline.
-    """
-
-    session: PipelineSession
-    _note: MiniBatchNote  # of the mini-batch that is open
-
-    @abstractmethod
-    def _trained_engine(self, caller: str) -> Engine:
-        """The engine, if there is an optimizer."""
-
-    @override
-    def clip_gradients_norm(
-        self,
-        module: Module,
-        optimizer: Optimizer,
-        max_norm: float | int,
-        norm_type: float | int = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Any:
-        """Clip the gradient of this mini-batch to a 2-norm over all stages, when its update is applied.
-
-        Returns:
-            ``None``: the norm is known one mini-batch later, as ``gradient_norm``.
+        Raises:
+            ConfigurationError: both kinds are asked for.
         """
-        check_norm_type(float(norm_type))
-        self._record(Clipping("max_norm", float(max_norm)))
-
-    @override
-    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        """Clip every element of the gradient of this mini-batch, when its update is applied."""
-        self._record(Clipping("clip_val", float(clip_val)))
-
-    def _record(self, clipping: Clipping) -> None:
-        """A second call of the same kind replaces the first."""
-        engine = self._trained_engine("fabric.clip_gradients()")
-        if not engine.accumulating:
-            raise ConfigurationError(refusals.NOTHING_TO_CLIP)
-        before = self._note.clipping
+        before = self.clipping
         if before is not None and before.algorithm != clipping.algorithm:
             raise ConfigurationError(
                 f"clip_gradients was called with {before.algorithm} and with {clipping.algorithm} for the same update:"
                 " the norm over all stages is that of the gradient before either; use one of them"
             )
-        self._note.clipping = clipping
+        self.clipping = clipping

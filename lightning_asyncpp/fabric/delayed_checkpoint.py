@@ -9,9 +9,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.fabric import delayed_refusals as refusals
 from lightning_asyncpp.fabric.checkpoint import entries_to_load
 from lightning_asyncpp.fabric.crossed import told_who_wrote_it
+from lightning_asyncpp.fabric.refusals import reserved
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
@@ -36,7 +36,7 @@ class DelayedCheckpoints(ParallelStrategy):
     ) -> None:
         """Write one file on rank 0; with the optimizer come the older weights, so that the run can go on exactly."""
         if DELAYED_GRADIENT in state:
-            raise ConfigurationError(refusals.RESERVED_NAME)
+            raise ConfigurationError(reserved(DELAYED_GRADIENT))
         if self.emulator is not None:
             self.emulator.weights.come_forward()
             if any(isinstance(value, Optimizer) for value in state.values()):

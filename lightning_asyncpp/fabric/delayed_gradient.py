@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor
@@ -19,22 +15,21 @@ from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
 from lightning_asyncpp.fabric import delayed_refusals as refusals
+from lightning_asyncpp.fabric.arguments import DelayArguments, FabricsDDPArguments
 from lightning_asyncpp.fabric.delayed_checkpoint import DelayedCheckpoints
-from lightning_asyncpp.fabric.example_input import example_of
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.fabric.reading import resumable
-from lightning_asyncpp.pipeline.arguments import check_arguments
+from lightning_asyncpp.pipeline.arguments import check_arguments, for_ddp, takes
+from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
 from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.unit_times import Example
+from lightning_asyncpp.pipeline.cut.unit_times import Example, example_of
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
-from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
-from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 
 class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrategy):
@@ -56,82 +51,22 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
     ``strategy.training_step(step_fn, batch)`` in place of forward and backward; it then computes bitwise what
     they compute.
 
-    Args:
-        delay: updates between the weights of a gradient and the weights that it is applied to: a number, or
-            ``"pipedream"`` or ``"fresh_last_stage"``; see :class:`lightning_asyncpp.DelayedGradientStrategy`.
-        stages: number of stages of the last two.
-        stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order, or
-            with ``micro_batches`` as a pipeline cuts the model, if it can.
-        micro_batches: micro-batches that :meth:`training_step` cuts a batch into; ``None``: an ordinary loop.
-        nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
-        last_stage_norm: with ``"fresh_last_stage"`` and ``micro_batches``, what the last stage is clipped by: the norm
-            of the mini-batch ``"before"``, as in the pipeline (``None`` means it too), of its ``"own"`` gradients, or
-            the ``"exact"`` one, for comparison.
-        synchronous_start: number N of mini-batches at the beginning without delay; then W_N counts as W_0.
-        partition: with ``micro_batches``, how a pipeline cuts the model into ``stages``: as for the pipeline
-            strategies.
-        split_batch, micro_batch_weight, loss_reduction, example_input_array: as for the pipeline strategies, for
-            ``micro_batches``.
-        find_unused_parameters: as in DDP.
-        process_group_backend, timeout, start_method: as in DDP.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy; Fabric sets
-            them.
+    Arguments: :class:`~lightning_asyncpp.fabric.arguments.DelayArguments`.
 
     Raises:
         ConfigurationError: the arguments do not fit together, all of them at once.
     """
 
-    def __init__(
-        self,
-        delay: int | Literal["pipedream", "fresh_last_stage"] = 1,
-        stages: int | None = None,
-        stage_of: Callable[[str], int] | None = None,
-        micro_batches: int | None = None,
-        nonfinite_gradients: Literal["stop", "skip"] = "stop",
-        last_stage_norm: Literal["before", "own", "exact"] | None = None,
-        synchronous_start: int = 0,
-        partition: Literal["auto", "uniform"] | list[int] = "auto",
-        split_batch: Callable[[Any, int], list[Any]] | None = None,
-        micro_batch_weight: Callable[[Any], float] | None = None,
-        loss_reduction: Literal["mean", "sum"] | None = None,
-        example_input_array: Any | None = None,
-        find_unused_parameters: bool = False,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork"] = "popen",
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-    ) -> None:
+    settings: DelayArguments
+
+    @takes(DelayArguments)
+    def __init__(self, arguments: DelayArguments) -> None:
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            find_unused_parameters=find_unused_parameters,
+            **for_ddp(FabricsDDPArguments, arguments), find_unused_parameters=arguments.find_unused_parameters
         )
-        self.settings = DelaySettings(
-            delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start, partition
-        )
-        check_arguments(
-            self.settings, timeout=timeout, start_method=start_method, process_group_backend=process_group_backend,
-            parallel_devices=parallel_devices,
-            find_unused_parameters=find_unused_parameters, split_batch=split_batch,
-            micro_batch_weight=micro_batch_weight, loss_reduction=loss_reduction,
-        )  # fmt: skip
+        check_arguments(arguments, arguments)
+        self.settings = arguments
         self.emulator: DelayEmulator | None = None
-        self._given_hooks = {
-            "split_batch": split_batch,
-            "micro_batch_weight": micro_batch_weight,
-            "loss_reduction": loss_reduction,
-        }
-        self._example_input_array = example_input_array
         self._module: Module | None = None
         self._in_step = False
         self._resumed = False
@@ -187,7 +122,7 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
         """
         if self._module is None or self.emulator is not None:
             raise ConfigurationError(refusals.NO_MODULE if self._module is None else refusals.SECOND_OPTIMIZER)
-        hooks = UserHooks.of(self._module, self._given_hooks)
+        hooks = UserHooks.of(self._module, self.settings.hooks)
         micro_batches = self._micro_batch_gradient(self._module, self._module, hooks)
         partition = self._partition(self._module, self._example())
         # What was loaded before this counts: an optimizer that is told another delay forgets.
@@ -200,7 +135,7 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
         parts, model = self.settings.micro_batches, self._module
         if model is None or parts is None:
             return None
-        return example_of(model, self._example_input_array, parts, self.precision, self.root_device)
+        return example_of(self.settings.example_for(model), parts, self.precision, self.root_device)
 
     def _before_forward(self, module: Module, _: Any) -> None:
         if self.emulator is None or self._in_step:
@@ -289,8 +224,7 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
                 micro_batches.restore()
         finally:
             self._in_step = False
-        loss = output.mean_loss(micro_batches.hooks.loss_reduction)
-        return torch.full((), float("nan"), device=self.root_device) if loss is None else loss
+        return or_nan(output.mean_loss(micro_batches.hooks.loss_reduction), self.root_device)
 
     def evaluation_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run a batch forward on the newest weights, without gradients, cut into micro-batches.
@@ -344,15 +278,3 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
         if self.emulator is None:
             raise ConfigurationError(refusals.not_set_up(caller))
         return self.emulator
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """The name is registered by importing the package."""
-
-
-def register() -> None:
-    """Make the strategy known to ``Fabric(strategy=...)`` by name."""
-    if "delayed_gradient" not in STRATEGY_REGISTRY:
-        description = (DelayedGradientStrategy.__doc__ or "").partition("\n")[0]
-        STRATEGY_REGISTRY.register("delayed_gradient", DelayedGradientStrategy, description=description)

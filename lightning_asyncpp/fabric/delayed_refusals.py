@@ -41,9 +41,6 @@ COUNTS_WITHOUT_MICRO_BATCHES = (
     "the model has layers that count and change buffers once per update (StatisticsLayer), which an ordinary loop does"
     " not show to the strategy: give the strategy micro_batches, and call strategy.training_step(step_fn, batch)"
 )
-RESERVED_NAME = (
-    "fabric.save: the state has an entry 'delayed_gradient', a name that the strategy needs itself; rename it"
-)
 
 
 def not_set_up(caller: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.pipeline.cut.units import model_problems
 from lightning_asyncpp.pipeline.optimizers.nothing_to_train import is_placeholder
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import problems_of_precision
+from lightning_asyncpp.pipeline.settings import problems_of_precision, problems_of_weight_dtype
 from lightning_asyncpp.pipeline.step.gradient_hooks import parameter_hook_problems
-
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
 JOINT_SETUP = (
     "fabric.setup(model, optimizer): the optimizer was made for the whole model, but every rank keeps only its own"
@@ -42,7 +41,6 @@ META_LOAD = (
     "fabric.load: the model in the state is still on the meta device and would keep nothing; call"
     " model = fabric.setup_module(model) first, and put what it returned into the state"
 )
-RESERVED_NAME = "fabric.save: the state has an entry 'pipeline', a name that the strategy needs itself; rename it"
 
 
 def not_set_up(caller: str) -> str:
@@ -51,6 +49,11 @@ def not_set_up(caller: str) -> str:
         f"{caller} needs a model and an optimizer: call model = fabric.setup_module(model) and then"
         " optimizer = fabric.setup_optimizers(make_optimizer(model)) first"
     )
+
+
+def reserved(name: str) -> str:
+    """Message for an entry of a checkpoint that has the name of the strategy's own."""
+    return f"fabric.save: the state has an entry {name!r}, a name that the strategy needs itself; rename it"
 
 
 def not_stepped(caller: str) -> str:
@@ -69,16 +72,9 @@ def module_problems(session: PipelineSession, module: nn.Module, precision: str,
             f"a second model ({type(module).__name__}) was set up: one strategy runs one pipeline; put both into one"
             " module with pipeline_layers(), or use a second Fabric with a strategy of its own"
         )
-    if precision not in _PRECISIONS:
-        problems.append(
-            f"precision={precision!r} is not supported: fp16 needs a loss scale that all stages agree on before the"
-            f" backward; use one of {', '.join(_PRECISIONS)}"
-        )
-    problems += problems_of_precision(session.settings.weight_dtype, precision) + model_problems(module, "the model")
-    problems += parameter_hook_problems(module, "the model")
-    if loss_reduction not in ("mean", "sum"):
-        problems.append(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
-    return problems
+    problems += problems_of_precision(precision) + problems_of_weight_dtype(session.settings.weight_dtype, precision)
+    problems += model_problems(module, "the model") + parameter_hook_problems(module, "the model")
+    return problems + problems_of_reduction(loss_reduction)
 
 
 def optimizer_problems(session: PipelineSession, optimizer: Optimizer) -> list[str]:

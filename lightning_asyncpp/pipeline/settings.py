@@ -13,6 +13,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.ranks.mesh import PLACEMENTS, Placement
 from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule, depth, largest_lookahead
 
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # of Lightning
 _MOST_CTAS = 64  # channels of a communicator
 _MOST_METRIC_SLOTS = 2**16  # far below what a control message may hold
 
@@ -22,7 +23,17 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def problems_of_precision(weight_dtype: str | None, precision: str) -> list[str]:
+def problems_of_precision(precision: str | None) -> list[str]:
+    """What is wrong with a precision of Lightning."""
+    if precision in PRECISIONS:
+        return []
+    return [
+        f"precision={precision!r} is not supported: fp16 needs a loss scale that all stages agree on before the"
+        f" backward; use one of {', '.join(PRECISIONS)}"
+    ]
+
+
+def problems_of_weight_dtype(weight_dtype: str | None, precision: str) -> list[str]:
     """What is wrong with the dtype of the weight versions under a precision of Lightning."""
     if weight_dtype == "bf16" and precision != "bf16-mixed":
         return [
@@ -84,41 +95,26 @@ def problems_of_heartbeat(heartbeat: object) -> list[str]:
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """What the user may choose about a pipeline.
+    """What the user may choose about a pipeline, explained in :class:`PipelineArguments` (``arguments.py``).
 
     Attributes:
-        micro_batches: micro-batches per batch, m; ``None`` takes the number of stages.
-        lookahead: extra micro-batches in flight, more than P - 1 taken as P - 1; ``None`` takes 1 where it is allowed
-            (asynchronous only), else 0.
-        data_parallel_size: number of replicas of the pipeline, D.
-        delay: 1 for PipeDream-2BW, 0 for a flush per mini-batch.
-        fresh_last_stage: let the last stage run without delay: its newest weights are ready before its next mini-batch.
-        synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay.
-        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, and the optimizer's parameters as masters beside
-            them, in the dtype that they were built in; ``None`` computes with the optimizer's parameters.
-        partition: ``"auto"`` balances what layers cost, ``"uniform"`` their number; or the layers of each stage.
-        placement: which ranks stand beside each other: the stages of a replica, or the replicas of a stage.
-        nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer unchanged.
-        metric_slots: how many values ``self.log`` may hand over per batch.
-        max_message_bytes: largest activation message that a stage accepts, in bytes.
-        heartbeat: seconds without a sign of life after which a rank is gone; ``None``: nobody watches.
-        neighbour_ctas: thread blocks that a message between two GPUs may take; ``None``: as many as NCCL wants.
+        delay: 1 for PipeDream-2BW, 0 for a flush per mini-batch; it comes with the name of the strategy.
     """
 
     micro_batches: int | None = None
     lookahead: int | None = None
     data_parallel_size: int = 1
-    delay: int = 1
-    nonfinite_gradients: Literal["stop", "skip"] = "stop"
-    metric_slots: int = 64
-    max_message_bytes: int = 2**34
     fresh_last_stage: bool = False
     synchronous_start: int = 0
     weight_dtype: Literal["bf16"] | None = None
     partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
     placement: Placement = "pipeline_within_node"
+    nonfinite_gradients: Literal["stop", "skip"] = "stop"
+    metric_slots: int = 64
+    max_message_bytes: int = 2**34
     heartbeat: float | None = 60.0
     neighbour_ctas: int | None = 4
+    delay: int = 1
 
     def problems(self) -> list[str]:
         """What is wrong whatever the number of processes is, each with its mend."""

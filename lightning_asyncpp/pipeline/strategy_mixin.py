@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -14,6 +14,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_asyncpp.pipeline.arguments import PipelineArguments
+from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.cut.unit_times import Example
@@ -36,17 +38,36 @@ class PipelineStrategyMixin:
     """Comes before one of Lightning's DDP strategies, whose launchers and process group it uses.
 
     Attributes:
+        delay: of the gradients, in updates: 1 or 0.
         session: the pipeline.
+        checkpoints: writes them.
         interface: the network interface that the user named for connections.
         step_name: what messages call the user's step.
         outside_step: where a collective that is refused inside the user's step can go instead.
     """
 
     applies_statistics = True  # a module need not look after its StatisticsLayers itself
+    delay: ClassVar[int]
     session: PipelineSession
+    checkpoints: CheckpointWriter
     interface: str | None
     step_name: ClassVar[str]
     outside_step: ClassVar[str]
+
+    def _make_session(self, arguments: PipelineArguments) -> None:
+        """Keep what the arguments say of the pipeline.
+
+        Raises:
+            ConfigurationError: arguments are wrong whatever the number of processes is; names all of them.
+        """
+        self.interface = arguments.interface
+        self.session = PipelineSession(arguments.settings(self.delay), arguments.timeout)
+        sharded = arguments.state_dict_type == "sharded"
+        self.checkpoints = CheckpointWriter(self.session, sharded, arguments.async_checkpoints)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Lightning's question for names: they are registered by importing the package."""
 
     def setup_environment(self) -> None:
         """Start the process group and connect the mesh, on the interface to be used; a collective call.
@@ -167,16 +188,11 @@ class PipelineStrategyMixin:
         return choose_partition(model, mesh.stage, mesh.num_stages, session.settings.partition, example, seed)
 
 
-def with_arguments_of(other: type) -> Callable[[type[T]], type[T]]:
-    """Class decorator: its docstring gets the arguments of another's, which ``help()`` and the command line show."""
-
-    def documented(cls: type[T]) -> type[T]:
-        if cls.__doc__ and other.__doc__:  # else Python runs without docstrings
-            arguments = other.__doc__[other.__doc__.index("    Args:") :]
-            cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n{arguments}"
-        return cls
-
-    return documented
+def register(registry: Any, **strategies: type) -> None:
+    """Make strategies known to one of Lightning's registries, under the names that they are given here."""
+    for name, strategy in strategies.items():
+        if name not in registry:
+            registry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,27 +19,25 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.data.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
-from lightning_asyncpp.pipeline.arguments import check_arguments
+from lightning_asyncpp.pipeline.arguments import for_ddp, takes
+from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.cut.averages import averages_in
 from lightning_asyncpp.pipeline.cut.unit_times import Example
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, agree_on_problems
-from lightning_asyncpp.pipeline.ranks.mesh import Placement
-from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.updates.clipping import clip_values
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.arguments import TrainerArguments, TrainersDDPArguments
 from lightning_asyncpp.pytorch.batch_ends import BatchEnds
 from lightning_asyncpp.pytorch.collectives import Collectives
 from lightning_asyncpp.pytorch.conductor import Conductor
 from lightning_asyncpp.pytorch.evaluation import EvaluationSteps
-from lightning_asyncpp.pytorch.example_input import HiddenExample, example_of
+from lightning_asyncpp.pytorch.example_input import HiddenExample, modules_example
 from lightning_asyncpp.pytorch.grouping import grouping_problems
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.launching import Launching
@@ -61,7 +55,6 @@ from lightning_asyncpp.pytorch.refusals import (
 )
 from lightning_asyncpp.pytorch.stale_reads import StaleReads
 from lightning_asyncpp.pytorch.step_metrics import StepMetrics
-from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 _WHERE_TO_CHANGE = (
@@ -74,82 +67,21 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
-    to the Trainer's hooks. Arguments as for :class:`AsyncPipelineStrategy`.
+    to the Trainer's hooks. Arguments: :class:`~lightning_asyncpp.pytorch.arguments.TrainerArguments`.
     """
 
     # PipelineModule leaves its layers on the meta device for a strategy that says so.
     materializes_stages = True
 
-    delay: ClassVar[int]
     step_name = "a *_step method"
     outside_step = "to a hook such as on_train_batch_end"
 
-    def __init__(
-        self,
-        micro_batches: int | None = None,
-        lookahead: int | None = None,
-        data_parallel_size: int = 1,
-        fresh_last_stage: bool = False,
-        synchronous_start: int = 0,
-        weight_dtype: Literal["bf16"] | None = None,
-        partition: Literal["auto", "uniform"] | list[int] = "auto",
-        placement: Placement = "pipeline_within_node",
-        nonfinite_gradients: Literal["stop", "skip"] = "stop",
-        metric_slots: int = 64,
-        max_message_bytes: int = 2**34,
-        interface: str | None = None,
-        state_dict_type: Literal["full", "sharded"] = "full",
-        async_checkpoints: bool = False,
-        inexact_resume: bool = False,
-        heartbeat: float | None = 60.0,
-        neighbour_ctas: int | None = 4,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork"] = "popen",
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        # No **kwargs: DDP would take any argument for one of its own, and the command line would offer them all.
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
-        self.interface = interface
-        settings = PipelineSettings(
-            micro_batches=micro_batches,
-            lookahead=lookahead,
-            data_parallel_size=data_parallel_size,
-            delay=self.delay,
-            nonfinite_gradients=nonfinite_gradients,
-            fresh_last_stage=fresh_last_stage,
-            synchronous_start=synchronous_start,
-            weight_dtype=weight_dtype,
-            partition=partition,
-            placement=placement,
-            metric_slots=metric_slots,
-            max_message_bytes=max_message_bytes,
-            heartbeat=heartbeat,
-            neighbour_ctas=neighbour_ctas,
-        )
-        check_arguments(
-            settings, timeout=timeout, interface=interface, state_dict_type=state_dict_type, start_method=start_method,
-            process_group_backend=process_group_backend, parallel_devices=parallel_devices,
-            fresh_last_stage=fresh_last_stage,
-            async_checkpoints=async_checkpoints, inexact_resume=inexact_resume,
-        )  # fmt: skip
-        self.session = PipelineSession(settings, timeout)
+    @takes(TrainerArguments)
+    def __init__(self, arguments: TrainerArguments) -> None:
+        super().__init__(**for_ddp(TrainersDDPArguments, arguments))
+        self._make_session(arguments)
         self.session.where_to_change = _WHERE_TO_CHANGE
-        self.progress = Progress(inexact_resume)
-        self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
+        self.progress = Progress(arguments.inexact_resume)
         self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._placeholder_hooks = PlaceholderHooks([])
@@ -247,7 +179,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
     def _example(self) -> Example | None:
         assert self.session.resolved is not None
         parts = self.session.resolved.micro_batches
-        return example_of(self._module, self._network(), parts, self.precision_plugin, self.root_device)
+        return modules_example(self._module, self._network(), parts, self.precision_plugin, self.root_device)
 
     def _network(self) -> Module:
         network = self._module.model
@@ -323,7 +255,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
             return self._loss.clone()
         loss = output.mean_loss(engine.runner.hooks.loss_reduction)
         self.step_metrics.add_batch(loss, output)
-        self._loss = torch.full((), float("nan"), device=self.root_device) if loss is None else loss
+        self._loss = or_nan(loss, self.root_device)
         return {**output.beside_loss(), "loss": self._loss.clone()}
 
     @override
@@ -436,11 +368,6 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
                 warn_of_state_dict(self.lightning_module)
         finally:
             self.session.watch.guard.release()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """The names are registered by importing the package."""
 
 
 @contextmanager

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import Module
@@ -22,20 +17,21 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.pipeline.arguments import check_arguments
+from lightning_asyncpp.pipeline.arguments import check_arguments, for_ddp, takes
+from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.unit_times import Example
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
-from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
 from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.updates.step_guard import StepGuard
 from lightning_asyncpp.pytorch import private
+from lightning_asyncpp.pytorch.arguments import DelayArguments, TrainersDDPArguments
 from lightning_asyncpp.pytorch.delayed_checkpoint import DelayedCheckpoints
 from lightning_asyncpp.pytorch.delayed_refusals import delayed_problems
-from lightning_asyncpp.pytorch.example_input import example_of
+from lightning_asyncpp.pytorch.example_input import modules_example
 from lightning_asyncpp.pytorch.last_link import link_when_written
 from lightning_asyncpp.pytorch.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.pytorch.micro_batch_log import MicroBatchLog
@@ -45,7 +41,6 @@ from lightning_asyncpp.pytorch.refusals import NOTHING_TO_STEP
 from lightning_asyncpp.pytorch.statistics_log import StatisticsLog
 from lightning_asyncpp.pytorch.stop_on_signal import StopOnSignal
 from lightning_asyncpp.pytorch.validation_randomness import drawing_from
-from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
 
 
 class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrategy):
@@ -59,75 +54,20 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
     pipeline's ``micro_batches`` it is bitwise ``async_pipeline``, whose summation order, clipping and random
     numbers it then takes over. It costs d further copies of the weights.
 
-    Args:
-        delay: updates between the weights of a gradient and the weights that it is applied to: a number d for all
-            parameters (1 is PipeDream-2BW); ``"pipedream"``: P-1-s for stage s, as in the original PipeDream (Narayanan
-            et al., SOSP 2019), which stashes the weights of the forward for the backward; ``"fresh_last_stage"``: 0
-            for the last stage and 1 for the others.
-        stages: number of stages P of the last two.
-        stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order, or
-            with ``micro_batches`` as a pipeline cuts ``self.model``, if it can.
-        micro_batches: cut every batch into so many micro-batches and compute as a pipeline does; ``None``: whole
-            batches, in Lightning's arithmetic.
-        nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
-        last_stage_norm: with ``"fresh_last_stage"`` and ``micro_batches``, what the last stage is clipped by: the norm
-            of the mini-batch ``"before"``, as in the pipeline (``None`` means it too), of its ``"own"`` gradients, or
-            the ``"exact"`` one, for comparison.
-        synchronous_start: number N of mini-batches at the beginning without delay; then W_N counts as W_0.
-        partition: with ``micro_batches``, how a pipeline cuts the model into ``stages``: as for the pipeline
-            strategies.
-        inexact_resume: go on from a checkpoint also where the data cannot be continued exactly, as for the pipeline
-            strategies.
-        find_unused_parameters: as in DDP; with whole batches on several devices.
-        process_group_backend, timeout, start_method: as in DDP.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
-            Trainer sets them.
+    Arguments: :class:`~lightning_asyncpp.pytorch.arguments.Delay    Arguments`.
 
     Raises:
         ConfigurationError: the arguments do not fit together, all of them at once; or when training starts, the module
             cannot be trained so.
     """
 
-    def __init__(
-        self,
-        delay: int | Literal["pipedream", "fresh_last_stage"] = 1,
-        stages: int | None = None,
-        stage_of: Callable[[str], int] | None = None,
-        micro_batches: int | None = None,
-        nonfinite_gradients: Literal["stop", "skip"] = "stop",
-        last_stage_norm: Literal["before", "own", "exact"] | None = None,
-        synchronous_start: int = 0,
-        partition: Literal["auto", "uniform"] | list[int] = "auto",
-        inexact_resume: bool = False,
-        find_unused_parameters: bool = False,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork"] = "popen",
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
+    @takes(DelayArguments)
+    def __init__(self, arguments: DelayArguments) -> None:
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            find_unused_parameters=find_unused_parameters,
+            **for_ddp(TrainersDDPArguments, arguments), find_unused_parameters=arguments.find_unused_parameters
         )
-        self.settings = DelaySettings(
-            delay, stages, stage_of, micro_batches, nonfinite_gradients, last_stage_norm, synchronous_start, partition
-        )
-        check_arguments(
-            self.settings, timeout=timeout, start_method=start_method, process_group_backend=process_group_backend,
-            parallel_devices=parallel_devices,
-            find_unused_parameters=find_unused_parameters, inexact_resume=inexact_resume,
-        )  # fmt: skip
+        check_arguments(arguments, arguments)
+        self.settings = arguments
         self.emulator: DelayEmulator | None = None
         self._emulated: LightningModule | None = None
         self._is_training = False
@@ -137,7 +77,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._stop_on_signal: StopOnSignal | None = None
         self._module_first: ModuleFirst | None = None
         self._step_guard: StepGuard | None = None
-        self.progress = Progress(inexact_resume)
+        self.progress = Progress(arguments.inexact_resume)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -221,7 +161,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         parts = self.settings.micro_batches
         if network is None or parts is None:
             return None
-        return example_of(module, network, parts, self.precision_plugin, self.root_device)
+        return modules_example(module, network, parts, self.precision_plugin, self.root_device)
 
     @property
     def _module(self) -> LightningModule:
@@ -332,8 +272,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         output = micro_batches.run(args[0], step)
         log.log_batch()
         loss = output.mean_loss(micro_batches.hooks.loss_reduction)
-        nan = torch.full((), float("nan"), device=self.root_device)
-        return {**output.beside_loss(), "loss": nan if loss is None else loss}
+        return {**output.beside_loss(), "loss": or_nan(loss, self.root_device)}
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self._running.clip(float(clip_val))
@@ -359,18 +298,3 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         if self._stop_on_signal is not None:
             self._stop_on_signal.preemption.requeue()
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """The name is registered by importing the package."""
-
-
-def register() -> None:
-    """Make the strategy known to ``Trainer(strategy=...)`` by name."""
-    if "delayed_gradient" not in StrategyRegistry:
-        StrategyRegistry.register(
-            "delayed_gradient",
-            DelayedGradientStrategy,
-            description=(DelayedGradientStrategy.__doc__ or "").partition("\n")[0],
-        )

@@ -8,6 +8,7 @@ import lightning as L
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_asyncpp.pipeline.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pytorch.refusals import backward_problems
 
@@ -32,6 +33,4 @@ def delayed_problems(settings: DelaySettings, module: LightningModule, trainer: 
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         problems.append("training_step(dataloader_iter) cannot be given micro-batches: take a batch")
-    if (reduction := getattr(module, "loss_reduction", "mean")) not in ("mean", "sum"):
-        problems.append(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
-    return problems
+    return problems + problems_of_reduction(getattr(module, "loss_reduction", "mean"))

@@ -8,34 +8,25 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from torch import device, nn
 
-from lightning_asyncpp.pipeline.cut.unit_times import Example, arguments_in
+from lightning_asyncpp.pipeline.cut.unit_times import Example, example_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
 
 
-def example_of(
+def modules_example(
     module: LightningModule, network: nn.Module, micro_batches: int, precision: Precision, device: device
 ) -> Example | None:
     """The call of ``network`` that the module's ``example_input_array`` leads to; None without one.
 
-    Args:
-        module: its ``forward`` is run up to its call of the network; without one, the example is the network's own.
-        network: what is cut.
-        micro_batches: the example counts as a batch, of which one micro-batch is taken.
-        precision: of the run.
-        device: where the layers run.
+    The module's ``forward`` is run up to its call of the network; without one, the example is the network's own.
     """
-    given = module.example_input_array
-    if given is None:
-        return None
 
-    def call() -> tuple[tuple, dict[str, Any]]:
-        args, kwargs = arguments_in(precision.convert_input(given), micro_batches)
-        if type(module).forward is LightningModule.forward:
-            return args, kwargs
+    def through(*args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         return ModelCall(network).capture(lambda: module(*args, **kwargs))
 
-    return Example(call, device, precision.forward_context, precision.convert_module)
+    has_forward = type(module).forward is not LightningModule.forward
+    given = module.example_input_array
+    return example_of(given, micro_batches, precision, device, through if has_forward else None)
 
 
 class HiddenExample:

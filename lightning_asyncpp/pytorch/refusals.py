@@ -21,14 +21,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.pipeline.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.cut.units import model_problems
 from lightning_asyncpp.pipeline.optimizers.nothing_to_train import is_placeholder, trains_nothing
-from lightning_asyncpp.pipeline.settings import problems_of_precision
+from lightning_asyncpp.pipeline.settings import problems_of_precision, problems_of_weight_dtype
 from lightning_asyncpp.pipeline.step.gradient_hooks import parameter_hook_problems
 from lightning_asyncpp.pytorch import private
 
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _CALLBACKS: tuple[tuple[type, str], ...] = (
     (StochasticWeightAveraging, "it averages a whole model and swaps weights, but each rank holds one stage"),
     (ModelPruning, "it rewrites parameters while two versions of them are alive"),
@@ -41,7 +41,7 @@ _CALLBACKS: tuple[tuple[type, str], ...] = (
 
 def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> list[str]:
     """What the Trainer's arguments and callbacks ask for that a pipeline cannot do."""
-    problems = problems_of_precision(weight_dtype, str(trainer.precision)) + precision_problems(trainer.precision)
+    problems = problems_of_weight_dtype(weight_dtype, str(trainer.precision)) + problems_of_precision(trainer.precision)
     if private.has_timed_validation(trainer):
         problems.append(
             "val_check_interval is a time: every rank would decide by its own clock; give a number of batches"
@@ -57,16 +57,6 @@ def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> lis
             " and not the weights that are validated; leave weight_dtype out"
         )
     return problems + _callback_problems(trainer)
-
-
-def precision_problems(precision: str | None) -> list[str]:
-    """What is wrong with a precision of Lightning."""
-    if precision in _PRECISIONS:
-        return []
-    return [
-        f"precision={precision!r} is not supported: fp16 needs a loss scale that all stages agree on before the"
-        f" backward; use one of {', '.join(_PRECISIONS)}"
-    ]
 
 
 def _callback_problems(trainer: L.Trainer) -> list[str]:
@@ -107,9 +97,7 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
         )
     if is_trained and "dataloader_iter" in inspect.signature(module.training_step).parameters:
         problems.append("training_step(dataloader_iter) is not supported: the pipeline cuts batches; take a batch")
-    if (reduction := getattr(module, "loss_reduction", "mean")) not in ("mean", "sum"):
-        problems.append(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
-    return problems
+    return problems + problems_of_reduction(getattr(module, "loss_reduction", "mean"))
 
 
 def frozen_problems(network: nn.Module) -> list[str]:

@@ -2,56 +2,13 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lightning_asyncpp.pipeline.strategy_mixin import with_arguments_of
 from lightning_asyncpp.pytorch.base import PipelineStrategy
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
     """Asynchronous pipeline parallelism: PipeDream-2BW, no flush, every gradient exactly one update old.
 
-    Args:
-        micro_batches: micro-batches that every batch is cut into; at least the number of stages, which is the default.
-        lookahead: extra micro-batches in flight; hides latency and jitter, costs activation memory, never changes the
-            delay. Default: 1 where it is allowed, else 0.
-        data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
-        fresh_last_stage: let the last stage run without delay, which costs nothing and needs no second copy of its
-            weights: its updates are applied before its next mini-batch. Its gradients are then clipped by the norm of
-            the whole gradient one mini-batch earlier.
-        synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay: while
-            weights change fast an old gradient costs most. Corrections such as Error Feedback begin after them.
-        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
-            beside them, which takes as much memory as two versions in fp32 and computes faster; needs precision
-            ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
-        partition: which layers each stage gets. ``"auto"`` makes the largest cost of a stage as small as it can be: by
-            the model's ``pipeline_costs()``, or else by the times of its layers on the module's
-            ``example_input_array``, or else by numbers of parameters; ``"uniform"`` gives all the same number of
-            layers; a list says how many layers each stage gets, first stage first.
-        placement: with replicas, which ranks are neighbours: ``"pipeline_within_node"`` the stages of a replica,
-            ``"pipeline_across_nodes"`` the replicas of a stage.
-        nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
-        metric_slots: how many names ``self.log`` may log per training batch.
-        max_message_bytes: largest activation message that a stage accepts, in bytes.
-        interface: network interface that connections of the ranks use, such as ``"eth1"``; several with commas between.
-            Default: what the environment variables ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` say, or else
-            loopback if all ranks run on one machine, or else any.
-        state_dict_type: ``"full"`` writes a checkpoint into one file, on rank 0; ``"sharded"`` into a folder, every
-            stage its part.
-        async_checkpoints: write checkpoints while training goes on; costs a copy of what is saved, on the host.
-        inexact_resume: go on also in the middle of an epoch whose loader cannot say where it was: with the next batches
-            that it gives.
-        heartbeat: seconds after which a rank that gives no sign of life is taken for lost, and all ranks end. A thread
-            gives them, so slow ranks do, too; for progress there is ``timeout``. ``None``: nobody watches.
-        neighbour_ctas: over NCCL, how many thread blocks (CTAs) of a GPU a message between neighbouring stages may take
-            beside what is computed; more carry large activations faster. ``None`` leaves it to NCCL.
-        process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
-        timeout: of blocking communication.
-        start_method: how Lightning starts the processes; ``"popen"`` runs the script again, ``"fork"`` works in
-            notebooks, ``"spawn"`` where everything can be pickled: with these two the process that starts the others
-            is no rank, and its module is the whole trained one after ``fit``.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
-            Trainer sets them.
+    Arguments: :class:`~lightning_asyncpp.pytorch.arguments.TrainerArguments`.
 
     Raises:
         ConfigurationError: when training starts, on every rank, with every problem that was found.
@@ -62,7 +19,6 @@ class AsyncPipelineStrategy(PipelineStrategy):
     delay = 1
 
 
-@with_arguments_of(AsyncPipelineStrategy)
 class SyncPipelineStrategy(PipelineStrategy):
     """Synchronous pipeline parallelism on the same engine: 1F1B with a flush per mini-batch, no delay.
 
@@ -70,10 +26,3 @@ class SyncPipelineStrategy(PipelineStrategy):
     """
 
     delay = 0
-
-
-def register() -> None:
-    """Make the strategies known to ``Trainer(strategy=...)`` by name."""
-    for name, strategy in (("async_pipeline", AsyncPipelineStrategy), ("sync_pipeline", SyncPipelineStrategy)):
-        if name not in StrategyRegistry:
-            StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.pipeline.checkpoint.optimizer_state import by_parameter, load_by_parameter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
@@ -74,3 +75,20 @@ def test_options_that_a_newer_version_has() -> None:
     optimizer, named = made(ONE, capturable=False)
     load_by_parameter(optimizer, named, CUT, saved, lambda table, name: table.get(name))
     assert optimizer.param_groups[0]["capturable"] is False
+
+
+def test_options_that_an_older_release_had() -> None:
+    def muon() -> tuple[Optimizer, dict[str, Tensor]]:
+        named = {"up.weight": torch.ones(2, 3, requires_grad=True), "up.bias": torch.ones(2, requires_grad=True)}
+        return MuonAdamW(named.items()), named
+
+    optimizer, named = muon()
+    for parameter in named.values():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    saved = by_parameter(optimizer, named, stage=0, cut=CUT)
+    saved["groups"]["0.0"] |= {"newton_schulz": "quintic", "newton_schulz_scale": "frobenius", "momentum": 0.7}
+    again, named = muon()
+    load_by_parameter(again, named, CUT, saved, lambda table, name: table.get(name))
+    assert again.param_groups[0].keys() == optimizer.param_groups[0].keys()
+    assert again.param_groups[0]["momentum"] == 0.7

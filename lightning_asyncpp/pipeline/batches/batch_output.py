@@ -98,6 +98,11 @@ def no_weight_text(mini_batch: int) -> str:
     )
 
 
+def or_nan(loss: Tensor | None, device: torch.device) -> Tensor:
+    """The mean loss of a batch; NaN for a batch without samples, which has none."""
+    return torch.full((), float("nan"), device=device) if loss is None else loss
+
+
 class NanLosses:
     """Warns of NaN losses whose gradient is finite, once."""
 

@@ -17,6 +17,11 @@ Step = Callable[[Any, float], Any]
 BY_NAME = ("split_batch", "micro_batch_weight", "loss_reduction")
 
 
+def problems_of_reduction(loss_reduction: object) -> list[str]:
+    """What is wrong with how a step is said to reduce its losses."""
+    return [] if loss_reduction in ("mean", "sum") else [f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'"]
+
+
 @dataclass(frozen=True)
 class UserHooks:
     """What the user's module decides about batches and losses.

@@ -46,6 +46,32 @@ class Example:
     convert: Callable[[nn.Module], nn.Module] = lambda module: module
 
 
+def example_of(
+    given: Any,
+    micro_batches: int,
+    precision: Any,
+    device: torch.device,
+    through: Callable[..., tuple[tuple, dict[str, Any]]] | None = None,
+) -> Example | None:
+    """A call of the model with an example of its arguments; None if there is no example.
+
+    Args:
+        given: the example: a tensor, a tuple of positional or a dict of keyword arguments, or None.
+        micro_batches: it counts as a batch, of which one micro-batch is taken.
+        precision: Lightning's plugin for that of the run.
+        device: where the layers run.
+        through: from the arguments in the example to those of the model; None: they are the model's.
+    """
+    if given is None:
+        return None
+
+    def call() -> tuple[tuple, dict[str, Any]]:
+        args, kwargs = arguments_in(precision.convert_input(given), micro_batches)
+        return (args, kwargs) if through is None else through(*args, **kwargs)
+
+    return Example(call, device, precision.forward_context, precision.convert_module)
+
+
 def arguments_in(example: Any, micro_batches: int) -> tuple[tuple, dict[str, Any]]:
     """Read an example input as Lightning does: a tuple or list of positional arguments, a dict of keyword arguments.
 

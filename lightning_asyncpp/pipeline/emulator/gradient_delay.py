@@ -18,36 +18,35 @@ NORMS = ("before", "own", "exact")
 
 @dataclass(frozen=True)
 class DelaySettings:
-    """What the user may choose about the delay that is emulated.
+    """What the user may choose about the delay that is emulated; arguments of ``delayed_gradient``.
 
-    Attributes:
-        delay: ``d``: every gradient is d updates old, as the gradients of PipeDream-2BW are with d = 1;
-            ``"pipedream"``: the gradients of stage s are P-1-s updates old, as in PipeDream (Narayanan et al., SOSP
-            2019); ``"fresh_last_stage"``: those of the last stage are fresh, all others one update old.
-        stages: number of stages P of the last two; ``None`` with a constant delay.
-        stage_of: parameter name -> its stage, 0 first; ``None`` cuts the parameters, in their order, into P runs of
-            equal numbers (as ``torch.tensor_split`` does), or with ``micro_batches`` as a pipeline cuts the model, if
-            it can.
-        micro_batches: cut batches into as many pieces, and sum and clip gradients as a pipeline does; ``None`` leaves
-            batches and arithmetic as Lightning has them.
+    Args:
+        delay: updates between the weights of a gradient and the weights that it is applied to: a number d for all
+            parameters (1 is PipeDream-2BW); ``"pipedream"``: P-1-s for stage s, as in the original PipeDream (Narayanan
+            et al., SOSP 2019), which stashes the weights of the forward for the backward; ``"fresh_last_stage"``: 0
+            for the last stage and 1 for the others.
+        stages: number of stages P of the last two.
+        stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order, or
+            with ``micro_batches`` as a pipeline cuts ``self.model``, if it can.
+        micro_batches: cut every batch into so many micro-batches and compute as a pipeline does; ``None``: whole
+            batches, in Lightning's arithmetic.
         nonfinite_gradients: ``"stop"`` raises, ``"skip"`` leaves weights and optimizer as they are.
-        last_stage_norm: what a fresh last stage is clipped by: ``"before"``, the norm of the mini-batch before (in the
-            first one, of its own gradients), as in the pipeline; ``"own"``, the norm of its own gradients; ``"exact"``,
-            the norm of the whole gradient, which no pipeline could know in time. ``None``: ``"before"`` with
-            ``micro_batches``, else exact, as Lightning clips.
-        synchronous_start: number N of mini-batches at the beginning without delay; W_N counts as W_0 after them.
-        partition: how a pipeline cuts the model, where ``stage_of`` goes by that: ``"auto"``, ``"uniform"``, or the
-            number of layers of each stage.
+        last_stage_norm: with ``"fresh_last_stage"`` and ``micro_batches``, what the last stage is clipped by: the norm
+            of the mini-batch ``"before"``, as in the pipeline (``None`` means it too), of its ``"own"`` gradients, or
+            the ``"exact"`` one, for comparison.
+        synchronous_start: number N of mini-batches at the beginning without delay; then W_N counts as W_0.
+        partition: with ``micro_batches``, how a pipeline cuts the model into ``stages``: as for the pipeline
+            strategies.
     """
 
     delay: Delay = 1
     stages: int | None = None
     stage_of: StageOf | None = None
     micro_batches: int | None = None
-    nonfinite_gradients: str = "stop"
-    last_stage_norm: str | None = None
+    nonfinite_gradients: Literal["stop", "skip"] = "stop"
+    last_stage_norm: Literal["before", "own", "exact"] | None = None
     synchronous_start: int = 0
-    partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
+    partition: Literal["auto", "uniform"] | list[int] = "auto"
 
     def problems(self) -> list[str]:
         """What is wrong with the settings, each with its mend."""

@@ -34,6 +34,10 @@ class DelayedStrategyMixin:
     settings: DelaySettings
     emulator: DelayEmulator | None
 
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Lightning's question for names: they are registered by importing the package."""
+
     @property
     def _alone(self) -> bool:
         return bool(self.num_nodes * self.num_processes == 1)  # type: ignore[attr-defined]

@@ -25,15 +25,10 @@ from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
-from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.pipeline.settings import PipelineSettings, problems_of_precision
 from lightning_asyncpp.pytorch.base import PipelineStrategy
 from lightning_asyncpp.pytorch.pipeline_module import PipelineModule
-from lightning_asyncpp.pytorch.refusals import (
-    module_problems,
-    optimizer_problems,
-    precision_problems,
-    trainer_problems,
-)
+from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems, trainer_problems
 from lightning_asyncpp.tools.instantiating import instantiated
 
 _STEPS = 1000
@@ -171,7 +166,7 @@ def _trainer(config: Mapping[str, Any], notes: list[str]) -> L.Trainer:
     """A Trainer with all of the recipe's that decides on memory, or that a pipeline may refuse."""
     precision = config.get("precision")
     if str(precision).startswith("16"):  # on the CPU, where this runs, Lightning takes it for another one
-        raise ConfigurationError.from_problems(precision_problems("16-mixed"))
+        raise ConfigurationError.from_problems(problems_of_precision("16-mixed"))
     if config.get("plugins"):
         notes.append("trainer.plugins are left out")
     steps = config.get("max_steps", -1)
