@@ -40,8 +40,8 @@ from lightning_asyncpp.tools.bench.network_training import TRACE
 from lightning_asyncpp.tools.bench.parsers import NETWORK_SYSTEMS, network_parser
 from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of, sigterm_raises
 from lightning_asyncpp.tools.bench.report import Spread, as_json, facts_line, summarise, table, write_json
-from lightning_asyncpp.tools.trace.reading import read_run
-from lightning_asyncpp.tools.trace.summary import summarise as summarise_trace
+from lightning_asyncpp.tools.trace.recorded_run import read_run
+from lightning_asyncpp.tools.trace.run_summary import summarise as summarise_trace
 
 _SCRIPT = "lightning_asyncpp.tools.bench.network_training"
 _SIZES = ("layers", "dim", "context", "rows")

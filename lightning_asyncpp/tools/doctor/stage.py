@@ -17,7 +17,7 @@ from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.running import last_error, run_limited
 from lightning_asyncpp.tools.doctor.stage_recipe import Row, Size, peak_tflops, recipe_of, rows_of, size_of
 from lightning_asyncpp.tools.doctor.task import Task
-from lightning_asyncpp.tools.plan.recipe import build
+from lightning_asyncpp.tools.plan.planned_recipe import build
 from lightning_asyncpp.tools.plan.stages import Stages
 
 _ROW_SECONDS, _COMPILED_SECONDS = 75.0, 120.0
