@@ -14,19 +14,17 @@ from typing import Any
 import pytest
 
 from lightning_asyncpp.tools.bench.command import main
-from lightning_asyncpp.tools.bench.hosts import requirements
-from lightning_asyncpp.tools.bench.hosts.link import open_hosts
-from lightning_asyncpp.tools.bench.hosts.requirements import problems_of_hosts
-from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B, SYNC, ZBV
-from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError
+from lightning_asyncpp.tools.bench.harness import hosts as two_hosts
+from lightning_asyncpp.tools.bench.harness.hosts import BenchmarkFailedError, open_hosts, problems_of_hosts
+from lightning_asyncpp.tools.bench.harness.job import ASYNC, ONE_F_ONE_B, SYNC, ZBV
 
 needs_hosts = pytest.mark.skipif(bool(problems_of_hosts()), reason="; ".join(problems_of_hosts()))
 SHORT = ["--mini-batches", "4", "--warm-up", "2", "--repeats", "1", "--timeout", "250"]
 
 
 def test_what_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(requirements, "_effective", lambda: 0)
-    monkeypatch.setattr(requirements, "_TUN", tmp_path / "tun")
+    monkeypatch.setattr(two_hosts, "_effective", lambda: 0)
+    monkeypatch.setattr(two_hosts, "_TUN", tmp_path / "tun")
     monkeypatch.setattr("shutil.which", lambda name: None if name == "tc" else f"/bin/{name}")
     monkeypatch.setattr(sys, "platform", "linux")
     assert problems_of_hosts() == [
@@ -42,7 +40,7 @@ def test_what_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_nothing_is_started_without_the_rights(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(requirements, "_effective", lambda: 0)
+    monkeypatch.setattr(two_hosts, "_effective", lambda: 0)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(SystemExit):

@@ -366,7 +366,7 @@ def test_a_pipeline_that_differs_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     def without_delay(*args: Any, **kwargs: Any) -> list[float]:
         return train_reference(*args, **{**kwargs, "delay": 0})
 
-    monkeypatch.setattr("lightning_asyncpp.tools.check.check.train_reference", without_delay)
+    monkeypatch.setattr("lightning_asyncpp.tools.check.model_check.train_reference", without_delay)
     with pytest.raises(ConfigurationError, match="the first loss to differ is that of mini-batch 1"):
         check_model(make_model(), batches(), step)
     loose = check_model(make_model(), batches(), step, tolerance=10.0)

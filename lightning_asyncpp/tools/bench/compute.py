@@ -22,30 +22,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
-from lightning_asyncpp.tools.bench.arguments import add_extras, check_shape, chosen_systems, link_of, make_parser
-from lightning_asyncpp.tools.bench.job import Job
-from lightning_asyncpp.tools.bench.launch import measure
-from lightning_asyncpp.tools.bench.names import (
-    ASYNC,
-    ASYNC_FABRIC,
-    FLOOR,
-    GPIPE,
-    ONE_F_ONE_B,
-    SYNC,
-    ZBV,
+from lightning_asyncpp.tools.bench.harness.arguments import (
+    add_extras,
+    check_shape,
+    chosen_systems,
+    make_parser,
 )
-from lightning_asyncpp.tools.bench.report import (
+from lightning_asyncpp.tools.bench.harness.comparison import (
     as_json,
     costs_of_extras,
     costs_text,
     facts_line,
     summarise,
     table,
-    write_json,
 )
+from lightning_asyncpp.tools.bench.harness.job import ASYNC, ASYNC_FABRIC, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, ZBV, Job
+from lightning_asyncpp.tools.bench.harness.measure import measure
+from lightning_asyncpp.tools.text import write_json
 
 _DEFAULT = [ASYNC, ASYNC_FABRIC, SYNC, ONE_F_ONE_B, GPIPE, ZBV, FLOOR]
 
@@ -57,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_shape(parser, arguments, arguments.micro_batches)
     results: list[dict[str, Any]] = []
     for micro_batches in arguments.micro_batches:
-        job = _job(arguments, micro_batches)
+        job = Job.of(
+            arguments, "compute", systems=chosen_systems(arguments), micro_batches=micro_batches, pinned=arguments.pin
+        )
         measured = measure(job, arguments.timeout)
         lines = summarise(job, measured)
         ideal = 1 + (job.stages - 1) / micro_batches
@@ -86,12 +84,3 @@ def _parser() -> ArgumentParser:
     add_extras(parser)
     parser.add_argument("--pin", type=bool, default=True, help="give every process a core of its own")
     return parser
-
-
-def _job(arguments: Namespace, micro_batches: int) -> Job:
-    return Job(
-        "compute", arguments.stages, micro_batches, chosen_systems(arguments),
-        arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead,
-        target_ms=arguments.target_ms, rows=arguments.rows, width=arguments.width, pinned=arguments.pin,
-        **link_of(arguments),
-    )  # fmt: skip

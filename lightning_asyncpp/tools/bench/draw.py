@@ -9,10 +9,9 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.schedule import Schedule
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.arguments import check_shape
+from lightning_asyncpp.tools.bench.harness.arguments import check_shape
+from lightning_asyncpp.tools.bench.timeline import Axis, Legend, Panel, by_version, draw_timelines, version_style
 from lightning_asyncpp.tools.ideal import simulate
-from lightning_asyncpp.tools.svg import version_style
-from lightning_asyncpp.tools.timeline import Axis, Legend, Panel, by_version, draw_timelines
 
 
 def main(argv: Sequence[str] | None = None) -> None:

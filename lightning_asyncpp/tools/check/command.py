@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_asyncpp.cli import make_cli
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.tools.check.check import check_model
+from lightning_asyncpp.tools.check.model_check import check_model
 
 
 def main(argv: Sequence[str] | None = None) -> None:

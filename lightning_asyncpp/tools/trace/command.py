@@ -10,7 +10,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt
 
-from lightning_asyncpp.tools.bench.report import write_json
+from lightning_asyncpp.tools.text import write_json
 from lightning_asyncpp.tools.trace.html import write_html
 from lightning_asyncpp.tools.trace.perfetto import write_perfetto
 from lightning_asyncpp.tools.trace.picture import NEEDS_MATPLOTLIB, write_png

@@ -24,17 +24,24 @@ from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
 from lightning_asyncpp.pipeline.updates.update import clip_coefficient
 from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.wire.transport import Transport
-from lightning_asyncpp.tools.check.calls import compare_calls
-from lightning_asyncpp.tools.check.hooks import largest_gradients, notes_on_hooks
+from lightning_asyncpp.tools.check.check_report import CheckReport, difference_in_change, is_loud
 from lightning_asyncpp.tools.check.in_turns import run_in_turns
-from lightning_asyncpp.tools.check.problems import Problems, argument_problems, can_run, configured_problems, prepare
-from lightning_asyncpp.tools.check.report import CheckReport, difference_in_change, is_loud
+from lightning_asyncpp.tools.check.problems import (
+    Problems,
+    argument_problems,
+    can_run,
+    compare_calls,
+    configured_problems,
+    prepare,
+)
 from lightning_asyncpp.tools.check.trial import (
     MakeOptimizer,
     StepOf,
     Trial,
     default_optimizer,
+    largest_gradients,
     network_of,
+    notes_on_hooks,
     training_step,
 )
 from lightning_asyncpp.tools.check.whole_batch import WholeBatches, compare_whole_batches

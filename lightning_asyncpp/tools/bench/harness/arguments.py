@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.tools.bench.hosts.requirements import problems_of_hosts
-from lightning_asyncpp.tools.bench.names import (
+from lightning_asyncpp.tools.bench.harness.hosts import problems_of_hosts
+from lightning_asyncpp.tools.bench.harness.job import (
     ASYNC,
     ASYNC_MONITORED,
     ASYNC_TRACED,
@@ -58,7 +57,7 @@ def add_extras(parser: ArgumentParser) -> None:
 
 def chosen_systems(arguments: Namespace) -> tuple[str, ...]:
     """What is compared, in the order of :data:`TITLES`."""
-    return tuple(name for name in TITLES if name in (*arguments.systems, *arguments.also))
+    return tuple(name for name in TITLES if name in (*arguments.systems, *arguments.get("also", [])))
 
 
 def _add_link(parser: ArgumentParser) -> None:
@@ -74,11 +73,6 @@ def _add_link(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--link-mbit", type=NonNegativeFloat, default=0.0, help="bandwidth of the link, each way; 0: no limit"
     )
-
-
-def link_of(arguments: Namespace) -> dict[str, Any]:
-    """The arguments of a job that say where its stages are."""
-    return {name: arguments[name] for name in ("hosts", "link_latency_ms", "link_mbit")}
 
 
 def check_shape(
