@@ -162,6 +162,12 @@ class Trial(NamedTuple):
         """How batches are cut and weighed."""
         return UserHooks.of(module, model_name=name_of(self.network(module), module))
 
+    def pieces(self, module: nn.Module, batch: Any) -> list[Any]:
+        """The micro-batches of a batch that hold anything."""
+        return [
+            piece for piece in self.hooks(module).split_batch(batch, self.settings.micro_batches) if piece is not None
+        ]
+
     def calls(self, module: nn.Module) -> HookCalls:
         """The hooks of a copy."""
         return HookCalls(module, self.seed, self.device, self.left_out)
