@@ -14,7 +14,10 @@ from lightning_asyncpp.pipeline.trace import Span
 from lightning_asyncpp.tools.bench.command import main
 from lightning_asyncpp.tools.bench.harness.comparison import costs_of_extras, costs_text, facts_line, summarise, table
 from lightning_asyncpp.tools.bench.harness.hosts import BenchmarkFailedError
-from lightning_asyncpp.tools.bench.harness.job import (
+from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
+from lightning_asyncpp.tools.bench.harness.measure import Measured, measure
+from lightning_asyncpp.tools.bench.harness.stage_layers import jitter_factor
+from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_MONITORED,
     ASYNC_TRACED,
@@ -27,11 +30,7 @@ from lightning_asyncpp.tools.bench.harness.job import (
     TITLES,
     USUAL,
     ZBV,
-    Job,
-    RankRun,
 )
-from lightning_asyncpp.tools.bench.harness.measure import Measured, measure
-from lightning_asyncpp.tools.bench.harness.stage_layers import jitter_factor
 from lightning_asyncpp.tools.text import Spread
 
 TINY = ["--stages", "2", "--mini-batches", "3", "--warm-up", "2", "--repeats", "1", "--timeout", "200"]

@@ -16,7 +16,7 @@ import pytest
 from lightning_asyncpp.tools.bench.command import main
 from lightning_asyncpp.tools.bench.harness import hosts as two_hosts
 from lightning_asyncpp.tools.bench.harness.hosts import BenchmarkFailedError, open_hosts, problems_of_hosts
-from lightning_asyncpp.tools.bench.harness.job import ASYNC, ONE_F_ONE_B, SYNC, ZBV
+from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B, SYNC, ZBV
 
 needs_hosts = pytest.mark.skipif(bool(problems_of_hosts()), reason="; ".join(problems_of_hosts()))
 SHORT = ["--mini-batches", "4", "--warm-up", "2", "--repeats", "1", "--timeout", "250"]

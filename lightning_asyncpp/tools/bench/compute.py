@@ -39,8 +39,9 @@ from lightning_asyncpp.tools.bench.harness.comparison import (
     summarise,
     table,
 )
-from lightning_asyncpp.tools.bench.harness.job import ASYNC, ASYNC_FABRIC, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, ZBV, Job
+from lightning_asyncpp.tools.bench.harness.job import Job
 from lightning_asyncpp.tools.bench.harness.measure import measure
+from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_FABRIC, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, ZBV
 from lightning_asyncpp.tools.text import write_json
 
 _DEFAULT = [ASYNC, ASYNC_FABRIC, SYNC, ONE_F_ONE_B, GPIPE, ZBV, FLOOR]

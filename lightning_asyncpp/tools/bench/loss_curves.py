@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_asyncpp.tools.bench.harness.job import ASYNC, SYNC
+from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
 from lightning_asyncpp.tools.text import Spread
 
 METRIC = "val_loss"

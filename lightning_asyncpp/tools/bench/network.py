@@ -34,8 +34,9 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from lightning_asyncpp.tools.bench.harness.arguments import check_shape, chosen_systems, make_parser
 from lightning_asyncpp.tools.bench.harness.comparison import as_json, facts_line, summarise, table
 from lightning_asyncpp.tools.bench.harness.hosts import Hosts, open_hosts, wait_for
-from lightning_asyncpp.tools.bench.harness.job import ASYNC, ONE_F_ONE_B, SYNC, TITLES, Job, RankRun
+from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.measure import Measured
+from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B, SYNC, TITLES
 from lightning_asyncpp.tools.bench.network_training import TRACE
 from lightning_asyncpp.tools.processes import Children, end_of, free_port, sigterm_raises
 from lightning_asyncpp.tools.text import Spread, write_json

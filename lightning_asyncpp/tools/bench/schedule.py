@@ -55,8 +55,9 @@ from lightning_asyncpp.tools.bench.harness.comparison import (
     table,
     utilisation_of,
 )
-from lightning_asyncpp.tools.bench.harness.job import ASYNC, SYNC, USUAL, Job
+from lightning_asyncpp.tools.bench.harness.job import Job
 from lightning_asyncpp.tools.bench.harness.measure import Measured, measure
+from lightning_asyncpp.tools.bench.names import ASYNC, SYNC, USUAL
 from lightning_asyncpp.tools.bench.timeline import Axis, Panel, draw_timelines
 from lightning_asyncpp.tools.text import write_json
 

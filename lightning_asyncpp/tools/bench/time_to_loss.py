@@ -34,8 +34,8 @@ from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.bench.harness.comparison import machine
 from lightning_asyncpp.tools.bench.harness.hosts import wait_for
-from lightning_asyncpp.tools.bench.harness.job import ASYNC, SYNC
 from lightning_asyncpp.tools.bench.loss_curves import Curve, TargetLine, common_targets, compare
+from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
 from lightning_asyncpp.tools.processes import Children, end_of, sigterm_raises
 from lightning_asyncpp.tools.text import Spread, aligned, write_json
 

@@ -9,7 +9,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.bench.harness.hosts import problems_of_hosts
-from lightning_asyncpp.tools.bench.harness.job import (
+from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_MONITORED,
     ASYNC_TRACED,

@@ -1,9 +1,8 @@
-"""What a benchmark runs: the systems by their names, and one description for every system and every process."""
+"""What a benchmark runs: the same description for every system that is compared, and for every process."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,60 +11,6 @@ from jsonargparse import Namespace
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.trace import Span
-
-ASYNC, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+fresh", "async+fabric"
-ASYNC_TRACED, ASYNC_MONITORED = "async+trace", "async+monitor"
-SYNC = "sync"
-ONE_F_ONE_B, GPIPE = "1f1b", "gpipe"
-INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZBV = "interleaved", "interleaved-zb", "zbv"
-FLOOR = "floor"
-
-TITLES = {
-    ASYNC: "async_pipeline, through the Trainer",
-    ASYNC_FRESH: "async_pipeline, fresh last stage",
-    ASYNC_TRACED: "async_pipeline, PipelineTrace on",
-    ASYNC_MONITORED: "async_pipeline, PipelineMonitor on",
-    ASYNC_FABRIC: "async_pipeline, in a Fabric loop",
-    SYNC: "sync_pipeline, through the Trainer",
-    ONE_F_ONE_B: "torch Schedule1F1B",
-    GPIPE: "torch ScheduleGPipe",
-    INTERLEAVED: "torch ScheduleInterleaved1F1B",
-    INTERLEAVED_ZERO_BUBBLE: "torch ScheduleInterleavedZeroBubble",
-    ZBV: "torch ScheduleZBVZeroBubble",
-    FLOOR: "floor: no messages, no Trainer",
-}
-"""All systems, in the order in which they are shown."""
-RIVALS = (ONE_F_ONE_B, GPIPE, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZBV)
-"""torch's schedules."""
-SPLIT_BACKWARD = (INTERLEAVED_ZERO_BUBBLE, ZBV)
-"""Schedules that run the gradients of inputs and of weights apart."""
-EXTRAS = {
-    ASYNC_FRESH: "a fresh last stage",
-    ASYNC_TRACED: "PipelineTrace",
-    ASYNC_MONITORED: "PipelineMonitor",
-}
-"""What distinguishes a system from ``async``; they run where they are asked for."""
-USUAL = [name for name in TITLES if name not in EXTRAS]
-"""All other systems."""
-
-
-def problems_of_systems(names: Sequence[str], known: Iterable[str] = TITLES, argument: str = "--systems") -> list[str]:
-    """What is wrong with a choice of systems, all of it.
-
-    Args:
-        names: that were chosen.
-        known: that the benchmark has.
-        argument: that chose them.
-    """
-    problems = []
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        problems.append(f"{argument} {' '.join(unknown)}: unknown; there are {', '.join(known)}")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        problems.append(f"{argument} {' '.join(twice)}: named more than once")
-    return problems
-
 
 LAST_BATCHES = 1  # the last batch drains the pipeline: it is no steady state
 

@@ -24,9 +24,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from lightning_asyncpp.tools.bench.harness.job import TITLES, Job, RankRun
+from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.stage_layers import LayerFactory, layer_factory
 from lightning_asyncpp.tools.bench.harness.systems import RUNNERS, RivalFailedError
+from lightning_asyncpp.tools.bench.names import TITLES
 from lightning_asyncpp.tools.processes import end_with_parent
 
 JOB, PROGRESS, FAILED = "job", "progress", "failed"

@@ -36,7 +36,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
 from lightning_asyncpp.pipeline.trace import Trace
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy, PipelineMonitor, PipelineTrace, SyncPipelineStrategy
-from lightning_asyncpp.tools.bench.harness.job import (
+from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
+from lightning_asyncpp.tools.bench.harness.stage_layers import LayerFactory, make_optimizer
+from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_FABRIC,
     ASYNC_FRESH,
@@ -51,10 +53,7 @@ from lightning_asyncpp.tools.bench.harness.job import (
     SPLIT_BACKWARD,
     SYNC,
     ZBV,
-    Job,
-    RankRun,
 )
-from lightning_asyncpp.tools.bench.harness.stage_layers import LayerFactory, make_optimizer
 
 _MAX_NORM = 1e-3  # so small that gradients are always scaled
 _CHUNKS = 2
