@@ -234,6 +234,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def rank_environment(rank: int, ranks: int, per_host: int) -> dict[str, str]:
+    """The variables by which torchrun tells a process which rank it is."""
+    host, local_rank = divmod(rank, per_host)
+    places = {"RANK": rank, "LOCAL_RANK": local_rank, "NODE_RANK": host, "GROUP_RANK": host}
+    return {name: str(value) for name, value in {**places, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": per_host}.items()}
+
+
 def traced(seconds: float, module: str, *arguments: str) -> list[str]:
     """A command that runs a module, and prints where its threads are if it takes longer than ``seconds``."""
     return [sys.executable, "-m", "lightning_asyncpp.tools.processes", str(max(1.0, seconds)), module, *arguments]

@@ -106,6 +106,7 @@ _LANE, _GAP, _PANEL_HEAD, _PANEL_FOOT = 22.0, 4.0, 32.0, 10.0
 _TOP, _AXIS, _LEGEND = 36.0, 42.0, 34.0
 _MARKER = 2.5  # an update is a moment compared with a forward: drawn as a line that can be seen
 _NAMES: dict[object, str] = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+_LEGEND_ENTRIES = (("forward", "forward"), ("backward", "backward"), ("update", "update"), ("lane", "idle"))
 
 
 @dataclass(frozen=True)
@@ -135,18 +136,6 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Legend:
-    """Styles with what they mean; a style ``a/b`` shows two halves."""
-
-    entries: Sequence[tuple[str, str]] = (
-        ("forward", "forward"),
-        ("backward", "backward"),
-        ("update", "update"),
-        ("lane", "idle"),
-    )
-
-
-@dataclass(frozen=True)
 class Axis:
     """The time axis.
 
@@ -161,14 +150,16 @@ class Axis:
     unit: str = "ms"
 
 
-def draw_timelines(title: str, panels: Sequence[Panel], axis: Axis, legend: Legend | None = None) -> str:
+def draw_timelines(
+    title: str, panels: Sequence[Panel], axis: Axis, legend: Sequence[tuple[str, str]] = _LEGEND_ENTRIES
+) -> str:
     """Draw runs below each other, on the same time scale.
 
     Args:
         title: of the whole picture.
         panels: the runs.
         axis: how much of each is drawn, and how time is labelled.
-        legend: what the colours mean; default: forward, backward, update, idle.
+        legend: styles, and what they mean; a style ``a/b`` shows two halves.
 
     Returns:
         An SVG document.
@@ -182,7 +173,7 @@ def draw_timelines(title: str, panels: Sequence[Panel], axis: Axis, legend: Lege
         _draw_panel(drawing, panel, axis, y, scale)
         y += height
     _draw_axis(drawing, axis, _TOP + _PANEL_HEAD, y, scale)
-    _draw_legend(drawing, legend or Legend(), y + _AXIS)
+    _draw_legend(drawing, legend, y + _AXIS)
     return drawing.render()
 
 
@@ -247,9 +238,9 @@ def _tick_step(length: float) -> float:
         step *= 10
 
 
-def _draw_legend(drawing: Drawing, legend: Legend, y: float) -> None:
+def _draw_legend(drawing: Drawing, legend: Sequence[tuple[str, str]], y: float) -> None:
     x = _LEFT
-    for style, meaning in legend.entries:
+    for style, meaning in legend:
         halves = style.split("/")
         for number, half in enumerate(halves):
             drawing.box(x + number * 26 / len(halves), y, 26 / len(halves), 14, half)

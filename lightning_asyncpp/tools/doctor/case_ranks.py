@@ -19,7 +19,7 @@ import torch
 from lightning_asyncpp.pipeline.ranks.interfaces import LOOPBACK
 from lightning_asyncpp.tools.doctor.cases import CASES, MICRO_BATCHES, Place, fit
 from lightning_asyncpp.tools.doctor.task import Task
-from lightning_asyncpp.tools.processes import Children, end_of, free_port, last_error, traced
+from lightning_asyncpp.tools.processes import Children, end_of, free_port, last_error, rank_environment, traced
 
 _RANK = "lightning_asyncpp.tools.doctor.case_ranks"
 _LOG_CHARACTERS = 6000
@@ -94,16 +94,13 @@ def launch(task: Task, place: Place, cases: Sequence[str], name: str, limit: flo
 
 def environment_of(place: Place, rank: int, port: int) -> Mapping[str, str]:
     """The variables that tell a process which rank it is."""
-    node, local_rank = divmod(rank, place.devices)
-    variables: dict[str, object] = {
-        "RANK": rank, "LOCAL_RANK": local_rank, "NODE_RANK": node, "GROUP_RANK": node,
-        "WORLD_SIZE": place.ranks, "LOCAL_WORLD_SIZE": place.devices, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
+    variables = rank_environment(rank, place.ranks, place.devices)
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if not place.is_gpu:
-        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": 1}
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if place.route == "nccl on one GPU":
         variables |= {name: value for name, value in _SEVERAL_PER_GPU.items() if not os.environ.get(name)}
-    return {name: str(value) for name, value in variables.items()}
+    return variables
 
 
 def work(job: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.stage_layers import LayerFactory, layer_factory
 from lightning_asyncpp.tools.bench.harness.systems import RUNNERS, RivalFailedError
 from lightning_asyncpp.tools.bench.names import TITLES
-from lightning_asyncpp.tools.processes import end_with_parent
+from lightning_asyncpp.tools.processes import end_with_parent, rank_environment
 
 JOB, PROGRESS, FAILED = "job", "progress", "failed"
 """Files of the benchmark's folder: what to run; lines that tell how far it is; the rank that failed, and its code."""
@@ -45,10 +45,9 @@ def main(argv: list[str]) -> None:
     # A rank's first collection of what it shares with the others would copy it, for a second, amid what is measured.
     gc.freeze()
     try:
-        for local_rank in range(per_host):
-            rank = host * per_host + local_rank
+        for rank in range(host * per_host, (host + 1) * per_host):
             if (process := os.fork()) == 0:
-                _become(folder, rank, local_rank, host, job)
+                _become(folder, rank, job)
             children[process] = rank
         _wait(folder, children)
     finally:
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def _become(folder: Path, rank: int, local_rank: int, host: int, job: Job) -> NoReturn:
+def _become(folder: Path, rank: int, job: Job) -> NoReturn:
     """Be a rank: with a log of its own, and nothing of the parent's clean-up."""
     code = 1
     end_with_parent()
@@ -64,9 +63,7 @@ def _become(folder: Path, rank: int, local_rank: int, host: int, job: Job) -> No
         log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        places = {"RANK": rank, "LOCAL_RANK": local_rank, "NODE_RANK": host, "GROUP_RANK": host}
-        sizes = {"WORLD_SIZE": job.stages, "LOCAL_WORLD_SIZE": job.stages // job.hosts}
-        os.environ.update({name: str(value) for name, value in {**places, **sizes}.items()})
+        os.environ.update(rank_environment(rank, job.stages, job.stages // job.hosts))
         work(folder, job)
         code = 0
     except BaseException:
