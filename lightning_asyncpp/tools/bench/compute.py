@@ -25,7 +25,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
-from lightning_asyncpp.tools.bench.harness.arguments import (
+from lightning_asyncpp.tools.bench.harness.checked_arguments import (
     add_extras,
     check_shape,
     chosen_systems,

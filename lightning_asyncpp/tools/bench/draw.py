@@ -9,7 +9,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.schedule import Schedule
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.harness.arguments import check_shape
+from lightning_asyncpp.tools.bench.harness.checked_arguments import check_shape
 from lightning_asyncpp.tools.bench.timeline import Axis, Panel, by_version, draw_timelines, version_style
 from lightning_asyncpp.tools.ideal import simulate
 

@@ -31,7 +31,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
-from lightning_asyncpp.tools.bench.harness.arguments import check_shape, chosen_systems, make_parser
+from lightning_asyncpp.tools.bench.harness.checked_arguments import check_shape, chosen_systems, make_parser
 from lightning_asyncpp.tools.bench.harness.comparison import as_json, facts_line, summarise, table
 from lightning_asyncpp.tools.bench.harness.hosts import Hosts, open_hosts, wait_for
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun

@@ -39,7 +39,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.harness.arguments import (
+from lightning_asyncpp.tools.bench.harness.checked_arguments import (
     add_extras,
     check_shape,
     chosen_systems,

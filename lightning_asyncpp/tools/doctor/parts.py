@@ -46,7 +46,7 @@ PARTS = (
     INSTALLATION,
     Part("correctness", "small pipelines against one process", f"{_HERE}.correctness", 230),
     Part("queues", "hardware queues and resident kernels", f"{_HERE}.queues", 50, needs_gpu=True),
-    Part("stage", "one stage: speed, waits, memory, Muon", f"{_HERE}.one_stage", 220),
+    Part("stage", "one stage: speed, waits, memory, Muon", f"{_HERE}.stage_speed", 220),
 )
 """In the order in which they run. Their limits, and what killing them may take, add up to ten minutes."""
 
