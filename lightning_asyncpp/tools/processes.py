@@ -1,7 +1,7 @@
 """Child processes that end with this one, in whatever way it ends, and commands that may hang.
 
-``python -m lightning_asyncpp.tools.processes SECONDS MODULE ARGUMENTS`` runs a module as ``python -m`` does; after so
-many seconds it prints where each of its threads is.
+``python processes.py TIME MODULE ARGUMENTS`` runs a module as ``python -m`` does; at that time, by ``time.time()``, it
+prints where each of its threads is. So this file imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -242,12 +242,17 @@ def rank_environment(rank: int, ranks: int, per_host: int) -> dict[str, str]:
 
 
 def traced(seconds: float, module: str, *arguments: str) -> list[str]:
-    """A command that runs a module, and prints where its threads are if it takes longer than ``seconds``."""
-    return [sys.executable, "-m", "lightning_asyncpp.tools.processes", str(max(1.0, seconds)), module, *arguments]
+    """A command that runs a module, and prints where its threads are if it is not over in ``seconds`` from now on."""
+    return [sys.executable, __file__, str(time.time() + seconds), module, *arguments]
+
+
+def _run_traced(until: float, module: str, arguments: Sequence[str]) -> None:
+    faulthandler.dump_traceback_later(max(0.1, until - time.time()), exit=False)
+    if Path(sys.path[0]) == Path(__file__).parent:
+        sys.path[0] = os.getcwd()  # as ``python -m`` has it
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    _, seconds, module, *arguments = sys.argv
-    faulthandler.dump_traceback_later(float(seconds), exit=False)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    _run_traced(float(sys.argv[1]), sys.argv[2], sys.argv[3:])
