@@ -17,8 +17,8 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lightning_asyncpp.cli import _with_trace as with_trace
 from lightning_asyncpp.cli import main
+from lightning_asyncpp.lightning_cli.arguments import with_trace
 from tests.trainer.pool import Pools
 
 ROOT = Path(__file__).parents[1]

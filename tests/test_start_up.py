@@ -8,6 +8,12 @@ import sys
 
 import pytest
 
+from lightning_asyncpp import cli
+from lightning_asyncpp.cli import TOOLS
+from lightning_asyncpp.lightning_cli.arguments import SUBCOMMANDS
+from lightning_asyncpp.lightning_cli.command import AsyncppCLI, read_configuration
+from lightning_asyncpp.tools.parsers import PARSERS
+
 HEAVY = ("litdata", "boto3", "requests", "jsonargparse", "docstring_parser", "matplotlib", "pandas", "transformers")
 
 
@@ -21,3 +27,96 @@ def loaded(statement: str) -> set[str]:
 @pytest.mark.parametrize("package", ["lightning_asyncpp", "lightning_asyncpp.fabric", "lightning_asyncpp.data"])
 def test_an_import_brings_nothing_heavy_but_what_lightning_does(package: str) -> None:
     assert loaded(f"import {package}") <= loaded("import lightning.pytorch, lightning.fabric")
+
+
+COMMAND = """
+import json, resource, sys
+sys.argv = ["asyncpp", *json.loads(sys.argv[1])]
+from lightning_asyncpp_command import main
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+used = resource.getrusage(resource.RUSAGE_SELF)
+heavy = [name for name in ("torch", "lightning", "numpy") if name in sys.modules]
+print(json.dumps([code or 0, used.ru_utime + used.ru_stime, heavy]), file=sys.stderr)
+"""
+
+
+def command(*arguments: str) -> tuple[int, float, list[str], str]:
+    """Exit code and processor time of the command in a process of its own, the heavy packages, and what it printed."""
+    program = [sys.executable, "-c", COMMAND, json.dumps(arguments)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    code, seconds, heavy = json.loads(done.stderr.splitlines()[-1])
+    return code, seconds, heavy, done.stdout + done.stderr
+
+
+def test_every_tool_has_a_parser_of_its_own() -> None:
+    assert {name.partition(" ")[0] for name in PARSERS} == set(TOOLS)
+
+
+@pytest.mark.parametrize("name", ["", "bench", "checkpoint", *PARSERS])
+def test_help_waits_for_neither_torch_nor_lightning(name: str) -> None:
+    code, seconds, heavy, printed = command(*name.split(), "--help")
+    assert code == 0
+    assert printed.startswith(f"usage: asyncpp {name}".strip()), printed
+    assert not heavy
+    assert seconds < 3  # less than one where nothing else runs
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(["frob"], "there is no subcommand 'frob'"), ([], "is missing")])
+def test_a_wrong_name_is_refused_at_once(arguments: list[str], said: str) -> None:
+    code, _, heavy, printed = command(*arguments)
+    assert code == 2
+    assert said in printed
+    assert not heavy
+
+
+def test_help_names_the_subcommands_of_lightning() -> None:
+    assert list(SUBCOMMANDS) == list(AsyncppCLI.subcommands())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["fit", "--help"], ["trace", "x"], ["import", "--", "--help"], ["-c", "x", "frob"]],
+    ids=" ".join,
+)
+def test_whatever_does_more_than_help_has_the_whole_package(arguments: list[str]) -> None:
+    """Its names, and the strategies in both registries, before anything else happens."""
+    code = (
+        f"import sys; sys.argv = ['asyncpp', *{arguments!r}]\n"
+        "import lightning_asyncpp_command as command; command._import_package()\n"
+        "import lightning_asyncpp, lightning.pytorch.strategies, lightning.fabric.strategies\n"
+        "assert lightning_asyncpp.AsyncPipelineStrategy\n"
+        "names = {'async_pipeline', 'sync_pipeline', 'delayed_gradient'}\n"
+        "assert names <= set(lightning.pytorch.strategies.StrategyRegistry.available_strategies())\n"
+        "assert names <= set(lightning.fabric.strategies.STRATEGY_REGISTRY.available_strategies())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+@pytest.mark.parametrize("first", ["lightning_asyncpp", "lightning"])
+def test_strategies_have_their_names_whatever_is_imported_first(first: str) -> None:
+    code = (
+        f"import {first}, lightning_asyncpp, lightning as L\n"
+        "assert type(L.Trainer(strategy='async_pipeline', accelerator='cpu', devices=2, logger=False).strategy)"
+        " is lightning_asyncpp.AsyncPipelineStrategy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_no_tool_is_imported_with_the_package() -> None:
+    code = (
+        "import sys, lightning_asyncpp\n"
+        "tools = [name for name in sys.modules if name.startswith('lightning_asyncpp.tools')]\n"
+        "assert not tools, tools\n"
+        "assert lightning_asyncpp.check_model.__module__.startswith('lightning_asyncpp.tools.check')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_names_that_were_in_cli_are_still_found_there() -> None:
+    assert cli.AsyncppCLI is AsyncppCLI
+    assert cli.read_configuration is read_configuration
+    with pytest.raises(AttributeError, match="no attribute 'frob'"):
+        _ = cli.frob

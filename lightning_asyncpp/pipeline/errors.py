@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 _PLACE = re.compile(r"\[[^\]]*\.cc:\d+\] ")  # in gloo's source
 _NOISE = re.compile(f"{_PLACE.pattern}|caused pair closure|Connection (closed|reset) by peer")
 _OWN_DEVICE = re.compile("ncclUnhandledCudaError|Cuda failure|CUDA error")  # NCCL found it broken, or without memory
@@ -126,6 +124,8 @@ def is_noise(error: BaseException) -> bool:
     Recognised by where it comes from: torch.distributed's own classes, or the place in gloo's source that gloo puts
     into what it raises. An error of any other origin, and NCCL's about this rank's own device, is somebody's mistake.
     """
+    import torch.distributed as dist  # here: who only names these errors, as for a help screen, does not wait for torch
+
     if isinstance(error, dist.DistError):
         return not _OWN_DEVICE.search(str(error))
     return isinstance(error, RuntimeError) and bool(_NOISE.search(str(error)))

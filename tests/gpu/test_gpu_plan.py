@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_asyncpp.cli import read_configuration
+from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.tools.plan.recipe import build
 from lightning_asyncpp.tools.plan.stages import Stages
 from tests.tools.plan.cases import ADAMW, MUON, Case, feedback

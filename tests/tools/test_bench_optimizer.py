@@ -13,18 +13,9 @@ import torch
 
 from lightning_asyncpp.tools.bench import optimizer
 from lightning_asyncpp.tools.bench.command import main
+from lightning_asyncpp.tools.bench.names import FAST, GRAM, LIBRARY, OPTIMIZERS, OURS, TORCH, TORCH_FUSED
 from lightning_asyncpp.tools.bench.optimizer import Difference, Report
-from lightning_asyncpp.tools.bench.optimizer_contenders import (
-    FAST,
-    GRAM,
-    LIBRARY,
-    OURS,
-    TITLES,
-    TORCH,
-    TORCH_FUSED,
-    StageShape,
-    make_gradients,
-)
+from lightning_asyncpp.tools.bench.optimizer_contenders import StageShape, make_gradients
 
 SIZES = ["--layers", "1", "--width", "32", "--heads", "4", "--kv-heads", "2", "--mlp", "96", "--context", "8"]
 TINY = [*SIZES, "--repeats", "2", "--threads", "1"]
@@ -37,7 +28,7 @@ def test_prints_a_table_and_writes_json(vocab: int, tmp_path: Path, capsys: pyte
     systems = [OURS, GRAM, FAST, TORCH, TORCH_FUSED]
     main(["optimizer", *TINY, "--vocab", str(vocab), "--systems", *systems, "--json", str(file)])
     printed = capsys.readouterr().out
-    assert all(TITLES[system] in printed for system in systems)
+    assert all(OPTIMIZERS[system] in printed for system in systems)
     assert "Error Feedback adds" in printed
     assert "NOT EQUAL" not in printed
     results = json.loads(file.read_text())

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import PositiveInt
+from jsonargparse import Namespace
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
@@ -26,6 +25,7 @@ from lightning_asyncpp.tools.ablation.run.published import read_published
 from lightning_asyncpp.tools.ablation.run.runner import Runner
 from lightning_asyncpp.tools.ablation.run.table import Table
 from lightning_asyncpp.tools.ablation.run.versions import mixture, versions
+from lightning_asyncpp.tools.parsers import ablate_parser
 
 
 class StoppedError(BaseException):
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     if sys.platform == "win32":
         raise SystemExit("asyncpp ablate: error: it runs on Linux and macOS only")
-    arguments = _parser().parse_args(list(sys.argv[1:] if argv is None else argv))
+    arguments = ablate_parser().parse_args(list(sys.argv[1:] if argv is None else argv))
     gpus = [gpu.strip() for gpu in (arguments.gpus or "").split(",") if gpu.strip()]
     try:
         recipe = _checked(arguments, gpus)
@@ -72,31 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
     if failed:
         raise SystemExit(1)
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(allow_abbrev=False, prog="asyncpp ablate", description=__doc__)
-    parser.add_argument("recipe", type=str, help="YAML file with the grid")
-    parser.add_argument("--output", type=str | None, default=None, help="folder for the results of all recipes")
-    parser.add_argument(
-        "--workers", type=PositiveInt | None, default=None, help="trainings at once (default: cores / threads)"
-    )
-    parser.add_argument("--threads", type=PositiveInt, default=1, help="threads of every training")
-    parser.add_argument(
-        "--gpus",
-        type=str | None,
-        default=None,
-        help="such as 0,1: one training at once on each; 0,0 for two on one; counted as PyTorch counts them here",
-    )
-    parser.add_argument("--only", type=str | None, default=None, help="rows to run, such as 'AdamW*' (see --dry-run)")
-    parser.add_argument(
-        "--published",
-        type=str | None,
-        default=None,
-        help="folder with tables, such as docs/evidence: what their results.csv hold is not run again",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="show what would be run, and what is done already")
-    return parser
 
 
 def _checked(arguments: Namespace, gpus: Sequence[str]) -> Recipe:

@@ -5,21 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from lightning_asyncpp.tools.subcommands import chosen
-
-_COMMANDS = {  # by the name of their module
-    "schedule": "utilisation of sleeping stages under every schedule",
-    "compute": "gain when stages really compute",
-    "network": "gain of a real training over a slow network (Linux, root)",
-    "time-to-loss": "wall-clock time to a loss, with and without a flush",
-    "optimizer": "step time of Muon and of Error Feedback",
-    "draw": "draw the ideal timeline of a schedule",
-}
+from lightning_asyncpp.tools.bench.parsers import given_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``asyncpp bench <command> ...``."""
-    if (given := chosen("bench", _COMMANDS, argv, kind="benchmark")) is None:
+    if (given := given_command(argv)) is None:
         return
     command, rest = given
     # Imported late: torch takes seconds, and a wrong command should not.

@@ -22,14 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser
-from jsonargparse.typing import PositiveFloat, PositiveInt
-
 from lightning_asyncpp.tools.bench.harness.checked_arguments import (
-    add_extras,
     check_shape,
     chosen_systems,
-    make_parser,
 )
 from lightning_asyncpp.tools.bench.harness.comparison import (
     as_json,
@@ -41,15 +36,13 @@ from lightning_asyncpp.tools.bench.harness.comparison import (
 )
 from lightning_asyncpp.tools.bench.harness.job import Job
 from lightning_asyncpp.tools.bench.harness.measure import measure
-from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_FABRIC, FLOOR, GPIPE, ONE_F_ONE_B, SYNC, ZBV
+from lightning_asyncpp.tools.bench.parsers import compute_parser
 from lightning_asyncpp.tools.text import write_json
-
-_DEFAULT = [ASYNC, ASYNC_FABRIC, SYNC, ONE_F_ONE_B, GPIPE, ZBV, FLOOR]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark for every number of micro-batches and print its tables."""
-    parser = _parser()
+    parser = compute_parser()
     arguments = parser.parse_args(argv)
     check_shape(parser, arguments, arguments.micro_batches)
     results: list[dict[str, Any]] = []
@@ -71,17 +64,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         results.append(as_json(job, lines, measured, costs, ideal_gain=ideal))
     if arguments.json:
         write_json(arguments.json, results)
-
-
-def _parser() -> ArgumentParser:
-    parser = make_parser("compute", "Gain of an asynchronous pipeline whose stages multiply matrices.", _DEFAULT)
-    parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, one process each")
-    parser.add_argument(
-        "--micro-batches", type=PositiveInt, nargs="+", default=[2, 4, 8], help="per mini-batch; several may be given"
-    )
-    parser.add_argument("--target-ms", type=PositiveFloat, default=14.0, help="forward + backward of a stage, in ms")
-    parser.add_argument("--rows", type=PositiveInt, default=512, help="rows of a micro-batch")
-    parser.add_argument("--width", type=PositiveInt, default=128, help="width of the layers")
-    add_extras(parser)
-    parser.add_argument("--pin", type=bool, default=True, help="give every process a core of its own")
-    return parser

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jsonargparse import ArgumentParser
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
-
 from lightning_asyncpp.pipeline.schedule import Schedule
 from lightning_asyncpp.pipeline.trace import Span
 from lightning_asyncpp.tools.bench.harness.checked_arguments import check_shape
+from lightning_asyncpp.tools.bench.parsers import draw_parser
 from lightning_asyncpp.tools.bench.timeline import Axis, Panel, by_version, draw_timelines, version_style
 from lightning_asyncpp.tools.ideal import simulate
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw to a file."""
-    parser = _parser()
+    parser = draw_parser()
     arguments = parser.parse_args(argv)
     check_shape(parser, arguments, [arguments.micro_batches])
     picture = draw_schedules(
@@ -58,16 +56,3 @@ def _legend(mini_batches: int) -> list[tuple[str, str]]:
         for v in range(min(mini_batches, 4))
     ]
     return [*versions, ("update", "update"), ("lane", "idle")]
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False, prog="asyncpp bench draw", description="Draw the ideal timelines of both schedules."
-    )
-    parser.add_argument("--stages", type=PositiveInt, default=4, help="number of stages")
-    parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
-    parser.add_argument("--mini-batches", type=PositiveInt, default=3, help="mini-batches to draw")
-    parser.add_argument("--lookahead", type=NonNegativeInt, default=0, help="extra micro-batches in flight")
-    parser.add_argument("--backward", type=PositiveFloat, default=2.0, help="time of a backward; a forward takes 1")
-    parser.add_argument("--svg", type=str, required=True, help="file to write")
-    return parser

@@ -39,6 +39,19 @@ EXTRAS = {
 USUAL = [name for name in TITLES if name not in EXTRAS]
 """All other systems."""
 
+OURS, GRAM, FAST, FLOAT32 = "ours", "gram", "fast", "float32"
+TORCH, TORCH_FUSED, LIBRARY = "torch", "torch-fused", "pytorch_optimizer"
+OPTIMIZERS = {
+    OURS: "MuonAdamW",
+    GRAM: "MuonAdamW, Gram form",
+    FAST: "MuonAdamW, 4 steps of Polar Express, Gram form",
+    FLOAT32: "MuonAdamW, float32",
+    TORCH: "torch Muon + AdamW",
+    TORCH_FUSED: "torch Muon + AdamW(fused=True)",
+    LIBRARY: "pytorch_optimizer Muon",
+}
+"""What ``asyncpp bench optimizer`` compares."""
+
 
 def problems_of_systems(names: Sequence[str], known: Iterable[str] = TITLES, argument: str = "--systems") -> list[str]:
     """What is wrong with a choice of systems, all of it.

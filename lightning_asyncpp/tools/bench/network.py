@@ -28,23 +28,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse import Namespace
 
-from lightning_asyncpp.tools.bench.harness.checked_arguments import check_shape, chosen_systems, make_parser
+from lightning_asyncpp.tools.bench.harness.checked_arguments import check_shape, chosen_systems
 from lightning_asyncpp.tools.bench.harness.comparison import as_json, facts_line, summarise, table
 from lightning_asyncpp.tools.bench.harness.hosts import Hosts, open_hosts, wait_for
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.measure import Measured
-from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B, SYNC, TITLES
+from lightning_asyncpp.tools.bench.names import ONE_F_ONE_B, TITLES
 from lightning_asyncpp.tools.bench.network_training import TRACE
+from lightning_asyncpp.tools.bench.parsers import NETWORK_SYSTEMS, network_parser
 from lightning_asyncpp.tools.processes import Children, end_of, free_port, sigterm_raises
 from lightning_asyncpp.tools.text import Spread, write_json
 from lightning_asyncpp.tools.trace.reading import read_run
 from lightning_asyncpp.tools.trace.summary import summarise as summarise_trace
 
 _SCRIPT = "lightning_asyncpp.tools.bench.network_training"
-_SYSTEMS = (ASYNC, SYNC, ONE_F_ONE_B)
 _SIZES = ("layers", "dim", "context", "rows")
 _PORT = 29500  # nobody else is in the namespace
 _RUN_SECONDS = 600.0
@@ -52,9 +51,9 @@ _RUN_SECONDS = 600.0
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print its table."""
-    parser = _parser()
+    parser = network_parser()
     arguments = parser.parse_args(argv)
-    check_shape(parser, arguments, [arguments.micro_batches], _SYSTEMS)
+    check_shape(parser, arguments, [arguments.micro_batches], NETWORK_SYSTEMS)
     job = Job.of(arguments, "train", systems=chosen_systems(arguments))
     measured, losses, hidden = _measure(job, arguments)
     lines = summarise(job, measured)
@@ -73,22 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_json(
             arguments.json, as_json(job, lines, measured, {}, losses=losses, hidden=hidden, message_bytes=message)
         )
-
-
-def _parser() -> ArgumentParser:
-    parser = make_parser(
-        "network", "Gain of an asynchronous pipeline over a slow network, in real trainings.", _SYSTEMS, _SYSTEMS
-    )
-    parser.set_defaults({"hosts": 2, "link_latency_ms": 10.0, "link_mbit": 100.0})
-    parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, half of them on each host")
-    parser.add_argument("--replicas", type=PositiveInt, default=1, help="number of data-parallel copies of the stages")
-    parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
-    parser.add_argument("--layers", type=PositiveInt, default=4, help="blocks of the GPT")
-    parser.add_argument("--dim", type=PositiveInt, default=256, help="width of the GPT, a multiple of 64")
-    parser.add_argument("--context", type=PositiveInt, default=128, help="tokens of a sequence")
-    parser.add_argument("--rows", type=PositiveInt, default=4, help="sequences of a micro-batch")
-    parser.add_argument("--lr", type=NonNegativeFloat, default=1e-3, help="learning rate of AdamW")
-    return parser
 
 
 def _measure(job: Job, arguments: Namespace) -> tuple[Measured, dict[str, list[float]], dict[str, list[float]]]:

@@ -22,17 +22,13 @@ from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from lightning_asyncpp.tools.bench.harness.comparison import machine
+from lightning_asyncpp.tools.bench.names import OPTIMIZERS, OURS, TORCH
 from lightning_asyncpp.tools.bench.optimizer_contenders import (
     EXACT,
-    FLOAT32,
-    OURS,
     ROUNDING,
-    TITLES,
-    TORCH,
     Contender,
     FeedbackAlone,
     MissingError,
@@ -41,6 +37,7 @@ from lightning_asyncpp.tools.bench.optimizer_contenders import (
     make_gradients,
     set_gradients,
 )
+from lightning_asyncpp.tools.bench.parsers import optimizer_parser
 from lightning_asyncpp.tools.text import Spread, aligned, write_json
 
 COMPARED_STEPS = 2
@@ -54,7 +51,7 @@ TOKENS = (2**12, 2**14, 2**16, 2**19)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare the results, time the systems and print the table."""
-    parser = _parser()
+    parser = optimizer_parser()
     arguments = parser.parse_args(argv)
     shape = _shape(parser, arguments)
     device = torch.device(arguments.device)
@@ -132,38 +129,12 @@ def _shape(parser: ArgumentParser, arguments: Namespace) -> StageShape:
         parser.error(str(error))
     if TORCH not in arguments.systems:
         parser.error(f"--systems lacks {TORCH!r}, which the others are compared with")
-    unknown = [system for system in arguments.systems if system not in TITLES]
+    unknown = [system for system in arguments.systems if system not in OPTIMIZERS]
     if unknown:
-        parser.error(f"--systems {unknown}: there are {', '.join(TITLES)}")
+        parser.error(f"--systems {unknown}: there are {', '.join(OPTIMIZERS)}")
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {arguments.device}: torch sees no GPU here; use --device cpu")
     return shape
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False, prog="asyncpp bench optimizer", description="Time of an update of one stage of a GPT."
-    )
-    sizes: dict[str, tuple[Any, int, str]] = {
-        "layers": (PositiveInt, 2, "transformer blocks on the stage; SmolLM-360M on four stages has 8"),
-        "width": (PositiveInt, 960, "of the residual stream"),
-        "heads": (PositiveInt, 15, "attention heads"),
-        "kv-heads": (PositiveInt, 5, "heads of keys and values"),
-        "mlp": (PositiveInt, 2560, "inner width of the feed-forward layers"),
-        "vocab": (NonNegativeInt, 49152, "rows of the embedding on the stage; 0: a stage in the middle"),
-        "context": (PositiveInt, 512, "tokens of the sequence whose forward and backward are timed"),
-        "repeats": (PositiveInt, 9, "how often every system steps, in turn"),
-        "threads": (NonNegativeInt, 0, "of torch; 0: as many as it takes by itself"),
-    }
-    for name, (kind, default, text) in sizes.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-    systems = [system for system in TITLES if system != FLOAT32]
-    parser.add_argument("--systems", type=str, nargs="+", default=systems, help=f"some of {', '.join(TITLES)}")
-    parser.add_argument("--error-feedback", type=bool, default=True, help="measure what Error Feedback adds")
-    parser.add_argument("--bfloat16", type=bool, default=True, help="forward and backward under bfloat16 autocast")
-    parser.add_argument("--device", type=str, default="cpu", help="cpu or cuda")
-    parser.add_argument("--json", type=str | None, default=None, help="write the results to this file")
-    return parser
 
 
 @dataclass(frozen=True)
@@ -225,8 +196,8 @@ class Report:
         """The tables."""
         rows = [["system", "ms per step", "speed over torch", "largest difference from torch"]]
         for system in self.systems:
-            rows.append([TITLES[system], _ms(self.times[system]).format(1), *self._comparison(system)])
-        rows += [[TITLES[system], "left out:", why, ""] for system, why in self.missing.items()]
+            rows.append([OPTIMIZERS[system], _ms(self.times[system]).format(1), *self._comparison(system)])
+        rows += [[OPTIMIZERS[system], "left out:", why, ""] for system, why in self.missing.items()]
         where = "on a GPU" if str(self.settings["device"]) != "cpu" else f"on {self.threads} CPU threads"
         head = f"one update of {self.settings['layers']} layers and {self.settings['vocab']} embeddings {where}"
         return "\n".join([head, aligned(rows), *self._feedback_text()])
@@ -253,7 +224,7 @@ class Report:
     @property
     def systems(self) -> list[str]:
         """That were measured."""
-        return [name for name in self.times if name in TITLES]
+        return [name for name in self.times if name in OPTIMIZERS]
 
     def speed(self, system: str) -> Spread:
         """Time of torch's step over the system's, pairwise by repeat."""

@@ -15,18 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.tools.bench.names import FAST, FLOAT32, GRAM, LIBRARY, OURS, TORCH, TORCH_FUSED
 
-OURS, GRAM, FAST, FLOAT32 = "ours", "gram", "fast", "float32"
-TORCH, TORCH_FUSED, LIBRARY = "torch", "torch-fused", "pytorch_optimizer"
-TITLES = {
-    OURS: "MuonAdamW",
-    GRAM: "MuonAdamW, Gram form",
-    FAST: "MuonAdamW, 4 steps of Polar Express, Gram form",
-    FLOAT32: "MuonAdamW, float32",
-    TORCH: "torch Muon + AdamW",
-    TORCH_FUSED: "torch Muon + AdamW(fused=True)",
-    LIBRARY: "pytorch_optimizer Muon",
-}
 EXACT = (OURS, TORCH, TORCH_FUSED, LIBRARY)
 """Whose results must be equal to rounding."""
 ROUNDING = 0.02

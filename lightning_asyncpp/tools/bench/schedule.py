@@ -34,16 +34,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jsonargparse import ArgumentParser
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
 from lightning_asyncpp.tools.bench.harness.checked_arguments import (
-    add_extras,
     check_shape,
     chosen_systems,
-    make_parser,
 )
 from lightning_asyncpp.tools.bench.harness.comparison import (
     as_json,
@@ -57,7 +52,8 @@ from lightning_asyncpp.tools.bench.harness.comparison import (
 )
 from lightning_asyncpp.tools.bench.harness.job import Job
 from lightning_asyncpp.tools.bench.harness.measure import Measured, measure
-from lightning_asyncpp.tools.bench.names import ASYNC, SYNC, USUAL
+from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
+from lightning_asyncpp.tools.bench.parsers import schedule_parser
 from lightning_asyncpp.tools.bench.timeline import Axis, Panel, draw_timelines
 from lightning_asyncpp.tools.text import write_json
 
@@ -66,7 +62,7 @@ _SHOWN_BATCHES = 3
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print its table."""
-    parser = _parser()
+    parser = schedule_parser()
     arguments = parser.parse_args(argv)
     check_shape(parser, arguments, [arguments.micro_batches])
     traced = bool(arguments.trace or arguments.svg)
@@ -88,26 +84,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.svg:
         with open(arguments.svg, "w", encoding="utf-8") as file:
             file.write(_drawing(job, measured))
-
-
-def _parser() -> ArgumentParser:
-    parser = make_parser("schedule", "Utilisation of sleeping stages under every schedule.", USUAL)
-    parser.add_argument("--stages", type=PositiveInt, default=8, help="number of stages, one process each")
-    parser.add_argument("--micro-batches", type=PositiveInt, default=8, help="micro-batches per mini-batch")
-    parser.add_argument("--forward-ms", type=PositiveFloat, default=20.0, help="sleep of a forward, in ms")
-    parser.add_argument("--backward-ms", type=PositiveFloat, default=40.0, help="sleep of a backward, in ms")
-    parser.add_argument(
-        "--weight-share",
-        type=ClosedUnitInterval,
-        default=0.5,
-        help="part of the backward that is the weights' gradient, for schedules that run it apart",
-    )
-    parser.add_argument("--jitter", type=NonNegativeFloat, default=0.0, help="sigma of the sleeps' lognormal factors")
-    parser.add_argument("--seed", type=NonNegativeInt, default=0, help="of the jitter")
-    add_extras(parser)
-    parser.add_argument("--trace", type=str | None, default=None, help="write the engine's spans to this JSON file")
-    parser.add_argument("--svg", type=str | None, default=None, help="draw the measured timelines to this file")
-    return parser
 
 
 def _traces(job: Job, measured: Measured) -> dict[str, object]:

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
@@ -36,6 +35,7 @@ from lightning_asyncpp.tools.bench.harness.comparison import machine
 from lightning_asyncpp.tools.bench.harness.hosts import wait_for
 from lightning_asyncpp.tools.bench.loss_curves import Curve, TargetLine, common_targets, compare
 from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
+from lightning_asyncpp.tools.bench.parsers import time_to_loss_parser
 from lightning_asyncpp.tools.processes import Children, end_of, sigterm_raises
 from lightning_asyncpp.tools.text import Spread, aligned, write_json
 
@@ -45,7 +45,7 @@ _STRATEGIES = {SYNC: "lightning_asyncpp.SyncPipelineStrategy", ASYNC: "lightning
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print its table."""
-    parser = _parser()
+    parser = time_to_loss_parser()
     arguments = parser.parse_args(argv)
     recipe = _checked(parser, arguments)
     curves = _measure(arguments, recipe)
@@ -60,28 +60,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.json:
         content = {"settings": _plain(arguments), "machine": machine(), "curves": curves}
         write_json(arguments.json, {**content, "targets": [asdict(line) for line in lines]})
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False, prog="asyncpp bench time-to-loss", description="Wall-clock time to a validation loss."
-    )
-    parser.add_argument("--config", type=str, default="recipes/quickstart.yaml", help="recipe of `asyncpp fit`")
-    parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, one process each")
-    parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
-    parser.add_argument("--lookahead", type=NonNegativeInt | None, default=None, help="of async_pipeline")
-    parser.add_argument("--fresh-last-stage", action="store_true", help="of async_pipeline")
-    parser.add_argument("--synchronous-start", type=NonNegativeInt, default=0, help="of async_pipeline, mini-batches")
-    parser.add_argument("--steps", type=PositiveInt, default=300, help="updates of each training")
-    parser.add_argument("--validate-every", type=PositiveInt, default=25, help="updates between two validations")
-    parser.add_argument("--val-batches", type=PositiveInt, default=24, help="batches of each validation")
-    parser.add_argument("--seeds", type=NonNegativeInt, nargs="+", default=[0, 1, 2], help="one pair of trainings each")
-    parser.add_argument("--targets", type=PositiveFloat, nargs="+", default=None, help="losses (default: found)")
-    parser.add_argument("--sync-lr", type=PositiveFloat | None, default=None, help="instead of the recipe's")
-    parser.add_argument("--async-lr", type=PositiveFloat | None, default=None, help="instead of the recipe's")
-    parser.add_argument("--timeout", type=PositiveFloat, default=1800.0, help="seconds until a training is killed")
-    parser.add_argument("--json", type=str | None, default=None, help="write curves and results to this file")
-    return parser
 
 
 def _checked(parser: ArgumentParser, arguments: Namespace) -> dict[str, Any]:

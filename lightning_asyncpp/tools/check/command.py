@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_asyncpp.cli import make_cli
+from lightning_asyncpp.lightning_cli.command import make_cli
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.check.model_check import check_model
+from lightning_asyncpp.tools.parsers import check_parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print how the model is cut and how near the results are; what is to be mended ends with code 1."""
-    own, rest = _parser().parse_known_args(argv)
+    own, rest = check_parser().parse_known_args(argv)
     sys.argv[1:] = rest
     cli = make_cli(run=False, save_config_callback=None)
     try:
@@ -29,22 +30,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(report)
     if not report.ok:
         raise SystemExit(1)
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        "asyncpp check",
-        description=main.__doc__,
-        epilog="Beside these: --config RECIPE and what overrides it (--model..., --data..., --trainer...), as for"
-        " `asyncpp fit`. The model is trained on the CPU, in this process, with plain SGD: make it"
-        " small if it is not.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--stages", type=int, help="number of stages; default: the recipe's")
-    parser.add_argument("--micro_batches", type=int, help="pieces of a batch; default: the recipe's")
-    parser.add_argument("--updates", type=int, default=4, help="number of mini-batches to train")
-    parser.add_argument("--seed", type=int, default=0, help="of dropout and of layers made on the meta device")
-    return parser
 
 
 def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:

@@ -8,34 +8,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
-from jsonargparse.typing import PositiveInt
 from tqdm.auto import tqdm
 
 from lightning_asyncpp.storage.errors import StorageError
 from lightning_asyncpp.storage.reading import verify
-from lightning_asyncpp.tools.checkpoint.convert import FORMS, Request, convert
+from lightning_asyncpp.tools.checkpoint.convert import Request, convert
 from lightning_asyncpp.tools.checkpoint.info import describe, size_on_disk, table
-from lightning_asyncpp.tools.subcommands import chosen
-
-_COMMANDS = {
-    "info": "what it is, who wrote it, and what is in it",
-    "convert": "write it as one file, sharded, or its weights alone",
-    "verify": "compare all of it with its checksums",
-}
+from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser, verify_parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``asyncpp checkpoint <command> ...``."""
-    if (given := chosen("checkpoint", _COMMANDS, argv, arguments="CKPT ")) is None:
+    if (given := checkpoint_command(argv)) is None:
         return
     command, rest = given
     {"info": _info, "convert": _convert, "verify": _verify}[command](rest)
 
 
 def _info(argv: Sequence[str]) -> None:
-    parser = _parser("info", "Print what a checkpoint is, who wrote it, and what is in it.")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser = info_parser()
     arguments = parser.parse_args(argv)
     with _reported("info"):
         facts = describe(Path(arguments.checkpoint).expanduser())
@@ -43,18 +34,7 @@ def _info(argv: Sequence[str]) -> None:
 
 
 def _convert(argv: Sequence[str]) -> None:
-    parser = _parser("convert", "Write a checkpoint in another form, and compare the two; a run resumes from either.")
-    parser.add_argument("output", type=str, help="file or folder to write")
-    parser.add_argument(
-        "--to", type=str, required=True, help=f"of {', '.join(FORMS)}: one file; a folder; the model's state_dict alone"
-    )
-    parser.add_argument(
-        "--stages", type=PositiveInt | None, default=None, help="number of parts of a folder (default: the run's)"
-    )
-    parser.add_argument(
-        "--entry", type=str | None, default=None, help="entry of the model in a checkpoint of Fabric with several"
-    )
-    parser.add_argument("--force", action="store_true", help="write over a checkpoint that is there")
+    parser = convert_parser()
     arguments = parser.parse_args(argv)
     if arguments.to not in FORMS:
         parser.error(f"--to {arguments.to}: choose one of {', '.join(FORMS)}")
@@ -75,7 +55,7 @@ def _convert(argv: Sequence[str]) -> None:
 
 
 def _verify(argv: Sequence[str]) -> None:
-    parser = _parser("verify", "Compare all of a checkpoint with its checksums; ends with 1 if it is damaged.")
+    parser = verify_parser()
     path = Path(parser.parse_args(argv).checkpoint).expanduser()
     with _reported("verify"), _bar("verifying", size_on_disk(path)) as bar:
         problems = verify(path, bar.update)
@@ -84,12 +64,6 @@ def _verify(argv: Sequence[str]) -> None:
     if problems:
         raise SystemExit(1)
     print(f"{path} is whole: {size_on_disk(path):,} bytes")
-
-
-def _parser(command: str, description: str) -> ArgumentParser:
-    parser = ArgumentParser(allow_abbrev=False, prog=f"asyncpp checkpoint {command}", description=description)
-    parser.add_argument("checkpoint", type=str, help="file, or folder with an index.json")
-    return parser
 
 
 @contextmanager

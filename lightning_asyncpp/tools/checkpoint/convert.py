@@ -19,7 +19,6 @@ from lightning_asyncpp.storage.tree import STORED, put_together, stored_in, take
 from lightning_asyncpp.storage.whole import save_file, written_beside
 from lightning_asyncpp.tools.checkpoint.contents import Contents, contents_of, model_of, tensors_of
 
-FORMS = ("full", "sharded", "weights")
 _SAFETENSORS = ".safetensors"
 _OF_INDEX = (
     "num_stages", "data_parallel_size", "partition", "micro_batches", "delay", "fresh_last_stage", "synchronous_start",
@@ -34,7 +33,7 @@ class Request(NamedTuple):
     Attributes:
         source: a checkpoint, in one file or sharded.
         output: what to write.
-        form: of ``FORMS``.
+        form: ``"full"``, ``"sharded"`` or ``"weights"``.
         stages: number of parts of a folder; None for as many as the run had stages.
         entry: of the model, if there are several.
         force: whether what is there may be replaced.

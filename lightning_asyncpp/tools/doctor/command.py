@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +15,13 @@ from lightning_asyncpp.tools.doctor.doctor_report import as_json, as_markdown, l
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.parts import INSTALLATION, PARTS, Part, Result, examine
 from lightning_asyncpp.tools.doctor.task import MACHINE, Finding, worst
+from lightning_asyncpp.tools.parsers import doctor_parser
 from lightning_asyncpp.tools.processes import KILL_SECONDS, sigterm_raises
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Examine, and write the report; what failed ends with code 1."""
-    parser = _parser()
+    parser = doctor_parser()
     own = parser.parse_args(argv)
     if problem := _problem(own):
         parser.error(problem)
@@ -96,25 +97,6 @@ def _problem(own: Namespace) -> str:
     except OSError as error:
         return f"--output {own.output}: no folder there can be made ({error.strerror})"
     return ""
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        "asyncpp doctor",
-        description="Examine this installation, with GPUs or without: versions and settings; whether small pipelines"
-        " train what one process trains, on the route that tensors take here; hardware queues; and how fast one stage"
-        " is. Every part runs in processes of its own and is stopped when its time is over; all take at most ten"
-        " minutes. Ends with code 1 if something failed.",
-        allow_abbrev=False,
-    )
-    names = [part.name for part in PARTS]
-    parser.add_argument("--quick", action="store_true", help="as little as says something: some two minutes")
-    parser.add_argument(
-        "--parts", nargs="+", default=names, metavar="PART",
-        help=f"which, of {', '.join(names)} (default: all); the first one always runs",
-    )  # fmt: skip
-    parser.add_argument("--output", default="doctor", metavar="FOLDER", help="of the report (default: doctor)")
-    return parser
 
 
 if __name__ == "__main__":

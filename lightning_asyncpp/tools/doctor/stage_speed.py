@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.tools.bench.optimizer_contenders import ROUNDING
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.stage_recipe import Row, Size, peak_tflops, recipe_of, rows_of, size_of
 from lightning_asyncpp.tools.doctor.task import Findings, NoTimeLeftError, Task
+from lightning_asyncpp.tools.plan.recipe import build
+from lightning_asyncpp.tools.plan.stages import Stages
 from lightning_asyncpp.tools.processes import end_of, last_error, run_limited, traced
 
 _ROW_SECONDS, _COMPILED_SECONDS = 75.0, 120.0
@@ -149,10 +152,6 @@ def _compare_memory(
 
 def _planned(recipe: Path, is_gpu: bool) -> int:
     """Bytes of the stage when it needs most."""
-    from lightning_asyncpp.cli import read_configuration
-    from lightning_asyncpp.tools.plan.recipe import build
-    from lightning_asyncpp.tools.plan.stages import Stages
-
     plan = build(read_configuration(["fit", "--config", str(recipe)]))
     settings = plan.settings.resolved(1)
     stages = Stages(plan, settings, on_gpu=is_gpu)

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import PrivateNameError
+from lightning_asyncpp.tools.parsers import plan_parser
 from lightning_asyncpp.tools.plan.devices import DEVICES, Device, default_reserve, host_memory_gib
 from lightning_asyncpp.tools.plan.fake import NeedsValueError, NoKernelError
 from lightning_asyncpp.tools.plan.plan import Plan, plan
@@ -28,7 +30,7 @@ from lightning_asyncpp.tools.plan.timing import Speeds
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan; a recipe that cannot be run ends with code 2, one that does not fit with code 1."""
-    parser = _parser()
+    parser = plan_parser()
     own, rest = parser.parse_known_args(argv)
     if problems := _problems(own):
         parser.error("; ".join(problems))
@@ -88,8 +90,6 @@ def _parsed(recipe: str, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: it has one.
     """
-    from lightning_asyncpp.cli import read_configuration
-
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -127,34 +127,6 @@ def _problems(own: Namespace) -> list[str]:
     if own.json not in (None, "-") and (not Path(own.json).parent.is_dir() or Path(own.json).is_dir()):
         problems.append(f"--json {own.json} is no file in a folder that exists")
     return problems
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        "asyncpp plan",
-        description="Say what a recipe needs on a kind of device, stage by stage, how fast it would be, what would fit"
-        " as well, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
-        epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer..., --optimizer...), as"
-        " for `asyncpp fit`.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", help="recipe of `asyncpp fit`")
-    parser.add_argument("--devices", type=int, help="number of devices, on all nodes; default: the recipe's")
-    parser.add_argument("--device", default="h100", help=f"kind: {', '.join(DEVICES)} (default: h100)")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone or in a file")
-    parser.add_argument("--no-search", action="store_true", help="leave out what would fit, and what to change")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached (default: 0.4)")
-    parser.add_argument(
-        "--bandwidth-share", type=float, default=0.7, help="share of the memory's speed that updates reach (0.7)"
-    )
-    parser.add_argument("--memory", type=float, help="GiB of a device, in place of the kind's")
-    parser.add_argument("--reserve", type=float, help="GiB of it that are left free; default: 2 and 5 %% of it on GPUs")
-    parser.add_argument("--tflops", type=float, help="peak in bf16, in place of the kind's")
-    parser.add_argument("--bandwidth", type=float, help="GB/s of its memory, in place of the kind's")
-    parser.add_argument("--link", type=float, help="GB/s between devices of a node, one direction")
-    parser.add_argument("--network", type=float, help="GB/s between nodes, per device and direction")
-    parser.add_argument("--devices-per-node", type=int, help="default: those of the recipe's nodes, or the kind's")
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import sys
@@ -11,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser
-
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.token_dataset import PLAN, read_metadata, smallest_dtype, verify_checksums
+from lightning_asyncpp.tools.parsers import prepare_parser
 from lightning_asyncpp.tools.prepare.piece import Record, Stopped
 from lightning_asyncpp.tools.prepare.request import Request
 from lightning_asyncpp.tools.prepare.run import Estimate, estimate, prepare
@@ -24,7 +22,7 @@ _INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prepare, or say what would be done; wrong arguments and failures end with code 2, an interruption with 130."""
-    arguments = _parser().parse_args(argv)
+    arguments = prepare_parser().parse_args(argv)
     request = _request(arguments)
     terminate = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -50,39 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
     finally:
         signal.signal(signal.SIGTERM, terminate)
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False,
-        prog="asyncpp prepare", description="Tokenise documents into shards that a training streams: parquet files and"
-        " JSON lines (.jsonl, .ndjson, also .gz and .zst) from this machine or from the Hugging Face Hub. The same"
-        " command, run again, goes on where it was interrupted.",
-    )  # fmt: skip
-    parser.add_argument(
-        "sources", type=str, nargs="+", help="files, folders, globs, or hf://datasets/OWNER/NAME/FOLDER, for instance"
-        " hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT",
-    )  # fmt: skip
-    parser.add_argument("--output", type=str, required=True, help="folder of the shards; exists when they are complete")
-    parser.add_argument(
-        "--tokenizer", type=str, required=True, help="a name of the hub (HuggingFaceTB/SmolLM-360M, gpt2), a"
-        " tokenizer.json, byte, or bpe to train one on the first 32 MB",
-    )  # fmt: skip
-    parser.add_argument("--vocab-size", type=int | None, default=None, help="token ids of a vocabulary to train (bpe)")
-    parser.add_argument("--end-of-text", type=str | None, default=None, help="token that ends a document, if unusual")
-    parser.add_argument("--text-key", type=str, default="text", help="column or field with the text")
-    parser.add_argument("--val-fraction", type=float, default=0.001, help="share of the documents kept for validation")
-    parser.add_argument("--num-workers", type=int, default=_cores(), help="processes; 0: no further one")
-    parser.add_argument("--piece-mb", type=float, default=64.0, help="MB of the source that a process takes at a time")
-    parser.add_argument("--max-mb", type=float | None, default=None, help="MB of the source to take; default: all")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
-    parser.add_argument("--verify", action="store_true", help="read the shards afterwards and compare the checksums")
-    return parser
-
-
-def _cores() -> int:
-    """Cores that this process may use, which in a job are often fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _request(arguments: Any) -> Request:

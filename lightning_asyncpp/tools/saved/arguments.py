@@ -16,35 +16,9 @@ from lightning_asyncpp.data.source import load_tokenizer
 from lightning_asyncpp.data.tokenizer import end_of_text_in
 from lightning_asyncpp.models import GPTConfig, SavedGPT, WeightsError, open_saved
 from lightning_asyncpp.models.checkpoint import config_of_values
+from lightning_asyncpp.tools.saved.parsers import DTYPE_NAMES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def add_model(parser: ArgumentParser) -> None:
-    """Add what names a model and its tokenizer."""
-    parser.add_argument(
-        "model", type=str, help="a checkpoint of the Trainer or of Fabric, or a folder with config.json and safetensors"
-    )
-    parser.add_argument(
-        "--config",
-        type=str | None,
-        default=None,
-        help="YAML or JSON file with the fields of GPTConfig, or a recipe, for a checkpoint that does not hold them",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=str | None,
-        default=None,
-        help="'byte' or a tokenizer.json, for a checkpoint that does not hold its tokenizer",
-    )
-
-
-def add_execution(parser: ArgumentParser) -> None:
-    """Add where and how the model is computed."""
-    parser.add_argument("--device", type=str, default="cpu", help="where the model runs: cpu, cuda, cuda:1, ...")
-    parser.add_argument(
-        "--dtype", type=str, default="float32", help=f"of the weights while it runs, of {', '.join(DTYPES)}"
-    )
+DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 def check_choice(parser: ArgumentParser, arguments: Namespace, name: str) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import PositiveInt
+from jsonargparse import Namespace
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -24,8 +23,6 @@ from lightning_asyncpp.models import GPT, SavedGPT, WeightsError
 from lightning_asyncpp.pytorch.gpt_module import IGNORED
 from lightning_asyncpp.tools.saved.arguments import (
     DTYPES,
-    add_execution,
-    add_model,
     check_choice,
     check_device,
     check_vocabulary,
@@ -33,8 +30,8 @@ from lightning_asyncpp.tools.saved.arguments import (
     read_model,
     reported,
 )
+from lightning_asyncpp.tools.saved.parsers import SPLITS, evaluate_parser
 
-_SPLITS = ("validation", "train", "all")
 _DATA = ("val_source", "val_fraction", "context_length", "batch_size", "max_bytes", "cache_dir")
 
 
@@ -58,12 +55,12 @@ class Evaluation:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate, print the figures, and write them if it is asked for."""
-    parser = _parser()
+    parser = evaluate_parser()
     arguments = parser.parse_args(argv)
     check_choice(parser, arguments, "dtype")
     check_device(parser, arguments)
-    if arguments.split not in _SPLITS:
-        parser.error(f"--split {arguments.split}: choose one of {', '.join(_SPLITS)}")
+    if arguments.split not in SPLITS:
+        parser.error(f"--split {arguments.split}: choose one of {', '.join(SPLITS)}")
     if arguments.json is not None and not Path(arguments.json).resolve().parent.is_dir():
         parser.error(f"--json {arguments.json}: there is no such folder")
     with reported("evaluate"), ExitStack() as stack:
@@ -199,34 +196,6 @@ def _table(content: dict[str, Any]) -> str:
         "data": f"{content['data']}, split {content['split']}",
     }
     return "\n".join(f"{name:<14}{text}" for name, text in rows.items())
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False,
-        prog="asyncpp evaluate",
-        description="Measure a saved model on tokens, in one process: the loss that the Trainer's validation reports.",
-    )
-    add_model(parser)
-    parser.add_argument(
-        "--data",
-        type=str | None,
-        default=None,
-        help="folder of text or of tokens, 'stdlib', or a URI of tokens (default: what the model was trained with)",
-    )
-    parser.add_argument("--split", type=str, default="validation", help=f"which part, of {', '.join(_SPLITS)}")
-    parser.add_argument(
-        "--val-source", type=str | None, default=None, help="tokens to validate on, if --data are tokens"
-    )
-    parser.add_argument("--val-fraction", type=float | None, default=None, help="share of text files to validate on")
-    parser.add_argument("--context-length", type=PositiveInt | None, default=None, help="tokens per sequence")
-    parser.add_argument("--batch-size", type=PositiveInt | None, default=None, help="sequences per batch")
-    parser.add_argument("--max-bytes", type=PositiveInt | None, default=None, help="most bytes of text to take")
-    parser.add_argument("--cache-dir", type=str | None, default=None, help="folder for prepared tokens")
-    parser.add_argument("--limit-batches", type=PositiveInt | None, default=None, help="most batches to evaluate")
-    parser.add_argument("--json", type=str | None, default=None, help="write the figures to this file")
-    add_execution(parser)
-    return parser
 
 
 if __name__ == "__main__":

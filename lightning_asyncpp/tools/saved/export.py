@@ -6,25 +6,23 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
-
 from lightning_asyncpp.data import hf_tokenizer_files
 from lightning_asyncpp.models.hf import write_hf
 from lightning_asyncpp.tools.saved.arguments import (
     DTYPES,
-    add_model,
     check_choice,
     find_tokenizer,
     read_model,
     reported,
 )
+from lightning_asyncpp.tools.saved.parsers import export_parser
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the folder, and say what it holds."""
-    parser = _parser()
+    parser = export_parser()
     arguments = parser.parse_args(argv)
     check_choice(parser, arguments, "dtype")
     if arguments.to != "hf":
@@ -50,25 +48,6 @@ def _size(text: str) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
     size = 0 if match is None else int(float(match.group(1)) * _UNITS[match.group(2).upper()])
     return size or None
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False,
-        prog="asyncpp export",
-        description="Write a trained model as a folder that Hugging Face transformers loads: safetensors, config.json,"
-        " generation_config.json and the tokenizer.",
-    )
-    add_model(parser)
-    parser.add_argument("--output", type=str, required=True, help="folder to write; it must not exist, or be empty")
-    parser.add_argument("--to", type=str, default="hf", help="format: hf")
-    parser.add_argument(
-        "--max-shard-size", type=str, default="5GB", help="most bytes of weights per file: 5GB, 500MB, ..."
-    )
-    parser.add_argument(
-        "--dtype", type=str | None, default=None, help=f"of the weights, of {', '.join(DTYPES)} (default: as saved)"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from jsonargparse import ArgumentParser
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from lightning_asyncpp.data import Tokenizer
 from lightning_asyncpp.data.tokenizer import prompt_tokens
@@ -15,21 +13,20 @@ from lightning_asyncpp.models.cached_logits import CachedLogits
 from lightning_asyncpp.models.sampling import Sampling, generate_tokens
 from lightning_asyncpp.tools.saved.arguments import (
     DTYPES,
-    add_execution,
-    add_model,
     check_choice,
     check_device,
     find_tokenizer,
     read_model,
     reported,
 )
+from lightning_asyncpp.tools.saved.parsers import generate_parser
 
 _UNFINISHED = "\ufffd"  # what the decoder puts for a character whose bytes are not all there
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the prompt and what follows it, token by token."""
-    parser = _parser()
+    parser = generate_parser()
     arguments = parser.parse_args(argv)
     check_choice(parser, arguments, "dtype")
     check_device(parser, arguments)
@@ -89,29 +86,6 @@ def stream(tokenizer: Tokenizer, tokens: Iterator[int], prompt: Sequence[int] = 
 
 def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return tokenizer.decode(torch.tensor(tokens, dtype=torch.int64))
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False,
-        prog="asyncpp generate",
-        description="Continue a prompt with a saved model, in one process. It ends where the model ends the document;"
-        " what does not fit into its context slides out of it.",
-    )
-    add_model(parser)
-    parser.add_argument(
-        "--prompt", type=str, default="", help="text to continue (default: the beginning of a document)"
-    )
-    parser.add_argument("--max-new-tokens", type=PositiveInt, default=200, help="most tokens to write")
-    parser.add_argument("--temperature", type=float, default=1.0, help="what logits are divided by; 0 is --greedy")
-    parser.add_argument("--top-k", type=int | None, default=None, help="draw among so many of the most likely tokens")
-    parser.add_argument(
-        "--top-p", type=float | None, default=None, help="draw among those that together have this probability"
-    )
-    parser.add_argument("--greedy", action="store_true", help="take the most likely token every time")
-    parser.add_argument("--seed", type=NonNegativeInt, default=0, help="of the draws")
-    add_execution(parser)
-    return parser
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import lightning
 import yaml  # type: ignore[import-untyped, unused-ignore]
-from jsonargparse import ArgumentParser
 
 from lightning_asyncpp.models import SavedGPT, WeightsError
 from lightning_asyncpp.models.hf import read_hf
 from lightning_asyncpp.storage.whole import save_file
 from lightning_asyncpp.tools.saved.arguments import reported
+from lightning_asyncpp.tools.saved.parsers import import_parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the config for a recipe, and write the checkpoint if it is asked for."""
-    arguments = _parser().parse_args(argv)
+    arguments = import_parser().parse_args(argv)
     with reported("import"):
         saved = read_hf(Path(arguments.folder).expanduser())
         saved.check()
@@ -50,23 +50,6 @@ def write_checkpoint(saved: SavedGPT, path: Path) -> None:
     if saved.tokenizer is not None:
         content["TextDataModule"] = {"tokenizer": saved.tokenizer}
     save_file(content, path)
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False,
-        prog="asyncpp import",
-        description="Read a model folder of Hugging Face transformers (Llama, Qwen3, Mixtral, Qwen3-MoE, GLM-4-MoE"
-        " without what a GPT lacks): print the config that a recipe needs, and write the weights as a checkpoint.",
-    )
-    parser.add_argument("folder", type=str, help="with config.json and model.safetensors, or shards and their index")
-    parser.add_argument(
-        "--output",
-        type=str | None,
-        default=None,
-        help="checkpoint to write, in fp32 (default: none; training can start from the folder itself)",
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
-from jsonargparse.typing import NonNegativeInt
 
+from lightning_asyncpp.tools.parsers import trace_parser
 from lightning_asyncpp.tools.text import write_json
 from lightning_asyncpp.tools.trace.html import write_html
 from lightning_asyncpp.tools.trace.perfetto import write_perfetto
@@ -30,7 +30,7 @@ _WRITERS: dict[str, Writer] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, and write what was asked for; a trace that breaks the promised staleness ends with code 1."""
-    parser = _parser()
+    parser = trace_parser()
     arguments = parser.parse_args(argv)
     files = {name: Path(arguments[name]) for name in _WRITERS if arguments[name] is not None}
     _check(parser, files)
@@ -57,22 +57,6 @@ def _check(parser: ArgumentParser, files: Mapping[str, Path]) -> None:
         problems.append(NEEDS_MATPLOTLIB)
     if problems:
         parser.error("; ".join(problems))
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        allow_abbrev=False,
-        prog="asyncpp trace", description="Show where the time of a run went that PipelineTrace, `asyncpp fit --trace`"
-        " or Fabric's strategy.record_trace() recorded.",
-    )  # fmt: skip
-    parser.add_argument("run", type=str, help="folder of the recording, or one above it (the newest below is taken)")
-    parser.add_argument("--html", type=str | None, default=None, help="write a timeline to zoom into, for any browser")
-    parser.add_argument("--png", type=str | None, default=None, help="draw the timeline and the shares as a picture")
-    parser.add_argument("--perfetto", type=str | None, default=None, help="write it for https://ui.perfetto.dev")
-    parser.add_argument("--json", type=str | None, default=None, help="write the table's figures for other programs")
-    parser.add_argument("--from-mini-batch", type=NonNegativeInt | None, default=None, help="the first to look at")
-    parser.add_argument("--to-mini-batch", type=NonNegativeInt | None, default=None, help="the last to look at")
-    return parser
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_asyncpp.cli import read_configuration
+from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.tools.plan.recipe import build
 from lightning_asyncpp.tools.plan.stages import Stages
 from tests.tools.plan.cases import CASES, Case

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_asyncpp.cli import read_configuration
+from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.tools.plan.devices import DEVICES
 from lightning_asyncpp.tools.plan.question import Room
 from lightning_asyncpp.tools.plan.recipe import Recipe, build, resized

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_asyncpp import cli
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.tools.ablation.recipe.building import parameter_names, refusal
 from lightning_asyncpp.tools.ablation.recipe.config import strategy_config, training_config, with_places
@@ -148,9 +149,6 @@ def _accept(config: dict[str, Any], recipe: Recipe) -> str | None:
 
 def _parse(config: dict[str, Any], recipe: Recipe) -> str | None:
     """Give a configuration to the parser of ``asyncpp fit`` and return its complaint."""
-    # Imported late: it imports all of Lightning.
-    from lightning_asyncpp import cli
-
     arguments, errors = sys.argv, io.StringIO()
     with tempfile.TemporaryDirectory(prefix="asyncpp-ablate-") as name:
         path = Path(name) / "fit.yaml"

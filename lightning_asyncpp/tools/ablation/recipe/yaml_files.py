@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from lightning_asyncpp.yaml_limits import VALUE_ERRORS, check_yaml
+from lightning_asyncpp.lightning_cli.yaml_limits import VALUE_ERRORS, check_yaml
 
 _FLOAT = re.compile(
     r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?

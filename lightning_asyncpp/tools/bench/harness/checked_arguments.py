@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.bench.harness.hosts import problems_of_hosts
@@ -19,60 +18,9 @@ from lightning_asyncpp.tools.bench.names import (
 )
 
 
-def make_parser(name: str, description: str, systems: Sequence[str], known: Iterable[str] = TITLES) -> ArgumentParser:
-    """A parser with the arguments of every benchmark that compares systems.
-
-    Args:
-        name: of the benchmark.
-        description: in a line.
-        systems: that run by default.
-        known: that it has.
-    """
-    parser = ArgumentParser(allow_abbrev=False, prog=f"asyncpp bench {name}", description=description)
-    parser.add_argument(
-        "--systems", type=str, nargs="+", default=list(systems), help=f"what is compared, of {', '.join(known)}"
-    )
-    parser.add_argument(
-        "--lookahead", type=NonNegativeInt | None, default=None, help="extra micro-batches in flight (default: auto)"
-    )
-    parser.add_argument("--mini-batches", type=PositiveInt, default=20, help="measured mini-batches per repeat")
-    parser.add_argument("--warm-up", type=PositiveInt, default=6, help="mini-batches before them")
-    parser.add_argument("--repeats", type=PositiveInt, default=3, help="how often every system is measured, in turn")
-    parser.add_argument(
-        "--timeout",
-        type=PositiveFloat | None,
-        default=None,
-        help="seconds until all processes are killed (default: thrice what they should take, at least 1800)",
-    )
-    parser.add_argument("--json", type=str | None, default=None, help="write the results to this file")
-    _add_link(parser)
-    return parser
-
-
-def add_extras(parser: ArgumentParser) -> None:
-    """Add ``--also``."""
-    help_text = f"asynchronous pipelines with one thing more, whose price is told: of {', '.join(EXTRAS)}"
-    parser.add_argument("--also", type=str, nargs="+", default=[], help=help_text)
-
-
 def chosen_systems(arguments: Namespace) -> tuple[str, ...]:
     """What is compared, in the order of :data:`TITLES`."""
     return tuple(name for name in TITLES if name in (*arguments.systems, *arguments.get("also", [])))
-
-
-def _add_link(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--hosts",
-        type=PositiveInt,
-        default=1,
-        help="2: the halves of the stages in two network namespaces with a link between them (Linux, root)",
-    )
-    parser.add_argument(
-        "--link-latency-ms", type=NonNegativeFloat, default=0.0, help="of the link, one way; a relay adds some tenths"
-    )
-    parser.add_argument(
-        "--link-mbit", type=NonNegativeFloat, default=0.0, help="bandwidth of the link, each way; 0: no limit"
-    )
 
 
 def check_shape(

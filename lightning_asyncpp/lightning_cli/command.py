@@ -1,0 +1,234 @@
+"""``asyncpp fit`` and the other subcommands of LightningCLI, on YAML recipes; and recipes read for the tools."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jsonargparse
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short names)
+from lightning_asyncpp.lightning_cli.arguments import DESCRIPTION, find_own_modules, written_out
+from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
+from lightning_asyncpp.lightning_cli.resumed_model import (
+    another_model,
+    differences,
+    model_arguments,
+    saved_hyper_parameters,
+)
+from lightning_asyncpp.lightning_cli.yaml_limits import limit_yaml
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.private_names import required
+
+
+class AsyncppCLI(LightningCLI):
+    """LightningCLI that says what is wrong with a recipe, and ends a training with a line on what to look at next."""
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make the parser of the command or of a subcommand.
+
+        A name cut short would be taken for one that begins so: ``--trainer.max_step`` for ``max_steps``.
+        """
+        return super().init_parser(**{**kwargs, "allow_abbrev": False})
+
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Make the parser, of the subcommand alone that is asked for: describing all takes four times as long."""
+        asked = {name: skipped for name, skipped in self.subcommands().items() if [name] == sys.argv[1:2]}
+        if asked:
+            self.subcommands = lambda: asked  # type: ignore[method-assign]
+        super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Read the arguments, recipes and overrides.
+
+        A file that is no text, or has something where jsonargparse expects nothing of the kind, ends as any other
+        mistake in them does: with a message.
+        """
+        required(LightningCLI, "_parse_ckpt_path", "compare the model of a checkpoint with the recipe's")
+        self._args = args
+        try:
+            super().parse_arguments(parser, args)
+        except ConfigurationError:
+            raise
+        except UnicodeDecodeError as error:
+            parser.error(f"a file is no text in UTF-8: {error}")
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            parser.error(f"the arguments or a recipe cannot be read: {type(error).__name__}: {error}")
+
+    def _parse_ckpt_path(self) -> None:
+        """Take the model's arguments from the checkpoint.
+
+        Lightning puts them over those of the user without a word, reads all of the file for that, and ends with
+        whatever a damaged one is taken for.
+
+        Raises:
+            ConfigurationError: it cannot be read, or a training would go on with another model than was asked for.
+        """
+        if not (subcommand := self.config.get("subcommand")):
+            return
+        section = self.config[subcommand]
+        ckpt_path = section.get("ckpt_path")
+        if not (saved := saved_hyper_parameters(ckpt_path, section.get("weights_only"))):
+            return
+        given, asked = _model_of(self._given_arguments(), subcommand), _model_of(self.config, subcommand)
+        merged = self._with_model(model_arguments(saved, given, asked), ckpt_path)
+        if problems := list(differences(given, asked, _model_of(merged, subcommand))):
+            if subcommand == "fit":
+                raise another_model(ckpt_path, problems, "initial_weights" in asked.get("init_args", {}))
+            _note(f"the checkpoint's own model is used by {subcommand}:", *problems)
+        self.config = merged
+
+    def _given_arguments(self) -> jsonargparse.Namespace:
+        """What recipes and command line have, without defaults."""
+        is_read = isinstance(self._args, dict | jsonargparse.Namespace)
+        parse = self.parser.parse_object if is_read else self.parser.parse_args
+        given: jsonargparse.Namespace = parse(self._args, defaults=False)
+        return given
+
+    def _with_model(self, arguments: dict[str, Any], ckpt_path: str) -> jsonargparse.Namespace:
+        """The configuration with other arguments of the model."""
+        section = {self.config["subcommand"]: {"model": arguments}}
+        try:
+            merged: jsonargparse.Namespace = self.parser.parse_object(section, self.config)
+        except SystemExit:
+            sys.stderr.write(f"asyncpp: error: the model's arguments above are those of the checkpoint {ckpt_path}\n")
+            raise
+        return merged
+
+    def instantiate_classes(self) -> None:
+        """Make what the recipe asks for.
+
+        Raises:
+            ConfigurationError: a class of this package refused its arguments.
+            Exception: what another class raised, without jsonargparse's account of all that it tried.
+        """
+        try:
+            super().instantiate_classes()
+        except (TypeError, ValueError) as error:
+            cause = _first_cause(error)
+            raise (ConfigurationError(str(cause)) if _is_refusal(cause) else cause) from None
+
+    def after_fit(self) -> None:
+        """Name the checkpoint and the logs."""
+        callback = self.trainer.checkpoint_callback
+        checkpoint = getattr(callback, "best_model_path", "") or ("none yet" if callback else "none was configured")
+        logs = next((x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)), None)
+        look = f"`tensorboard --logdir {logs.root_dir}` shows the curves" if logs is not None else "no TensorBoard logs"
+        _print(f"Done. Checkpoint: {checkpoint}; {look}.")
+
+
+def _model_of(configuration: jsonargparse.Namespace, subcommand: str) -> dict[str, Any]:
+    model = configuration[subcommand].get("model")
+    return model.as_dict() if isinstance(model, jsonargparse.Namespace) else {}
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a class of this package raised it, itself."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("lightning_asyncpp.")
+
+
+def run() -> None:
+    """Run the subcommand that the arguments of the process name.
+
+    Raises:
+        ConfigurationError: what was asked for does not fit together.
+        SystemExit: it cannot even be read.
+    """
+    sys.argv[1:] = written_out(sys.argv[1:])
+    make_cli(save_config_kwargs={"overwrite": True})
+
+
+def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:
+    """Read the arguments of a subcommand as the command does, recipes and overrides; nothing is built.
+
+    Args:
+        arguments: what would follow ``asyncpp``: ``["fit", "--config", "recipe.yaml", "--trainer.max_steps", "7"]``.
+
+    Returns:
+        The whole configuration of the subcommand, defaults filled in, in plain values.
+
+    Raises:
+        SystemExit: something is wrong with them; what, stands on the standard error output.
+    """
+    before = list(sys.argv)
+    sys.argv = ["asyncpp", *written_out(arguments)]
+    find_own_modules()
+    try:
+        make_cli(_Reader)
+    except _Read as read:
+        return read.configuration
+    finally:
+        sys.argv = before
+    raise RuntimeError("LightningCLI read its arguments without calling parse_arguments")
+
+
+class _Read(Exception):  # noqa: N818  (no error: everything was read)
+    def __init__(self, configuration: dict[str, Any]) -> None:
+        super().__init__()
+        self.configuration = configuration
+
+
+class _Reader(AsyncppCLI):
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        raise _Read(self.config[self.config["subcommand"]].as_dict())
+
+
+def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
+    """Read a recipe and what overrides it, and do what it asks for.
+
+    Args:
+        cli: what reads and does it.
+        **how: further arguments of ``LightningCLI``: with ``run=False`` it makes module, data and Trainer alone.
+    """
+    _quiet()
+    limit_yaml()
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    return cli(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        # Each stage builds its own optimizer, after the cut and with the parameters' names.
+        auto_configure_optimizers=False,
+        parser_kwargs={"description": DESCRIPTION, "prog": "asyncpp"},
+        parser_class=RecipeParser,
+        **how,
+    )
+
+
+def _quiet() -> None:
+    # Remarks of Lightning on its own internals and on loaders that are as they should be.
+    for message in (
+        ".*isinstance\\(treespec, LeafSpec\\).*",
+        ".*does not have many workers.*",
+        ".*`IterableDataset` has `__len__` defined.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+@rank_zero_only
+def _print(text: Any) -> None:
+    print(text, flush=True)
+
+
+@rank_zero_only
+def _note(text: str, *items: str) -> None:
+    sys.stderr.write(f"asyncpp: {text}\n" + "".join(f"  - {item}\n" for item in items))

@@ -1,0 +1,262 @@
+"""What every tool of ``asyncpp`` takes: its parser, apart from what it does.
+
+``asyncpp TOOL --help`` is answered from here alone. So this module, ``bench/parsers.py`` and ``saved/parsers.py``
+import nothing that imports torch or Lightning: these take seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+from lightning_asyncpp.tools.bench import parsers as bench
+from lightning_asyncpp.tools.doctor.parts import PARTS
+from lightning_asyncpp.tools.plan.devices import DEVICES
+from lightning_asyncpp.tools.saved import parsers as saved
+from lightning_asyncpp.tools.subcommands import chosen
+
+FORMS = ("full", "sharded", "weights")
+"""Of checkpoints, that ``asyncpp checkpoint convert`` writes."""
+_CHECKPOINT = {
+    "info": "what it is, who wrote it, and what is in it",
+    "convert": "write it as one file, sharded, or its weights alone",
+    "verify": "compare all of it with its checksums",
+}
+_ABLATE = "``asyncpp ablate``: trains a grid of optimizers, learning rates, delays and corrections, and compares them."
+_CHECK = "Print how the model is cut and how near the results are; what is to be mended ends with code 1."
+
+
+def ablate_parser() -> ArgumentParser:
+    """Of ``asyncpp ablate``."""
+    parser = ArgumentParser(allow_abbrev=False, prog="asyncpp ablate", description=_ABLATE)
+    parser.add_argument("recipe", type=str, help="YAML file with the grid")
+    parser.add_argument("--output", type=str | None, default=None, help="folder for the results of all recipes")
+    parser.add_argument(
+        "--workers", type=PositiveInt | None, default=None, help="trainings at once (default: cores / threads)"
+    )
+    parser.add_argument("--threads", type=PositiveInt, default=1, help="threads of every training")
+    parser.add_argument(
+        "--gpus",
+        type=str | None,
+        default=None,
+        help="such as 0,1: one training at once on each; 0,0 for two on one; counted as PyTorch counts them here",
+    )
+    parser.add_argument("--only", type=str | None, default=None, help="rows to run, such as 'AdamW*' (see --dry-run)")
+    parser.add_argument(
+        "--published",
+        type=str | None,
+        default=None,
+        help="folder with tables, such as docs/evidence: what their results.csv hold is not run again",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show what would be run, and what is done already")
+    return parser
+
+
+def check_parser() -> argparse.ArgumentParser:
+    """Of ``asyncpp check``."""
+    parser = argparse.ArgumentParser(
+        "asyncpp check",
+        description=_CHECK,
+        epilog="Beside these: --config RECIPE and what overrides it (--model..., --data..., --trainer...), as for"
+        " `asyncpp fit`. The model is trained on the CPU, in this process, with plain SGD: make it"
+        " small if it is not.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--stages", type=int, help="number of stages; default: the recipe's")
+    parser.add_argument("--micro_batches", type=int, help="pieces of a batch; default: the recipe's")
+    parser.add_argument("--updates", type=int, default=4, help="number of mini-batches to train")
+    parser.add_argument("--seed", type=int, default=0, help="of dropout and of layers made on the meta device")
+    return parser
+
+
+def checkpoint_command(argv: Sequence[str] | None) -> tuple[str, list[str]] | None:
+    """The command of ``asyncpp checkpoint``, as :func:`chosen` finds it."""
+    return chosen("checkpoint", _CHECKPOINT, argv, arguments="CKPT ")
+
+
+def info_parser() -> ArgumentParser:
+    """Of ``asyncpp checkpoint info``."""
+    parser = _checkpoint_parser("info", "Print what a checkpoint is, who wrote it, and what is in it.")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    return parser
+
+
+def convert_parser() -> ArgumentParser:
+    """Of ``asyncpp checkpoint convert``."""
+    parser = _checkpoint_parser(
+        "convert", "Write a checkpoint in another form, and compare the two; a run resumes from either."
+    )
+    parser.add_argument("output", type=str, help="file or folder to write")
+    parser.add_argument(
+        "--to", type=str, required=True, help=f"of {', '.join(FORMS)}: one file; a folder; the model's state_dict alone"
+    )
+    parser.add_argument(
+        "--stages", type=PositiveInt | None, default=None, help="number of parts of a folder (default: the run's)"
+    )
+    parser.add_argument(
+        "--entry", type=str | None, default=None, help="entry of the model in a checkpoint of Fabric with several"
+    )
+    parser.add_argument("--force", action="store_true", help="write over a checkpoint that is there")
+    return parser
+
+
+def verify_parser() -> ArgumentParser:
+    """Of ``asyncpp checkpoint verify``."""
+    parser = _checkpoint_parser(
+        "verify", "Compare all of a checkpoint with its checksums; ends with 1 if it is damaged."
+    )
+    return parser
+
+
+def _checkpoint_parser(command: str, description: str) -> ArgumentParser:
+    parser = ArgumentParser(allow_abbrev=False, prog=f"asyncpp checkpoint {command}", description=description)
+    parser.add_argument("checkpoint", type=str, help="file, or folder with an index.json")
+    return parser
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    """Of ``asyncpp doctor``."""
+    parser = argparse.ArgumentParser(
+        "asyncpp doctor",
+        description="Examine this installation, with GPUs or without: versions and settings; whether small pipelines"
+        " train what one process trains, on the route that tensors take here; hardware queues; and how fast one stage"
+        " is. Every part runs in processes of its own and is stopped when its time is over; all take at most ten"
+        " minutes. Ends with code 1 if something failed.",
+        allow_abbrev=False,
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--quick", action="store_true", help="as little as says something: some two minutes")
+    parser.add_argument(
+        "--parts", nargs="+", default=names, metavar="PART",
+        help=f"which, of {', '.join(names)} (default: all); the first one always runs",
+    )  # fmt: skip
+    parser.add_argument("--output", default="doctor", metavar="FOLDER", help="of the report (default: doctor)")
+    return parser
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """Of ``asyncpp plan``."""
+    parser = argparse.ArgumentParser(
+        "asyncpp plan",
+        description="Say what a recipe needs on a kind of device, stage by stage, how fast it would be, what would fit"
+        " as well, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
+        epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer..., --optimizer...), as"
+        " for `asyncpp fit`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", help="recipe of `asyncpp fit`")
+    parser.add_argument("--devices", type=int, help="number of devices, on all nodes; default: the recipe's")
+    parser.add_argument("--device", default="h100", help=f"kind: {', '.join(DEVICES)} (default: h100)")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone or in a file")
+    parser.add_argument("--no-search", action="store_true", help="leave out what would fit, and what to change")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached (default: 0.4)")
+    parser.add_argument(
+        "--bandwidth-share", type=float, default=0.7, help="share of the memory's speed that updates reach (0.7)"
+    )
+    parser.add_argument("--memory", type=float, help="GiB of a device, in place of the kind's")
+    parser.add_argument("--reserve", type=float, help="GiB of it that are left free; default: 2 and 5 %% of it on GPUs")
+    parser.add_argument("--tflops", type=float, help="peak in bf16, in place of the kind's")
+    parser.add_argument("--bandwidth", type=float, help="GB/s of its memory, in place of the kind's")
+    parser.add_argument("--link", type=float, help="GB/s between devices of a node, one direction")
+    parser.add_argument("--network", type=float, help="GB/s between nodes, per device and direction")
+    parser.add_argument("--devices-per-node", type=int, help="default: those of the recipe's nodes, or the kind's")
+    return parser
+
+
+def prepare_parser() -> ArgumentParser:
+    """Of ``asyncpp prepare``."""
+    parser = ArgumentParser(
+        allow_abbrev=False,
+        prog="asyncpp prepare", description="Tokenise documents into shards that a training streams: parquet files and"
+        " JSON lines (.jsonl, .ndjson, also .gz and .zst) from this machine or from the Hugging Face Hub. The same"
+        " command, run again, goes on where it was interrupted.",
+    )  # fmt: skip
+    parser.add_argument(
+        "sources", type=str, nargs="+", help="files, folders, globs, or hf://datasets/OWNER/NAME/FOLDER, for instance"
+        " hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT",
+    )  # fmt: skip
+    parser.add_argument("--output", type=str, required=True, help="folder of the shards; exists when they are complete")
+    parser.add_argument(
+        "--tokenizer", type=str, required=True, help="a name of the hub (HuggingFaceTB/SmolLM-360M, gpt2), a"
+        " tokenizer.json, byte, or bpe to train one on the first 32 MB",
+    )  # fmt: skip
+    parser.add_argument("--vocab-size", type=int | None, default=None, help="token ids of a vocabulary to train (bpe)")
+    parser.add_argument("--end-of-text", type=str | None, default=None, help="token that ends a document, if unusual")
+    parser.add_argument("--text-key", type=str, default="text", help="column or field with the text")
+    parser.add_argument("--val-fraction", type=float, default=0.001, help="share of the documents kept for validation")
+    parser.add_argument("--num-workers", type=int, default=_cores(), help="processes; 0: no further one")
+    parser.add_argument("--piece-mb", type=float, default=64.0, help="MB of the source that a process takes at a time")
+    parser.add_argument("--max-mb", type=float | None, default=None, help="MB of the source to take; default: all")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
+    parser.add_argument("--verify", action="store_true", help="read the shards afterwards and compare the checksums")
+    return parser
+
+
+def _cores() -> int:
+    """Cores that this process may use, which in a job are often fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def trace_parser() -> ArgumentParser:
+    """Of ``asyncpp trace``."""
+    parser = ArgumentParser(
+        allow_abbrev=False,
+        prog="asyncpp trace", description="Show where the time of a run went that PipelineTrace, `asyncpp fit --trace`"
+        " or Fabric's strategy.record_trace() recorded.",
+    )  # fmt: skip
+    parser.add_argument("run", type=str, help="folder of the recording, or one above it (the newest below is taken)")
+    parser.add_argument("--html", type=str | None, default=None, help="write a timeline to zoom into, for any browser")
+    parser.add_argument("--png", type=str | None, default=None, help="draw the timeline and the shares as a picture")
+    parser.add_argument("--perfetto", type=str | None, default=None, help="write it for https://ui.perfetto.dev")
+    parser.add_argument("--json", type=str | None, default=None, help="write the table's figures for other programs")
+    parser.add_argument("--from-mini-batch", type=NonNegativeInt | None, default=None, help="the first to look at")
+    parser.add_argument("--to-mini-batch", type=NonNegativeInt | None, default=None, help="the last to look at")
+    return parser
+
+
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "ablate": ablate_parser,
+    "bench compute": bench.compute_parser,
+    "bench draw": bench.draw_parser,
+    "bench network": bench.network_parser,
+    "bench optimizer": bench.optimizer_parser,
+    "bench schedule": bench.schedule_parser,
+    "bench time-to-loss": bench.time_to_loss_parser,
+    "check": check_parser,
+    "checkpoint convert": convert_parser,
+    "checkpoint info": info_parser,
+    "checkpoint verify": verify_parser,
+    "doctor": doctor_parser,
+    "evaluate": saved.evaluate_parser,
+    "export": saved.export_parser,
+    "generate": saved.generate_parser,
+    "import": saved.import_parser,
+    "plan": plan_parser,
+    "prepare": prepare_parser,
+    "trace": trace_parser,
+}
+"""By what follows ``asyncpp``."""
+
+
+def print_help(tool: str, argv: Sequence[str]) -> None:
+    """Print the help of a tool, or of one of its commands, and end; return if the arguments do not ask for it.
+
+    Args:
+        tool: its name after ``asyncpp``.
+        argv: what follows it.
+
+    Raises:
+        SystemExit: with code 0 after the help; with code 2 if what comes before ``--help`` is wrong.
+    """
+    groups = {"bench": bench.given_command, "checkpoint": checkpoint_command}
+    if tool in groups:
+        if (given := groups[tool](argv)) is None:
+            sys.exit(0)
+        command, argv = given
+        tool = f"{tool} {command}"
+    PARSERS[tool]().parse_args(list(argv))
