@@ -1,4 +1,4 @@
-"""Arguments that the benchmarks share, and their check against the pipeline's own rules: all problems at once."""
+"""What benchmarks are asked for, checked against the pipeline's own rules: all problems at once."""
 
 from __future__ import annotations
 
