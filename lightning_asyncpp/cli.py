@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jsonargparse import ActionConfigFile, ArgumentParser
+from jsonargparse import ArgumentParser
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_asyncpp.lightning_cli.arguments import DESCRIPTION, SUBCOMMANDS, find_own_modules
@@ -111,9 +111,7 @@ def answer_help(given: Sequence[str]) -> None:
 def _parser() -> ArgumentParser:
     """What LightningCLI would make of the command, without the options of its subcommands."""
     parser = ArgumentParser(prog="asyncpp", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument(
-        "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
-    )
+    parser.add_argument("-c", "--config", action="config", help="Path to a configuration file in json or yaml format.")
     subcommands = parser.add_subcommands()
     for name, text in SUBCOMMANDS.items():
         subcommands.add_subcommand(name, ArgumentParser(), help=text)
