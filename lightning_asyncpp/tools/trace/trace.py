@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from lightning_asyncpp.tools.bench.report import write_json
 from lightning_asyncpp.tools.parsers import trace_parser
+from lightning_asyncpp.tools.text import write_json
 from lightning_asyncpp.tools.trace.pictures import NEEDS_MATPLOTLIB, write_html, write_perfetto, write_png
 from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, TraceError, read_run
 from lightning_asyncpp.tools.trace.run_summary import Summary, summarise

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
 
 LAST_BATCHES = 1  # the last batch drains the pipeline: it is no steady state
@@ -32,7 +30,7 @@ class Job:
         lookahead: of the asynchronous pipeline; None takes the strategy's default.
         forward_ms, backward_ms: how long a stage sleeps per micro-batch.
         weight_share: the part of the backward that is the weight's gradient, for schedules that run it apart.
-        jitter, seed: spread of the sleeps, see :func:`lightning_asyncpp.tools.bench.jitter.jitter_factor`.
+        jitter, seed: spread of the sleeps, see :func:`.stage_layers.jitter_factor`.
         target_ms: forward and backward of a computing stage per micro-batch; its depth is calibrated to it.
         rows, width: shape of a micro-batch.
         pinned: whether every process gets a core of its own, as far as there are enough.
@@ -64,6 +62,14 @@ class Job:
     link_latency_ms: float = 0.0
     link_mbit: float = 0.0
 
+    @classmethod
+    def of(cls, arguments: Namespace, work: str, **others: Any) -> Job:
+        """The job of a benchmark's arguments, those that are called as attributes; ``others`` come before them."""
+        given = {field.name: arguments[field.name] for field in fields(cls) if field.name in arguments}
+        # Plain numbers: the parser's are of types of its own.
+        plain = json.loads(json.dumps({**given, "work": work, **others}))
+        return cls(**{**plain, "systems": tuple(plain["systems"])})
+
     @property
     def total_batches(self) -> int:
         """Mini-batches of one repeat."""
@@ -89,16 +95,6 @@ class Job:
         ]
         return [distinct[index % 4] for index in range(self.total_batches)]
 
-    def save(self, path: Path) -> None:
-        """Write the job for the worker processes."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> Job:
-        """Read a job."""
-        fields = json.loads(path.read_text())
-        return cls(**{**fields, "systems": tuple(fields["systems"])})
-
 
 @dataclass
 class RankRun:
@@ -117,24 +113,3 @@ class RankRun:
     bodies: list[Span]
     marks: list[float]
     trace: list[Span]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain lists."""
-        fields = {"system": self.system, "stage": self.stage, "marks": self.marks}
-        return {**fields, "bodies": spans_to_json(self.bodies), "trace": spans_to_json(self.trace)}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> RankRun:
-        """Read what :meth:`to_json` wrote."""
-        bodies, trace = spans_from_json(fields["bodies"]), spans_from_json(fields["trace"])
-        return cls(fields["system"], fields["stage"], bodies, fields["marks"], trace)
-
-
-def spans_to_json(spans: Sequence[Span]) -> list[list[Any]]:
-    """Spans as lists [kind, index, start, end]: forwards, backwards and updates; waits and sends are left out."""
-    return [[span.kind.value, span.index, span.start, span.end] for span in spans if isinstance(span.kind, Kind)]
-
-
-def spans_from_json(rows: Sequence[Sequence[Any]]) -> list[Span]:
-    """Read what :func:`spans_to_json` wrote."""
-    return [Span(Kind(kind), index, start, end) for kind, index, start, end in rows]

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_asyncpp.lightning_cli.command import make_cli
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.tools.check.check import check_model
+from lightning_asyncpp.tools.check.model_check import check_model
 from lightning_asyncpp.tools.parsers import check_parser
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.tools.bench.hosts import relay
-from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of
+from lightning_asyncpp.tools.bench.harness import relay
+from lightning_asyncpp.tools.processes import Children, end_of
 
 _START_SECONDS = 30.0
+
+
+class BenchmarkFailedError(RuntimeError):
+    """A process of the benchmark failed, or all of them together took too long."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,30 @@ class Hosts:
     addresses: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     facts: dict[str, float] = field(default_factory=dict)
+
+
+def wait_for(
+    children: Children, seconds: float, reason: Callable[[str], str], tick: Callable[[], None] = lambda: None
+) -> None:
+    """Until all processes of the benchmark have ended well.
+
+    Args:
+        children: that were started.
+        seconds: that they may take from now on.
+        reason: name of the one that failed -> what is said of it.
+        tick: is called again and again meanwhile.
+
+    Raises:
+        BenchmarkFailedError: one failed, or they take longer.
+    """
+    try:
+        failed = children.wait(seconds, tick)
+    except TimeoutError:
+        raise BenchmarkFailedError(
+            "the benchmark took longer than --timeout: raise it, or run fewer mini-batches"
+        ) from None
+    if failed is not None:
+        raise BenchmarkFailedError(reason(failed))
 
 
 @contextmanager
@@ -69,3 +98,29 @@ def _ready(children: Children) -> dict[str, Any]:
             raise BenchmarkFailedError(f"there is no link between the hosts:\n{end_of(log)}")
         time.sleep(0.05)
     return json.loads(text)  # type: ignore[no-any-return]
+
+
+_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # for devices, and for namespaces
+_TUN = Path("/dev/net/tun")
+
+
+def problems_of_hosts() -> list[str]:
+    """What this machine lacks for ``--hosts 2``, all of it, each with its mend."""
+    if not sys.platform.startswith("linux"):
+        return [f"--hosts 2 needs the network namespaces of Linux, and this is {sys.platform}"]
+    problems = []
+    missing = [name for name, bit in _CAPABILITIES.items() if not _effective() >> bit & 1]
+    if missing:
+        problems.append(f"--hosts 2 makes network namespaces, which needs {' and '.join(missing)}: call it as root")
+    if not _TUN.is_char_device():
+        problems.append(f"--hosts 2 needs {_TUN}: load the kernel's module with `modprobe tun`")
+    commands = [name for name in ("ip", "tc", "nsenter") if shutil.which(name) is None]
+    if commands:
+        problems.append(f"--hosts 2 calls {', '.join(commands)}: install iproute2 and util-linux")
+    return problems
+
+
+def _effective() -> int:
+    """This process's capabilities, a bit each."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("CapEff:")), 16)

@@ -11,14 +11,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_asyncpp.tools.bench.processes import sigterm_raises
-from lightning_asyncpp.tools.doctor.findings import Finding, worst
+from lightning_asyncpp.tools.doctor.doctor_report import as_json, as_markdown, line, summary
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.parts import INSTALLATION, PARTS, Part, Result, examine
-from lightning_asyncpp.tools.doctor.report import as_json, as_markdown, line, summary
-from lightning_asyncpp.tools.doctor.running import KILL_SECONDS
-from lightning_asyncpp.tools.doctor.task import MACHINE
+from lightning_asyncpp.tools.doctor.task import MACHINE, Finding, worst
 from lightning_asyncpp.tools.parsers import doctor_parser
+from lightning_asyncpp.tools.processes import KILL_SECONDS, sigterm_raises
 
 
 def main(argv: Sequence[str] | None = None) -> None:

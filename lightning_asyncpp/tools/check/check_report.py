@@ -4,15 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.wire.header import TensorInfo
-from lightning_asyncpp.tools.check.whole_batch import WholeBatches
 
 _EQUAL = "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches"
+
+
+class Comparison(NamedTuple):
+    """A batch as a whole, and as the weighted mean over its micro-batches.
+
+    Attributes:
+        whole, pieces: the losses.
+        loss: how far they are apart, as a share of the largest loss.
+        gradient: how far the gradients are apart, as a share of the largest gradient's norm.
+    """
+
+    whole: float
+    pieces: float
+    loss: float
+    gradient: float
+
+
+@dataclass(frozen=True)
+class WholeBatches:
+    """What comparing whole batches with their micro-batches found.
+
+    Attributes:
+        comparisons: of every batch; empty where none could be compared.
+        how: what was switched off for it, as text; mostly nothing.
+        finding: what a pipeline trains otherwise, with the mend; empty if nothing.
+        note: what there is to know beside it.
+    """
+
+    comparisons: Sequence[Comparison] = ()
+    how: str = ""
+    finding: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,6 +77,10 @@ class CheckReport:
         return not self.differences
 
     @property
+    def _judged(self) -> Mapping[str, float]:
+        return self.differences if self.beyond_noise is None else self.beyond_noise
+
+    @property
     def findings(self) -> list[str]:
         """What a pipeline trains otherwise than a single process without micro-batches does, each with the mend."""
         return [self.whole_batches.finding] if self.whole_batches.finding else []
@@ -61,8 +97,7 @@ class CheckReport:
             expected_losses: mean loss of every mini-batch in a single process.
             tolerance: largest difference that is rounding.
         """
-        judged = self.differences if self.beyond_noise is None else self.beyond_noise
-        wrong = {name: share for name, share in judged.items() if not share <= tolerance}
+        wrong = {name: share for name, share in self._judged.items() if not share <= tolerance}
         if not wrong:
             return
         pairs = enumerate(zip(self.losses, expected_losses))
@@ -107,20 +142,18 @@ class CheckReport:
     def _verdict(self) -> str:
         if self.bitwise:
             return _EQUAL
-        judged = self.differences if self.beyond_noise is None else self.beyond_noise
-        if not judged:
+        if not self._judged:
             names = ", ".join(list(self.differences)[:5])
             return f"{_EQUAL}, but for elements with a gradient of nothing but rounding ({names})"
-        worst = max(judged, key=lambda name: judged[name])
+        worst = max(self._judged, key=lambda name: self._judged[name])
         return (
             "weights and buffers equal those of a single process, which ran the same micro-batches, to rounding; "
-            f"{worst} differs most, by {judged[worst]:.1e} of its largest change"
+            f"{worst} differs most, by {self._judged[worst]:.1e} of its largest change"
             f"{self._noisy()}"
         )
 
     def _noisy(self) -> str:
-        judged = self.differences if self.beyond_noise is None else self.beyond_noise
-        names = ", ".join([name for name, share in self.differences.items() if share > judged.get(name, 0.0)][:5])
+        names = ", ".join([name for name, share in self.differences.items() if share > self._judged.get(name, 0.0)][:5])
         return f"; left out: elements with a gradient of nothing but rounding in {names}" if names else ""
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 from lightning_asyncpp.lightning_cli.command import read_configuration
-from lightning_asyncpp.tools.bench.optimizer_report import ROUNDING
-from lightning_asyncpp.tools.bench.processes import end_of
-from lightning_asyncpp.tools.doctor import traced
-from lightning_asyncpp.tools.doctor.findings import Findings, NoTimeLeftError
+from lightning_asyncpp.tools.bench.optimizer_contenders import ROUNDING
 from lightning_asyncpp.tools.doctor.machine import Machine
-from lightning_asyncpp.tools.doctor.running import last_error, run_limited
 from lightning_asyncpp.tools.doctor.stage_recipe import Row, Size, peak_tflops, recipe_of, rows_of, size_of
-from lightning_asyncpp.tools.doctor.task import Task
+from lightning_asyncpp.tools.doctor.task import Findings, NoTimeLeftError, Task
 from lightning_asyncpp.tools.plan.planned_recipe import build
 from lightning_asyncpp.tools.plan.stages import Stages
+from lightning_asyncpp.tools.processes import end_of, last_error, run_limited, traced
 
 _ROW_SECONDS, _COMPILED_SECONDS = 75.0, 120.0
 _LEAST_SECONDS = 15.0
@@ -64,7 +60,7 @@ def _measure(
         recipe = task.path / f"stage-{row.name}.yaml"
         content = recipe_of(row, size, bool(machine.gpus), result)
         recipe.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML
-        plain = ["lightning_asyncpp.tools.doctor.plain_loop", str(recipe)]
+        plain = ["lightning_asyncpp.tools.doctor.stage_training", str(recipe)]
         fit = ["lightning_asyncpp", "fit", "--config", str(recipe)]
         limit = _COMPILED_SECONDS if row.compiled else _ROW_SECONDS
         if error := _run(task, plain if row.plain else fit, row.name, result, limit):
@@ -88,8 +84,7 @@ def _run(task: Task, module: list[str], name: str, result: Path, limit: float = 
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache)}
     if not task.machine.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # a driver that torch cannot use is in the way otherwise
-    command = [sys.executable, "-m", traced.__name__, str(max(1.0, seconds - 1.0)), *module]
-    ended = run_limited(command, log, seconds, environment=environment)
+    ended = run_limited(traced(seconds - 1, *module), log, seconds, environment=environment)
     if ended.code == 0 and result.exists():
         return ""
     print(f"---- {name}\n{end_of(log, _LOG_CHARACTERS)}", flush=True)

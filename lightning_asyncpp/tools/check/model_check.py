@@ -24,20 +24,27 @@ from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
 from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.wire.transport import Transport
-from lightning_asyncpp.tools.check.calls import compare_calls
-from lightning_asyncpp.tools.check.hooks import largest_gradients, notes_on_hooks
+from lightning_asyncpp.tools.check.check_report import CheckReport, WholeBatches, difference_in_change, is_loud
 from lightning_asyncpp.tools.check.in_turns import run_in_turns
-from lightning_asyncpp.tools.check.problems import Problems, argument_problems, can_run, configured_problems, prepare
-from lightning_asyncpp.tools.check.report import CheckReport, difference_in_change, is_loud
+from lightning_asyncpp.tools.check.problems import (
+    Problems,
+    argument_problems,
+    can_run,
+    compare_calls,
+    configured_problems,
+    prepare,
+)
 from lightning_asyncpp.tools.check.trial import (
     MakeOptimizer,
     StepOf,
     Trial,
     default_optimizer,
+    largest_gradients,
     network_of,
+    notes_on_hooks,
     training_step,
 )
-from lightning_asyncpp.tools.check.whole_batch import WholeBatches, compare_whole_batches
+from lightning_asyncpp.tools.check.whole_batch import compare_whole_batches
 
 
 def check_model(
@@ -146,8 +153,7 @@ def _compare_calls(trial: Trial) -> None:
     module, batch = copy.deepcopy(trial.module), copy.deepcopy(trial.batches[0])
     hooks, network = trial.hooks(module), trial.network(module)
     batch = trial.calls(module).prepared(batch, 0)
-    pieces = hooks.split_batch(batch, trial.settings.micro_batches)
-    micro_batch = next(piece for piece in pieces if piece is not None)
+    micro_batch = trial.pieces(module, batch)[0]
     call = ModelCall(network, hooks.model_name)
     args, kwargs = call.capture(lambda: trial.step(module, micro_batch))
     compare_calls(network, args, kwargs, trial.seed, hooks.model_name)
@@ -158,8 +164,7 @@ def _compare_whole_batches(trial: Trial) -> WholeBatches:
     calls = trial.calls(copy.deepcopy(trial.module))
     distinct = list({id(batch): batch for batch in trial.batches}.values())
     distinct = [calls.prepared(copy.deepcopy(batch), index) for index, batch in enumerate(distinct)]
-    parts, seed, device = trial.settings.micro_batches, trial.seed, trial.device
-    return compare_whole_batches(trial.module, trial.step, trial.hooks, distinct, parts, seed, device)
+    return compare_whole_batches(trial, distinct)
 
 
 def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult:

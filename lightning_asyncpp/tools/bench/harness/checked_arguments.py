@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.tools.bench.hosts.requirements import problems_of_hosts
+from lightning_asyncpp.tools.bench.harness.hosts import problems_of_hosts
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_MONITORED,
@@ -21,12 +20,7 @@ from lightning_asyncpp.tools.bench.names import (
 
 def chosen_systems(arguments: Namespace) -> tuple[str, ...]:
     """What is compared, in the order of :data:`TITLES`."""
-    return tuple(name for name in TITLES if name in (*arguments.systems, *arguments.also))
-
-
-def link_of(arguments: Namespace) -> dict[str, Any]:
-    """The arguments of a job that say where its stages are."""
-    return {name: arguments[name] for name in ("hosts", "link_latency_ms", "link_mbit")}
+    return tuple(name for name in TITLES if name in (*arguments.systems, *arguments.get("also", [])))
 
 
 def check_shape(

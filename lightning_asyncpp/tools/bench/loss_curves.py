@@ -1,15 +1,60 @@
-"""From curves of the loss to the time that each system takes to reach a target."""
+"""Curves of the validation loss over training time: how they are taken, and when each system reaches a target."""
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TypeAlias
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+
 from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
-from lightning_asyncpp.tools.bench.report import Spread
+from lightning_asyncpp.tools.text import Spread
+
+METRIC = "val_loss"
+
+
+class LossClock(Callback):
+    """Writes the curve of the validation loss over training time, as lists [step, seconds, loss] in JSON.
+
+    The clock stands still while validations run. That a pipeline is emptied before, and fills up again after, counts.
+
+    Args:
+        file: to write, at the end of the training, by rank 0.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+        self.curve: list[tuple[int, float, float]] = []
+        self._started = 0.0
+        self._paused = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._started = time.perf_counter()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note time and loss, and go on."""
+        if trainer.sanity_checking:
+            return
+        seconds = self._paused - self._started
+        self.curve.append((trainer.global_step, seconds, float(trainer.callback_metrics[METRIC])))
+        self._started += time.perf_counter() - self._paused
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the curve."""
+        if trainer.is_global_zero:
+            self.file.write_text(json.dumps(self.curve))
+
 
 Curve: TypeAlias = Sequence[tuple[int, float, float]]
 """Validations of a run in their order: step, seconds of training, loss."""

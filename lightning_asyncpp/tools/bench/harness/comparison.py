@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,31 +12,10 @@ import lightning as L
 import torch
 
 from lightning_asyncpp.pipeline.trace import utilisation
-from lightning_asyncpp.tools.bench.job import Job, RankRun
-from lightning_asyncpp.tools.bench.launch import Measured
+from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
+from lightning_asyncpp.tools.bench.harness.measure import Measured
 from lightning_asyncpp.tools.bench.names import ASYNC, EXTRAS, FLOOR, ONE_F_ONE_B, SPLIT_BACKWARD, TITLES
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A measured quantity over repeats."""
-
-    median: float
-    min: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Summarise ``values``."""
-        return cls(statistics.median(values), min(values), max(values))
-
-    def scaled(self, factor: float) -> Spread:
-        """The same times ``factor``."""
-        return Spread(self.median * factor, self.min * factor, self.max * factor)
-
-    def format(self, digits: int) -> str:
-        """The median, and the extremes in brackets."""
-        return f"{self.median:.{digits}f} [{self.min:.{digits}f}-{self.max:.{digits}f}]"
+from lightning_asyncpp.tools.text import Spread, aligned
 
 
 @dataclass(frozen=True)
@@ -152,13 +129,6 @@ def _share(line: Line, ideal_gain: float) -> Spread | None:
     return line.gain.scaled(1 / ideal_gain) if line.gain and line.system.startswith(ASYNC) else None
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text with columns of one width each, a line below the first row."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
-
-
 def _format(spread: Spread | None, digits: int) -> str:
     return "" if spread is None else spread.format(digits)
 
@@ -202,10 +172,3 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "lightning": L.__version__,
     }
-
-
-def write_json(path: str, content: Any) -> None:
-    """Write JSON that people can read too."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")

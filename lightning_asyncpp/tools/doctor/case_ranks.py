@@ -1,4 +1,7 @@
-"""Starts the ranks of small trainings, waits for them, and says of those that failed or hang where they were."""
+"""The ranks of small trainings: starts them, waits for them, and says of those that fail or hang where they were.
+
+``python -m lightning_asyncpp.tools.doctor.case_ranks JOB`` is one of them.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,19 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_asyncpp.pipeline.ranks.interfaces import LOOPBACK
-from lightning_asyncpp.tools.bench.launch import free_port
-from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of
-from lightning_asyncpp.tools.doctor.cases import Place
-from lightning_asyncpp.tools.doctor.running import last_error
+from lightning_asyncpp.tools.doctor.cases import CASES, MICRO_BATCHES, Place, fit
 from lightning_asyncpp.tools.doctor.task import Task
+from lightning_asyncpp.tools.processes import Children, end_of, free_port, last_error, rank_environment, traced
 
-_RANK = "lightning_asyncpp.tools.doctor.rank"
+_RANK = "lightning_asyncpp.tools.doctor.case_ranks"
 _LOG_CHARACTERS = 6000
 
 SEVERAL_PER_GPU_SINCE = (2, 30)
@@ -72,17 +73,16 @@ def launch(task: Task, place: Place, cases: Sequence[str], name: str, limit: flo
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     job = {"folder": str(folder), "place": asdict(place), "cases": list(cases), "together": together}
-    job["ends"] = time.time() + seconds
     port, failed, ran_out = free_port(), None, False
     with Children(folder) as children:
         for rank in range(place.ranks):
-            command = [sys.executable, "-m", _RANK, json.dumps(job)]
+            command = traced(seconds - 2, _RANK, json.dumps(job))
             children.start(f"rank-{rank}", command, environment_of(place, rank, port))
         try:
-            failed = children.wait(time.monotonic() + seconds)
+            failed = children.wait(seconds)
             error = "" if failed is None else f"{failed} failed: {last_error(children.log(failed))}"
-        except BenchmarkFailedError:
-            error, ran_out = f"no end within {seconds:.0f} s", is_cut
+        except TimeoutError as late:
+            error, ran_out = str(late), is_cut
         names = sorted((f"rank-{rank}" for rank in range(place.ranks)), key=lambda rank: rank != failed)
         logs = [children.log(rank) for rank in names]  # that of the one that failed first
     if error:
@@ -94,13 +94,32 @@ def launch(task: Task, place: Place, cases: Sequence[str], name: str, limit: flo
 
 def environment_of(place: Place, rank: int, port: int) -> Mapping[str, str]:
     """The variables that tell a process which rank it is."""
-    node, local_rank = divmod(rank, place.devices)
-    variables: dict[str, object] = {
-        "RANK": rank, "LOCAL_RANK": local_rank, "NODE_RANK": node, "GROUP_RANK": node,
-        "WORLD_SIZE": place.ranks, "LOCAL_WORLD_SIZE": place.devices, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
+    variables = rank_environment(rank, place.ranks, place.devices)
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if not place.is_gpu:
-        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": 1}
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if place.route == "nccl on one GPU":
         variables |= {name: value for name, value in _SEVERAL_PER_GPU.items() if not os.environ.get(name)}
-    return {name: str(value) for name, value in variables.items()}
+    return variables
+
+
+def work(job: dict[str, Any]) -> None:
+    """Train the cases of a job one after the other; rank 0 writes what came of each to a file.
+
+    Args:
+        job: ``folder``, ``place`` (arguments of :class:`Place`), ``cases``, and ``together`` (replicas whose batches
+            one process trains).
+    """
+    folder, place, together = Path(job["folder"]), Place(**job["place"]), int(job["together"])
+    torch.set_num_threads(1)
+    for name in job["cases"]:
+        print(f"rank {os.environ['RANK']}: {name}", flush=True)
+        outcome = fit(CASES[name], place, folder, 8 * together, MICRO_BATCHES * together)
+        if os.environ["RANK"] == "0":
+            path = folder / f"{name}.pt"
+            torch.save(outcome, path.with_suffix(".part"))
+            path.with_suffix(".part").rename(path)
+
+
+if __name__ == "__main__":
+    work(json.loads(sys.argv[1]))

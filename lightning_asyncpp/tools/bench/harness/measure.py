@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import socket
+import pickle
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from lightning_asyncpp.tools.bench.hosts.link import Hosts, open_hosts
-from lightning_asyncpp.tools.bench.job import Job, RankRun
-from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of, sigterm_raises
-from lightning_asyncpp.tools.bench.starter import FAILED
-from lightning_asyncpp.tools.bench.worker import JOB, PROGRESS
+from lightning_asyncpp.tools.bench.harness.hosts import Hosts, open_hosts, wait_for
+from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
+from lightning_asyncpp.tools.bench.harness.rank_processes import FAILED, JOB, PROGRESS
+from lightning_asyncpp.tools.processes import Children, end_of, free_port, sigterm_raises
 
-_STARTER = "lightning_asyncpp.tools.bench.starter"
+_STARTER = "lightning_asyncpp.tools.bench.harness.rank_processes"
 _SMALLEST_TIMEOUT = 1800.0
 
 
@@ -52,13 +49,11 @@ def measure(job: Job, timeout: float | None = None) -> Measured:
         timeout = max(_SMALLEST_TIMEOUT, 3 * longest_seconds(job))
     with tempfile.TemporaryDirectory(prefix="asyncpp-bench-") as name, sigterm_raises():
         folder = Path(name)
-        job.save(folder / JOB)
+        (folder / JOB).write_bytes(pickle.dumps(job))
         with open_hosts(job.hosts, job.link_latency_ms, job.link_mbit, folder) as hosts, Children(folder) as children:
             _start(children, folder, hosts)
-            failed = children.wait(time.monotonic() + timeout, Tail(folder / PROGRESS).show)
-            if failed is not None:
-                raise BenchmarkFailedError(_reason(folder, children, failed))
-        measured = _collect(job, [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(job.stages)])
+            wait_for(children, timeout, lambda failed: _reason(folder, children, failed), Tail(folder / PROGRESS).show)
+        measured = _collect(job, [pickle.loads((folder / f"rank-{r}").read_bytes()) for r in range(job.stages)])
         measured.facts |= hosts.facts
         return measured
 
@@ -114,17 +109,9 @@ def _reason(folder: Path, children: Children, failed: str) -> str:
     return f"process {rank} exited with code {code}:\n{end_of(folder / f'rank-{rank}.log')}"
 
 
-def _collect(job: Job, ranks: list[dict[str, Any]]) -> Measured:
-    failures: dict[str, str] = ranks[0]["failures"]
+def _collect(job: Job, ranks: list[tuple[list[RankRun], dict[str, float], dict[str, str]]]) -> Measured:
+    _, facts, failures = ranks[0]
     runs: dict[str, list[list[RankRun]]] = {system: [] for system in job.systems if system not in failures}
-    for of_ranks in zip(*(rank["runs"] for rank in ranks), strict=True):
-        parsed = sorted(map(RankRun.from_json, of_ranks), key=lambda run: run.stage)
-        runs[parsed[0].system].append(parsed)
-    return Measured(runs, ranks[0]["facts"], failures)
-
-
-def free_port() -> int:
-    """A port that nobody uses on this machine now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for of_ranks in zip(*(of_rank for of_rank, _, _ in ranks), strict=True):
+        runs[of_ranks[0].system].append(sorted(of_ranks, key=lambda run: run.stage))
+    return Measured(runs, facts, failures)
