@@ -174,7 +174,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
         self._hooks = self._hooks_of(module)
         precision = str(self.precision.precision)
         problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
-        with self.session.collective():
+        with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
             self._names = frozenset(module.state_dict())
             assert self.session.resolved is not None
@@ -194,7 +194,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             ConfigurationError: on every rank, with the problems of all ranks.
         """
         self._empty_optimizers.end()
-        with self.session.collective():
+        with self.session.watch.collective():
             agree_on_problems(self._mesh, refusals.optimizer_problems(self.session, optimizer))
             self.session.finish()
             self.session.start(self._hooks, self.root_device, training=True)
@@ -221,7 +221,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
     @override
     def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         self._check_collective("all_reduce")
-        with self.session.collective():
+        with self.session.watch.collective():
             return super().all_reduce(tensor, group, reduce_op)
 
     # -- data -----------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ class PipelineStrategy(CheckpointMixin, ClippingMixin, RecordingMixin, StopMixin
             with backward_allowed(True):
                 yield
         except BaseException as error:
-            self.session.fail(error)
+            self.session.watch.fail(error)
             raise
 
     # -- evaluation -----------------------------------------------------------------------------------------------

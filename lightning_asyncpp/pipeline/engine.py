@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
-from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch
+from lightning_asyncpp.pipeline.batches.micro_batch import Slot
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.elsewhere import Home
@@ -20,7 +20,8 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Flight, StageBeforeFailedError, StageRunner, Task
+from lightning_asyncpp.pipeline.runner.common import Flight, StageBeforeFailedError, Task
+from lightning_asyncpp.pipeline.runner.stages import stage_runner
 from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, weight_version
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.step.host_batch import HostBatch
@@ -73,7 +74,7 @@ class Engine:
         )
         if transport is None and mesh.num_stages > 1:
             transport = Transport(mesh, device, settings.settings.max_message_bytes, timeout)
-        self.runner = StageRunner(stage, mesh, transport, hooks, seed, device)
+        self.runner = stage_runner(stage, mesh, transport, hooks, seed, device)
         self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule)
         self.next_forward = 0
         self.next_backward = 0
@@ -109,6 +110,10 @@ class Engine:
     def drained(self) -> bool:
         """Whether a drain would do nothing on any stage; the last one is often :attr:`idle` while others are not."""
         return self.idle and self._drained == self.next_forward
+
+    def ended_as_agreed(self) -> bool:
+        """Whether all ranks have agreed to end here, and nothing is in flight on this one."""
+        return self.updates.agreed.interrupted and self.idle
 
     @property
     def accumulating(self) -> bool:
@@ -277,13 +282,7 @@ class Engine:
             self.runner.transport.close()
 
     def _slots(self, batch: Any) -> list[Slot]:
-        count = self.settings.micro_batches
-        if not (self.mesh.is_first or self.mesh.is_last):
-            return [Slot()] * count
-        hooks = self.runner.hooks
-        weigh = hooks.micro_batch_weight if self.mesh.is_first else None
-        closely = self.runner.around.looks_closely
-        return cut_batch(batch, count, hooks.split_batch, weigh, self.host_batch.of(batch), may_wait=closely)
+        return self.runner.slots(batch, self.settings.micro_batches, self.host_batch)
 
     def _slots_checked(self, batch: Any) -> list[Slot]:
         slots: list[Slot] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,7 +30,7 @@ from lightning_asyncpp.pipeline.errors import (
     different_calls,
     lost_peers,
 )
-from lightning_asyncpp.pipeline.failures.failing_session import FailingSession
+from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, broadcast_tensor, exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
@@ -46,7 +47,7 @@ OptimizerStep = Callable[[Update], None]
 _FINISHED = "finished"
 
 
-class PipelineSession(FailingSession):
+class PipelineSession:
     """Everything that a strategy holds about its pipeline.
 
     Args:
@@ -54,6 +55,7 @@ class PipelineSession(FailingSession):
         timeout: of blocking communication; default: torch's.
 
     Attributes:
+        watch: what is known of failures, and done about them.
         where_to_change: weights, in words that end the message about a change elsewhere.
         how_to_clip: gradients, in words that follow the message about torch's own function.
     """
@@ -66,8 +68,10 @@ class PipelineSession(FailingSession):
     where_to_change = "in optimizer.register_step_post_hook(...), which runs with every update, or after a flush()"
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
-        super().__init__(settings.heartbeat)
         self.settings, self.timeout = settings, timeout
+        self.watch = FailureWatch(settings.heartbeat)
+        self.mesh: Mesh | None = None
+        self.engine: Engine | None = None
         self.resolved: ResolvedSettings | None = None
         self.partition: Partition | None = None
         self.stage: Stage | None = None
@@ -93,7 +97,7 @@ class PipelineSession(FailingSession):
             self.resolved = resolved
             self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank, placement=resolved.placement)
             self.mesh.connect(self.timeout, self.settings.neighbour_ctas)
-        self.guard.begin(self.mesh)
+        self.watch.begin(self.mesh)
         return self.mesh
 
     def cut(
@@ -131,17 +135,32 @@ class PipelineSession(FailingSession):
         """
         mesh, stage = self._connected(), self.stage
         assert stage is not None, "cut() comes before start()"
-        self.guard.begin(mesh)
+        self.watch.begin(mesh)
         stage.refresh()
         self._copy_from_first_replica(stage)
         if self.averages is not None:
             self.averages.fill()
         settings = self.settings if training else self.settings.with_delay(0)
-        self.failure, self.optimizer, self._office = None, None, None
+        self.watch.failure, self.optimizer, self._office = None, None, None
         timeout = None if self.timeout is None else self.timeout.total_seconds()
         resolved = settings.resolved(mesh.world_size)
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
+        self.watch.started(self.engine.runner.transport, self.engine.ended_as_agreed)
         self._changes = ChangeGuard(self.engine, self.where_to_change)
+        return self.engine
+
+    def running(self) -> Engine:
+        """The engine.
+
+        Raises:
+            PeerLostError: another rank failed, or is gone.
+            RuntimeError: the pipeline was not started, or failed before: nobody would answer.
+        """
+        self.watch.check()
+        if self.engine is None:
+            error = sys.exc_info()[1]  # which one of Lightning's callbacks that save on an exception would hide
+            why = f": {type(error).__name__}: {error}" if error is not None else ""
+            raise RuntimeError(f"the pipeline is not set up yet{why}")
         return self.engine
 
     def describe(self) -> str:
@@ -231,8 +250,8 @@ class PipelineSession(FailingSession):
                 f"{name} was called inside {step}: only the last stage runs it to the end, so the others would never"
                 f" join; move it {elsewhere}"
             )
-        if self.failure is not None:
-            self.running()
+        if self.watch.failure is not None:
+            self.watch.check()
 
     def run(self, batch: Any, step: Step) -> BatchOutput:
         """Run a training batch: see :meth:`Engine.run`.
@@ -315,13 +334,13 @@ class PipelineSession(FailingSession):
         if self.engine is None:
             return
         try:
-            if self.failure is None and self.engine.runner.transport is not None:
+            if self.watch.failure is None and self.engine.runner.transport is not None:
                 self.engine.runner.transport.settle()
                 self.engine.runner.transport.announce_end_of_run()
                 self._finish_together()
                 self.engine.close_connections()
         except (PeerLostError, ProtocolError) as error:
-            self.fail(error)
+            self.watch.fail(error)
             raise
         finally:
             self._let_anybody_step()
@@ -347,7 +366,7 @@ class PipelineSession(FailingSession):
             self.finish()
         finally:
             self._clipping_guard.end()
-            self.guard.end()
+            self.watch.guard.end()
 
     def _apply(self, update: Update) -> None:
         assert self._office is not None

@@ -64,7 +64,7 @@ class PipelineStrategyMixin:
             join_again(chosen, self.root_device, self.session.timeout)  # type: ignore[attr-defined]
             super().setup_environment()  # type: ignore[misc]
         unbind_default_group()
-        self.session.guard.children = launched_processes(self)
+        self.session.watch.guard.children = launched_processes(self)
         mesh = self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
         if mesh.num_stages > 1 and (warning := queue_warning(self.root_device, os.environ.get(QUEUES_VARIABLE))):  # type: ignore[attr-defined]
             rank_zero_warn(warning)
@@ -75,12 +75,12 @@ class PipelineStrategyMixin:
             )
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, in a group that a rank which fails leaves (``failures/hang_up.py``)."""
+        """Wait for all ranks, in a group that a rank which fails leaves (``failures/failure_watch.py``)."""
         self._check_collective("barrier")
         if (group := self._host_group()) is None:
             super().barrier(*args, **kwargs)  # type: ignore[misc]
             return
-        with self.session.collective(), lost_peers():
+        with self.session.watch.collective(), lost_peers():
             dist.barrier(group=group)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -89,13 +89,13 @@ class PipelineStrategyMixin:
         if self._host_group() is None:
             result: T = super().broadcast(obj, src)  # type: ignore[misc]
             return result
-        with self.session.collective():
+        with self.session.watch.collective():
             return broadcast(self._mesh, obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, stacked along a new first dimension."""
         self._check_collective("all_gather")
-        with self.session.collective():
+        with self.session.watch.collective():
             gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return gathered
 

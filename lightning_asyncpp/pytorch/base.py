@@ -150,7 +150,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         self.session.where_to_change = _WHERE_TO_CHANGE
         self.progress = Progress(inexact_resume)
         self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
-        self.session.guard.is_torn_down = True
+        self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._placeholder_hooks = PlaceholderHooks([])
         self._only_moves_batches = True
@@ -407,7 +407,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         if self._started_others:
             return  # no rank failed here, and the next ones begin anew
         if self._conductor is None or not self._conductor.preemption.ended:  # else all ranks end together
-            self.session.fail(exception)
+            self.session.watch.fail(exception)
 
     @override
     def teardown(self) -> None:
@@ -430,12 +430,12 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
                 self._conductor.preemption.requeue()
             with _without_meta_tensors(self.lightning_module):
                 super().teardown()  # moves the module to the host
-            if self.session.engine is not None and self.session.failure is None:
+            if self.session.engine is not None and self.session.watch.failure is None:
                 self.session.engine.weights.to_host()
             if self.lightning_module is not None:
                 warn_of_state_dict(self.lightning_module)
         finally:
-            self.session.guard.release()
+            self.session.watch.guard.release()
 
     @classmethod
     @override

@@ -62,7 +62,7 @@ class Collectives(PipelineStrategyMixin):
         """Reduce over all ranks; in the module's epoch end over the replicas."""
         self._check_collective("reduce")
         if not self._epoch_end or group not in (None, dist.group.WORLD):
-            with self.session.collective():
+            with self.session.watch.collective():
                 return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
         if (own := self._replicas()) is None:
             return tensor
@@ -103,7 +103,7 @@ class Collectives(PipelineStrategyMixin):
         Raises:
             PeerLostError: a replica has not made it.
         """
-        with self.session.collective():
+        with self.session.watch.collective():
             try:
                 yield
             except RuntimeError as error:

@@ -178,7 +178,7 @@ class Conductor(Callback):
         engine = self.session.engine
         agreed = isinstance(exception, SIGTERMException) and self._is_preempted
         if not agreed or engine is None or not engine.idle:
-            self.session.fail(averaged_by_hand(exception, HOOK, self.session.averages) or exception)
+            self.session.watch.fail(averaged_by_hand(exception, HOOK, self.session.averages) or exception)
             save_nothing_on_exception(trainer)
             return
         if trainer.validating and not trainer.sanity_checking:
@@ -187,7 +187,7 @@ class Conductor(Callback):
             signals = [int(text) for text in exchange(engine.mesh, str(self.preemption.received))]
             self.preemption.end(exception, signals)  # type: ignore[arg-type]
         except BaseException as error:
-            self.session.fail(error)
+            self.session.watch.fail(error)
             raise
 
     def _undo_validation(self, engine: Engine, module: LightningModule) -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_asyncpp.pipeline.runner import StageRunner
+from lightning_asyncpp.pipeline.runner.common import StageRunner
 from lightning_asyncpp.pipeline.updates import reduction
 from lightning_asyncpp.pipeline.wire import handover
 from lightning_asyncpp.pipeline.wire.device_tensors import DeviceTensors

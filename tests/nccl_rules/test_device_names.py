@@ -18,11 +18,12 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, symmetric
-from lightning_asyncpp.pipeline import foreach, runner
+from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage, cut
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Flight, StageRunner, Task
+from lightning_asyncpp.pipeline.runner.common import Flight, Task
+from lightning_asyncpp.pipeline.runner.stages import stage_runner
 from lightning_asyncpp.pipeline.updates import mini_batch, reduction
 from lightning_asyncpp.pipeline.updates.buckets import plan_buckets
 from lightning_asyncpp.pipeline.updates.clipping import clip_values
@@ -33,7 +34,7 @@ from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.weights import WeightVersions, lent, writing
 from lightning_asyncpp.pipeline.wire import handover
 from lightning_asyncpp.pipeline.wire.handover import Way
-from lightning_asyncpp.pipeline.wire.header import _DTYPES, TensorInfo
+from lightning_asyncpp.pipeline.wire.header import _DTYPES, Header, TensorInfo
 from lightning_asyncpp.pipeline.wire.transport import Arrival
 from lightning_asyncpp.tools.plan.fake import FakeTensorMode
 
@@ -95,7 +96,7 @@ class Neighbours:
 
     def receive_activation(self, k: int) -> Arrival:
         info = TensorInfo((*TOKENS, CONFIG.dim), torch.float32, True)
-        return Arrival(runner.Header(k, weight=2.0, tensors=(info,)), (info.empty(CUDA),))
+        return Arrival(Header(k, weight=2.0, tensors=(info,)), (info.empty(CUDA),))
 
     def send_activation(self, header: Any, tensors: tuple[Tensor, ...]) -> None:
         assert [tensor.device for tensor in tensors] == [CUDA] * len(header.tensors)
@@ -143,7 +144,7 @@ def test_a_forward_and_where_its_backward_begins(index: int, bf16: bool) -> None
         hooks = UserHooks(
             micro_batch_weight=lambda batch: 2.0, forward_context=lambda: torch.autocast("cuda", torch.bfloat16)
         )
-    stage_runner = StageRunner(stage, mesh, Neighbours(), hooks, 0, CUDA)  # type: ignore[arg-type]
+    runner = stage_runner(stage, mesh, Neighbours(), hooks, 0, CUDA)  # type: ignore[arg-type]
     weights = WeightVersions(stage.parameters, 2, stage.uses, stage.buffers, torch.bfloat16 if bf16 else None)
     slot = None if 0 < index < STAGES - 1 else torch.zeros(TOKENS, dtype=torch.int64, device=CUDA)
 
@@ -151,9 +152,9 @@ def test_a_forward_and_where_its_backward_begins(index: int, bf16: bool) -> None
         logits = stage.model(batch)
         return F.cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
 
-    stage_runner.begin()
-    flight: Flight = stage_runner.forward(Task(0, 0, weights.leaves(0), slot, 0, step))
-    gradients = stage_runner._output_gradients(flight)
+    runner.begin()
+    flight: Flight = runner.forward(Task(0, 0, weights.leaves(0), slot, 0, step))
+    gradients = runner._output_gradients(flight)
     assert [g.device for g in gradients] == [o.device for o in flight.outputs] == [CUDA]
     assert [received.get().device for received in flight.inputs] == [CUDA] * (index > 0)
 

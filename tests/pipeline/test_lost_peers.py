@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_asyncpp.pipeline.errors import ConsequenceError, PeerLostError, ProtocolError, is_noise, lost_peers
-from lightning_asyncpp.pipeline.failures.failing_session import FailingSession
+from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.wire.handover import Outbox
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {}, NCCL version 2.27.5\n{}"
@@ -65,11 +65,11 @@ def test_what_is_translated_already_stays_so(error: Exception) -> None:
 
 @pytest.mark.parametrize("name", OF_THIS_RANK)
 def test_a_session_does_not_take_it_for_another_ranks_either(name: str) -> None:
-    session, error = FailingSession(heartbeat=None), OF_THIS_RANK[name]
-    with pytest.raises(type(error)) as caught, session.collective():
+    watch, error = FailureWatch(heartbeat=None), OF_THIS_RANK[name]
+    with pytest.raises(type(error)) as caught, watch.collective():
         raise error
     assert caught.value is error
-    assert session.failure is None
+    assert watch.failure is None
 
 
 @pytest.mark.parametrize("errors", [OF_THIS_RANK, OF_ANOTHER], ids=["own", "of another"])

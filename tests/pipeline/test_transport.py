@@ -335,6 +335,6 @@ class TestRefusals:
         with pytest.raises(PeerLostError, match=r"rank 0 \(stage 1\) is gone"):
             first.receive_part(0, 2)
         first, last = chain(2)
-        first.hang_up()
+        first.leave_neighbours()
         with pytest.raises(PeerLostError, match=r"rank 1 \(stage 0\) is gone"):
             last.receive_activation(0)

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, is_noise
-from lightning_asyncpp.pipeline.failures import at_exit, failing_session, guard
+from lightning_asyncpp.pipeline.failures import at_exit, background, guard
 from lightning_asyncpp.pipeline.failures.cause import Cause
+from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.failures.guard import Guard
 from lightning_asyncpp.pipeline.failures.last_word import LastWord
 from lightning_asyncpp.pipeline.ranks.agreement import OtherStageFailedError
@@ -160,11 +161,11 @@ def test_who_ends_with_an_error_asks_nobody(guarded: Guarded, error: BaseExcepti
 
 def test_a_session_that_fails_asks_first_whether_all_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections are closed soon after a failure; those who decide need them until then."""
-    session, calls = PipelineSession(PipelineSettings()), []
-    session.mesh = Mesh(1, 1, 0)
-    monkeypatch.setattr(session.guard, "leave", lambda error: calls.append("asks"))
-    monkeypatch.setattr(failing_session, "hang_up_soon", lambda *_: calls.append("hangs up"))
-    session.fail(SystemExit(0))
+    watch, calls = FailureWatch(heartbeat=None), []
+    watch.begin(Mesh(2, 1, 0, groups="connected"))  # type: ignore[arg-type]
+    monkeypatch.setattr(watch.guard, "leave", lambda error: calls.append("asks"))
+    monkeypatch.setattr(background, "run_later", lambda *_: calls.append("hangs up"))
+    watch.fail(SystemExit(0))
     assert calls == ["asks", "hangs up"]
 
 
@@ -235,14 +236,14 @@ def test_nobody_watches_where_there_is_nobody_else_or_it_is_not_wanted(monkeypat
 
 def test_a_session_raises_what_another_rank_did_once() -> None:
     session = PipelineSession(PipelineSettings())
-    session.lose(PeerLostError("rank 1 (stage 0) is gone: it was stopped"), is_gone=True)
+    session.watch.lose(PeerLostError("rank 1 (stage 0) is gone: it was stopped"), is_gone=True)
     for _ in range(200):
-        if session.failure is not None:
+        if session.watch.failure is not None:
             break
         time.sleep(0.02)
     with pytest.raises(PeerLostError, match=r"^rank 1 .* is gone: it was stopped$") as caught:
         session.running()
-    session.fail(caught.value)
+    session.watch.fail(caught.value)
     with pytest.raises(RuntimeError, match="the pipeline failed and its ranks no longer answer each other: PeerLost"):
         session.running()
 

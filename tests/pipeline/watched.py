@@ -29,7 +29,7 @@ class Session:
         self.lost.append((str(error), is_gone))
         self.told.set()
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         pass
 
 

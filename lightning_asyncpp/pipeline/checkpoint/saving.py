@@ -128,7 +128,9 @@ class CheckpointWriter:
             StorageError: as for :meth:`settle`.
         """
         try:
-            with suppress(*((Exception,) if self.session.failure is not None else ())):  # the run ends with its cause
+            with suppress(
+                *((Exception,) if self.session.watch.failure is not None else ())
+            ):  # the run ends with its cause
                 self.settle()
         finally:
             if self._executor is not None:

@@ -28,12 +28,12 @@ _DECIDING = threading.Lock()
 
 
 class Watched(Protocol):
-    """What a guard watches over: a session."""
+    """What a guard watches over for: the failure watch of a session."""
 
     def lose(self, error: PeerLostError, is_gone: bool) -> None:
         """Another rank failed, or is gone; called in a thread of the watch."""
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """The process ends after a failure: no other rank is to wait for it."""
 
 
@@ -213,7 +213,7 @@ class Guard:
             self._report(error)
             self._hear(error, cause_of(error) or self._cause)
         if (watched := self._watched()) is not None:
-            watched.hang_up()
+            watched.disconnect()
         self._kill_stopped()
 
     def _kill_stopped(self) -> None:

@@ -19,7 +19,7 @@ from lightning_asyncpp.pipeline.clocks import HOST
 from lightning_asyncpp.pipeline.cut.ties import names_on, trained_on
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import StageRunner
+from lightning_asyncpp.pipeline.runner.common import StageRunner
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.trace import Beside, Recorded, Wait

@@ -233,7 +233,7 @@ class Transport:
         if self._direct is not None:
             self._direct.settle()
 
-    def hang_up(self) -> None:
+    def leave_neighbours(self) -> None:
         """End both connections, from any thread: neighbours that wait get an error."""
         for link in (self._before, self._after):
             if link is not None:

@@ -19,7 +19,8 @@ from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.cut.ties import names_on, trained_on
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner import Flight, StageRunner, Task
+from lightning_asyncpp.pipeline.runner.common import Flight, Task
+from lightning_asyncpp.pipeline.runner.stages import stage_runner
 from lightning_asyncpp.pipeline.updates.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.weights import WeightVersions, lent, writing
@@ -120,7 +121,7 @@ class _Run:
         self.transport = Loopback(job.arriving) if stage.num_stages > 1 else None
         mesh = Mesh(stage.num_stages, 1, stage.num_stages - 1 - stage.index)
         # The runner calls nothing but what the loopback has.
-        self.runner = StageRunner(stage, mesh, self.transport, job.hooks, 0, stage.device)  # type: ignore[arg-type]
+        self.runner = stage_runner(stage, mesh, self.transport, job.hooks, 0, stage.device)  # type: ignore[arg-type]
         self.weights = self._weights()
         self.count = 0
 

@@ -1,0 +1,1 @@
+"""One micro-batch through one stage: forward with what arrives, backward with what comes back."""
