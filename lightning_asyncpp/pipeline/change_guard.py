@@ -48,7 +48,7 @@ class ChangeGuard:
 
     def before_updates(self) -> None:
         """Raise if weights have changed while an update was outstanding."""
-        if self._engine.settings.updates_behind(self._engine.mini_batch - 1):
+        if not self._engine.schedule.pipeline_rule.flushes(self._engine.mini_batch - 1):
             self._outstanding.check()
 
     def after_updates(self) -> None:

@@ -22,7 +22,7 @@ from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.runner.common import Flight, StageBeforeFailedError, Task
 from lightning_asyncpp.pipeline.runner.stages import stage_runner
-from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, weight_version
+from lightning_asyncpp.pipeline.schedule import Action, Kind
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.step.host_batch import HostBatch
 from lightning_asyncpp.pipeline.trace import Beside
@@ -66,14 +66,11 @@ class Engine:
         transport: Transport | None = None,
     ) -> None:
         self.stage, self.mesh, self.settings = stage, mesh, settings
-        self.delay = 0 if settings.steps_ahead(mesh.stage) else settings.delay
-        start = settings.synchronous_start
-        self.schedule = Schedule(mesh.stage, mesh.num_stages, settings.lookahead, self.delay, start)
-        self.weights = WeightVersions(
-            stage.parameters, 1 + self.delay, stage.uses, stage.buffers, settings.compute_dtype
-        )
+        self.schedule = settings.schedule(mesh.stage)
+        versions = self.schedule.stage_rule.num_versions
+        self.weights = WeightVersions(stage.parameters, versions, stage.uses, stage.buffers, settings.compute_dtype)
         if transport is None and mesh.num_stages > 1:
-            transport = Transport(mesh, device, settings.settings.max_message_bytes, timeout)
+            transport = Transport(mesh, device, settings.max_message_bytes, timeout)
         self.runner = stage_runner(stage, mesh, transport, hooks, seed, device)
         self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule)
         self.next_forward = 0
@@ -95,11 +92,6 @@ class Engine:
     def mini_batch(self) -> int:
         """Index t of the mini-batch that the next batch belongs to."""
         return self.updates.open.index
-
-    @property
-    def delay_of_next_update(self) -> int:
-        """How old, on this stage, gradients are from the update of the next mini-batch on: 0 in a synchronous start."""
-        return self.schedule.updates_behind(self.mini_batch)
 
     @property
     def idle(self) -> bool:
@@ -126,7 +118,7 @@ class Engine:
 
         The same on all stages: a last stage without delay has nothing in flight between two batches.
         """
-        return weight_version(self.mini_batch, self.settings.delay, self.settings.synchronous_start) == self.mini_batch
+        return self.schedule.pipeline_rule.at_newest(self.mini_batch)
 
     def run(self, batch: Any, step: Step) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
@@ -173,7 +165,7 @@ class Engine:
                 stages give counts.
         """
         self._check_what_is_trained()
-        flushes = self.settings.updates_behind(self.mini_batch) == 0
+        flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
         self.updates.close(self.next_forward, ticket, payload)
         if flushes:
             self._finish_backwards()
@@ -295,7 +287,7 @@ class Engine:
         return slots
 
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
-        version = self.schedule.weight_version(self.mini_batch)
+        version = self.schedule.stage_rule.version(self.mini_batch)
         leaves = self.weights.leaves(version)
         task = Task(k, version, leaves, slot.content, slot.mark, step, weight=slot.weight)
         flight = self.runner.forward(task)
@@ -325,7 +317,7 @@ class Engine:
         flight, error = None, None
         try:
             flight = self._forward(k, slot, step)
-            self.weights.check_unwritten(self.schedule.weight_version(self.mini_batch))
+            self.weights.check_unwritten(self.schedule.stage_rule.version(self.mini_batch))
         except Exception as caught:
             error = caught
             self.runner.announce_failure(k, error)

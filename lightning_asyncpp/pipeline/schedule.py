@@ -13,9 +13,11 @@ micro-batches are spread evenly over the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
+from itertools import pairwise
 
 
 class Kind(str, Enum):
@@ -56,50 +58,88 @@ def largest_lookahead(num_stages: int, micro_batches: int, num_replicas: int) ->
     return min(room, num_stages - 1)
 
 
-def weight_version(mini_batch: int, delay: int, synchronous_start: int = 0) -> int:
-    """Number v of the weights W_v that mini-batch t runs on, forward and backward: W_{max(t - delay, N)}.
+@dataclass(frozen=True)
+class StalenessRule:
+    """Which weights mini-batches run on: nothing else knows how old weights are.
 
-    Before it, in a synchronous start of N mini-batches, W_t. Mini-batches N and N + 1 both run on W_N, as 0 and 1 do on
-    W_0 without such a start.
+    Update t makes W_{t+1}. Mini-batch t runs, forward and backward, on W_{max(t - delay, N)}; before it, in a
+    synchronous start of N mini-batches, on W_t. Mini-batches N and N + 1 both run on W_N, as 0 and 1 do on W_0 without
+    such a start.
 
-    Args:
-        mini_batch: t.
-        delay: updates between the weights of a gradient and the weights that it is applied to.
-        synchronous_start: N.
+    Attributes:
+        delay: updates between the weights of a gradient and the weights that it is applied to: 1 (PipeDream-2BW) or 0.
+        synchronous_start: number N of mini-batches at the beginning that end with a flush and have no delay.
     """
-    return mini_batch if mini_batch < synchronous_start else max(mini_batch - delay, synchronous_start)
 
+    delay: int = 1
+    synchronous_start: int = 0
 
-def updates_behind(mini_batch: int, delay: int, synchronous_start: int = 0) -> int:
-    """How many mini-batches' updates are outstanding when mini-batch t was run: none after a flush.
+    def version(self, mini_batch: int) -> int:
+        """Number v of the weights W_v that mini-batch t runs on."""
+        return mini_batch if self.in_start(mini_batch) else max(mini_batch - self.delay, self.synchronous_start)
 
-    Arguments as for :func:`weight_version`.
-    """
-    return delay if mini_batch >= synchronous_start else 0
+    @property
+    def num_versions(self) -> int:
+        """How many weight versions are needed at a time, at most."""
+        return 1 + self.delay
+
+    def in_start(self, mini_batch: int) -> bool:
+        """Whether mini-batch t belongs to the synchronous start."""
+        return mini_batch < self.synchronous_start
+
+    def begins_at(self, mini_batch: int) -> bool:
+        """Whether the delay begins with mini-batch t, after a synchronous start."""
+        return mini_batch == self.synchronous_start > 0
+
+    def at_newest(self, mini_batch: int) -> bool:
+        """Whether mini-batch t runs on the weights that its own update is applied to: no delay, or not yet."""
+        return self.version(mini_batch) == mini_batch
+
+    def updates_behind(self, mini_batch: int) -> int:
+        """How many mini-batches' updates are outstanding when mini-batch t was run: none after a flush."""
+        return 0 if self.in_start(mini_batch) else self.delay
+
+    def flushes(self, mini_batch: int) -> bool:
+        """Whether mini-batch t ends with a flush."""
+        return self.updates_behind(mini_batch) == 0
+
+    def updates_due(self, mini_batch: int) -> int:
+        """How many updates, from the first one of the run on, are due when mini-batch t was run."""
+        return mini_batch + 1 - self.updates_behind(mini_batch)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of forwards and backwards on one stage.
+    """The order of forwards and backwards on one stage, and the weights that they run on.
 
     Attributes:
         stage: position in the pipeline, 0 first.
         num_stages: number of stages P.
         lookahead: extra micro-batches in flight; hides latency, costs activation memory, never changes the delay.
-        delay: updates between the weights of a gradient and the weights that it is applied to: 1 (PipeDream-2BW) or 0.
-        synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay.
+        pipeline_rule: when all stages have agreed on an update, and when all flush.
+        fresh_last_stage: whether the last stage runs without delay: it applies an update before all have agreed on it.
     """
 
     stage: int
     num_stages: int
     lookahead: int = 0
-    delay: int = 1
-    synchronous_start: int = 0
+    pipeline_rule: StalenessRule = StalenessRule()
+    fresh_last_stage: bool = False
+
+    @cached_property
+    def stage_rule(self) -> StalenessRule:
+        """Which weights this stage runs on: by the pipeline's rule, but for a fresh last stage."""
+        is_fresh = self.fresh_last_stage and self.stage == self.num_stages - 1
+        return replace(self.pipeline_rule, delay=0) if is_fresh else self.pipeline_rule
 
     @property
     def depth(self) -> int:
         """Number of micro-batches by which forwards run ahead of backwards here."""
         return depth(self.stage, self.num_stages, self.lookahead)
+
+    def steps_ahead(self, mini_batch: int) -> bool:
+        """Whether this stage applies the update of mini-batch t ahead of the others."""
+        return self.stage_rule.updates_behind(mini_batch) < self.pipeline_rule.updates_behind(mini_batch)
 
     def batch(self, first: int, count: int, oldest: int) -> Iterator[Action]:
         """Actions that bring ``count`` micro-batches from ``first`` on under way.
@@ -120,30 +160,31 @@ class Schedule:
         """Backwards of everything in flight: micro-batches ``oldest`` to ``end - 1``."""
         return (Action(Kind.BACKWARD, k) for k in range(oldest, end))
 
-    def weight_version(self, mini_batch: int) -> int:
-        """Weights that mini-batch t runs on, forward and backward: see :func:`weight_version`."""
-        return weight_version(mini_batch, self.delay, self.synchronous_start)
+    def run(self, mini_batches: int, micro_batches: int, drains: Collection[int] = ()) -> list[Action]:
+        """The whole run, as planners, simulators and proofs want it: the engine executes the same order.
 
-    def updates_behind(self, mini_batch: int) -> int:
-        """How many mini-batches' updates are outstanding: see :func:`updates_behind`."""
-        return updates_behind(mini_batch, self.delay, self.synchronous_start)
-
-    def run(self, mini_batches: int, micro_batches: int) -> list[Action]:
-        """The whole run, as planners, simulators and drawings want it: the engine executes the same order.
-
-        Update t - delay follows the forwards of mini-batch t; what is still in flight is drained at the end.
+        Args:
+            mini_batches: how many.
+            micro_batches: per mini-batch.
+            drains: numbers of micro-batches, counted over the run, after which what is in flight is finished, and then
+                all updates of complete mini-batches are applied, as at the end of the run.
         """
         actions: list[Action] = []
         oldest = updates = 0
-        for t in range(mini_batches):
-            actions += self.batch(t * micro_batches, micro_batches, oldest)
-            oldest = max(oldest, (t + 1) * micro_batches - self.depth)
-            if self.updates_behind(t) == 0:
-                actions += self.drain(oldest, (t + 1) * micro_batches)
-                oldest = (t + 1) * micro_batches
-            due = t + 1 - self.updates_behind(t)
-            actions += [Action(Kind.UPDATE, u) for u in range(updates, due)]
-            updates = max(updates, due)
-        actions += self.drain(oldest, mini_batches * micro_batches)
-        actions += [Action(Kind.UPDATE, u) for u in range(updates, mini_batches)]
+        end = mini_batches * micro_batches
+        for begin, done in pairwise(sorted({*range(0, end + 1, micro_batches), *(k for k in drains if 0 < k < end)})):
+            actions += self.batch(begin, done - begin, oldest)
+            oldest = max(oldest, done - self.depth)
+            complete, over = divmod(done, micro_batches)
+            if over == 0:
+                if self.pipeline_rule.flushes(complete - 1):
+                    actions += self.drain(oldest, done)
+                    oldest = done
+                due = self.stage_rule.updates_due(complete - 1)
+                actions += [Action(Kind.UPDATE, t) for t in range(updates, due)]
+                updates = max(updates, due)
+            if done in drains or done == end:
+                actions += self.drain(oldest, done)
+                actions += [Action(Kind.UPDATE, t) for t in range(updates, complete)]
+                oldest, updates = done, complete
         return actions

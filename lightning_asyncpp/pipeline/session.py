@@ -223,7 +223,8 @@ class PipelineSession:
     def tell_delay(self) -> None:
         """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
         if callable(set_delay := getattr(self.optimizer, "set_delay", None)):
-            set_delay(self.running().delay_of_next_update)
+            engine = self.running()
+            set_delay(engine.schedule.stage_rule.updates_behind(engine.mini_batch))
 
     @contextmanager
     def user_step(self) -> Iterator[None]:
@@ -275,7 +276,7 @@ class PipelineSession:
         assert self._office is not None, "attach() an optimizer before training"
         engine, changes = self._watched()
         changes.before_close()
-        if engine.mini_batch == engine.settings.synchronous_start > 0:
+        if engine.schedule.stage_rule.begins_at(engine.mini_batch):
             self.tell_delay()  # all earlier updates have been applied: they ended with a flush
         engine.close(self._office.file(note), payload)
 

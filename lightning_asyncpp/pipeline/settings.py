@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 import torch
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.ranks.mesh import PLACEMENTS, Placement
-from lightning_asyncpp.pipeline.schedule import depth, largest_lookahead, updates_behind
+from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule, depth, largest_lookahead
 
 _MOST_CTAS = 64  # channels of a communicator
 _MOST_METRIC_SLOTS = 2**16  # far below what a control message may hold
@@ -146,7 +146,8 @@ class PipelineSettings:
         problems += self._problems_of_schedule(num_stages, micro_batches, lookahead)
         if problems:
             return None, problems
-        return ResolvedSettings(num_stages, micro_batches, lookahead, self), []
+        found = {"num_stages": num_stages, "micro_batches": micro_batches, "lookahead": lookahead}
+        return ResolvedSettings(**vars(self) | found), []
 
     def resolved(self, world_size: int) -> ResolvedSettings:
         """Like :meth:`resolve`, raising ConfigurationError."""
@@ -248,44 +249,24 @@ class PipelineSettings:
         return []
 
 
-@dataclass(frozen=True)
-class ResolvedSettings:
-    """Settings fitted to a number of processes; the fields are those of :class:`PipelineSettings` without ``None``."""
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSettings(PipelineSettings):
+    """Settings fitted to a number of processes, which says what was left open.
+
+    Attributes:
+        num_stages: number of stages, P.
+    """
 
     num_stages: int
-    micro_batches: int
-    lookahead: int
-    settings: PipelineSettings
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of replicas D."""
-        return self.settings.data_parallel_size
-
-    @property
-    def placement(self) -> Placement:
-        """Which ranks stand beside each other."""
-        return self.settings.placement
-
-    @property
-    def delay(self) -> int:
-        """Updates between the weights of a gradient and the weights that it is applied to."""
-        return self.settings.delay
-
-    @property
-    def synchronous_start(self) -> int:
-        """Number of mini-batches at the beginning that have no delay, N."""
-        return self.settings.synchronous_start
+    micro_batches: int = field()  # no default
+    lookahead: int = field()
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """Of the weight versions beside masters; None without masters."""
-        return torch.bfloat16 if self.settings.weight_dtype == "bf16" else None
+        return torch.bfloat16 if self.weight_dtype == "bf16" else None
 
-    def updates_behind(self, mini_batch: int) -> int:
-        """How many mini-batches' updates are outstanding in the whole pipeline: see :func:`updates_behind`."""
-        return updates_behind(mini_batch, self.delay, self.synchronous_start)
-
-    def steps_ahead(self, stage: int) -> bool:
-        """Whether ``stage`` applies its updates before its next mini-batch, ahead of the others that have a delay."""
-        return self.settings.fresh_last_stage and stage == self.num_stages - 1
+    def schedule(self, stage: int) -> Schedule:
+        """Order and weights of what ``stage`` runs."""
+        rule = StalenessRule(self.delay, self.synchronous_start)
+        return Schedule(stage, self.num_stages, self.lookahead, rule, self.fresh_last_stage)

@@ -135,7 +135,7 @@ class BatchEnds(ModuleFirst):
         while self._is_due:
             end = self._waiting.popleft()
             engine = self._session.running()
-            held = engine.delay > 0 and engine.mini_batch == end.updates
+            held = engine.schedule.stage_rule.delay > 0 and engine.mini_batch == end.updates
             with (
                 self._session.weights_may_change(),
                 self._step_metrics.of_batch(end.weight, held),

@@ -114,8 +114,7 @@ class PipelineMonitor(TokensPerSecond):
         self._follower = follow(engine)
         self._clock = engine.runner.clock
         self._unread.clear()
-        start = engine.settings.synchronous_start
-        self._stage = StageWindow(engine.mesh.stage, engine.delay, self._window, start)
+        self._stage = StageWindow(engine.mesh.stage, engine.schedule.stage_rule, self._window)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_asyncpp.pipeline.schedule import Kind, weight_version
+from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
 from lightning_asyncpp.pipeline.trace import Span, Wait
 
 
@@ -36,16 +36,15 @@ class StageWindow:
 
     Args:
         stage: this stage, for messages.
-        delay: updates between the weights of a gradient and those that it is applied to.
+        rule: which weights it is to run on.
         size: number of batches that are averaged.
-        synchronous_start: number of mini-batches at the beginning of the run without delay.
 
     Attributes:
         staleness: updates by which the gradients of the newest mini-batch are too old, on the mean; None if unknown.
     """
 
-    def __init__(self, stage: int, delay: int, size: int, synchronous_start: int = 0) -> None:
-        self.stage, self.delay, self.synchronous_start = stage, delay, synchronous_start
+    def __init__(self, stage: int, rule: StalenessRule, size: int) -> None:
+        self.stage, self.rule = stage, rule
         self.staleness: float | None = None
         self._batches: deque[BatchTimes] = deque(maxlen=size)
         self._ends: dict[int, int] = {}  # mini-batch -> one past its last micro-batch
@@ -95,7 +94,7 @@ class StageWindow:
     def _age(self, mini_batch: int, span: Span) -> list[int]:
         if span.version < 0:
             return []
-        promised = weight_version(mini_batch, self.delay, self.synchronous_start)
+        promised = self.rule.version(mini_batch)
         if span.version != promised:
             raise StalenessError(
                 f"micro-batch {span.index} of mini-batch {mini_batch} ran on W{span.version} on stage {self.stage}, not"

@@ -21,7 +21,7 @@ import itertools
 from collections import defaultdict, deque
 from typing import NamedTuple
 
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
 from tests.nccl_rules.devices import Clock, Meeting, Operation, Queues, Signal, Thread
 from tests.nccl_rules.directions import Direction, Process, Waits
 
@@ -49,7 +49,7 @@ class Host(Process):
         super().__init__(simulation.clock, queue_of, waits)
         case = simulation.case
         self.simulation, self.case, self.stage = simulation, case, stage
-        self.schedule = Schedule(stage, case.stages, case.lookahead, 1, case.synchronous_start)
+        self.schedule = Schedule(stage, case.stages, case.lookahead, StalenessRule(1, case.synchronous_start))
         self.to_next: Direction | None = None
         self.from_next: Direction | None = None
         self.to_before: Direction | None = None
@@ -75,7 +75,7 @@ class Host(Process):
         for action in self.schedule.batch(self._forwards, self.case.micro_batches, self._backwards):
             yield from self._forward(action.index) if action.kind is Kind.FORWARD else self._backward(action.index)
         self._closed.append(t)
-        if flushes := self.schedule.updates_behind(t) == 0:
+        if flushes := self.schedule.pipeline_rule.flushes(t):
             yield from self._finish_backwards()
         yield from self._launch_complete()
         while self._closed and self._closed[0] < t + flushes:

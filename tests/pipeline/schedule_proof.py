@@ -28,13 +28,13 @@ an update.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from operator import le
 
-from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
+from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, StalenessRule
 
 MINI_BATCHES = 4
 
@@ -83,13 +83,17 @@ def check(
         Violations in words; none if the schedules are right.
     """
     after = tuple(sorted(set(drains)))
-    count = MINI_BATCHES + max(s.synchronous_start for s in schedules) if mini_batches is None else mini_batches
-    readings = [_reading_of(s.depth, s.delay, s.synchronous_start, micro_batches, count, after) for s in schedules]
+    rules = [schedule.stage_rule for schedule in schedules]
+    count = MINI_BATCHES + max(rule.synchronous_start for rule in rules) if mini_batches is None else mini_batches
+    readings = [
+        _reading_of(schedule.depth, rule.delay, rule.synchronous_start, micro_batches, count, after)
+        for schedule, rule in zip(schedules, rules)
+    ]
     violations = [
-        f"delay: stage {s.stage} runs mini-batch {t} on W_{s.weight_version(t)}, not on W_{reading.stage.version(t)}"
-        for s, reading in zip(schedules, readings)
+        f"delay: stage {s.stage} runs mini-batch {t} on W_{rule.version(t)}, not on W_{reading.stage.version(t)}"
+        for s, rule, reading in zip(schedules, rules, readings)
         for t in range(count)
-        if s.weight_version(t) != reading.stage.version(t)
+        if rule.version(t) != reading.stage.version(t)
     ]
     return violations + _violations(readings, num_replicas)
 
@@ -97,33 +101,6 @@ def check(
 def check_lists(stages: Sequence[StageList], micro_batches: int, num_replicas: int = 1) -> list[str]:
     """Check lists of actions, the first stage first; arguments and result as for :func:`check`."""
     return _violations([_Reading.of(stage, micro_batches) for stage in stages], num_replicas)
-
-
-def actions_of(
-    schedule: Schedule, micro_batches: int, drains: Collection[int] = (), mini_batches: int = MINI_BATCHES
-) -> Iterator[Action]:
-    """The order in which a stage acts: that of :meth:`Schedule.run`, drained after some micro-batches.
-
-    A drain finishes what is in flight, and then updates with every mini-batch that is complete.
-    """
-    oldest = updates = 0
-    end = mini_batches * micro_batches
-    for begin, done in pairwise(sorted({*range(0, end + 1, micro_batches), *(k for k in drains if 0 < k < end)})):
-        batch = list(schedule.batch(begin, done - begin, oldest))
-        yield from batch
-        oldest += len(batch) - (done - begin)
-        complete, over = divmod(done, micro_batches)
-        behind = schedule.updates_behind(complete - 1)
-        if over == 0 and behind == 0:
-            yield from schedule.drain(oldest, done)
-            oldest = done
-        due = complete - behind if over == 0 else 0
-        yield from (Action(Kind.UPDATE, t) for t in range(updates, due))
-        updates = max(updates, due)
-        if done in drains or done == end:
-            yield from schedule.drain(oldest, done)
-            yield from (Action(Kind.UPDATE, t) for t in range(updates, complete))
-            oldest, updates = done, complete
 
 
 @dataclass(eq=False)
@@ -218,8 +195,8 @@ def _reading_of(
     depth: int, delay: int, synchronous_start: int, micro_batches: int, mini_batches: int, drains: tuple[int, ...]
 ) -> _Reading:
     """A schedule's list depends on its depth and its delays alone, so one stands for all that share them."""
-    schedule = Schedule(0, depth + 1, delay=delay, synchronous_start=synchronous_start)
-    actions = list(actions_of(schedule, micro_batches, drains, mini_batches))
+    schedule = Schedule(0, depth + 1, pipeline_rule=StalenessRule(delay, synchronous_start))
+    actions = schedule.run(mini_batches, micro_batches, drains)
     return _Reading.of(StageList(actions, depth, delay, synchronous_start), micro_batches)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, depth, largest_lookahead
+from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, StalenessRule, depth, largest_lookahead
 
 Pipeline = tuple[int, int, int, int]  # stages, micro-batches, lookahead, delay
 
@@ -26,7 +26,7 @@ def pipelines(most_stages: int) -> Iterator[Pipeline]:
 
 def lists_of(pipeline: Pipeline, mini_batches: int) -> list[list[Action]]:
     num_stages, micro_batches, lookahead, delay = pipeline
-    schedules = [Schedule(stage, num_stages, lookahead, delay) for stage in range(num_stages)]
+    schedules = [Schedule(stage, num_stages, lookahead, StalenessRule(delay)) for stage in range(num_stages)]
     return [schedule.run(mini_batches, micro_batches) for schedule in schedules]
 
 
@@ -84,7 +84,19 @@ def test_actions_read_as_in_the_drawings() -> None:
     assert [str(Action(kind, 3)) for kind in Kind] == ["F3", "B3", "U3"]
     assert " ".join(map(str, Schedule(0, 2).run(2, 2))) == "F0 F1 B0 F2 B1 F3 B2 U0 B3 U1"
     assert " ".join(map(str, Schedule(1, 2).run(2, 2))) == "F0 B0 F1 B1 F2 B2 F3 B3 U0 U1"
-    assert " ".join(map(str, Schedule(0, 2, delay=0).run(2, 2))) == "F0 F1 B0 B1 U0 F2 F3 B2 B3 U1"
+    assert " ".join(map(str, Schedule(0, 2, 0, StalenessRule(0)).run(2, 2))) == "F0 F1 B0 B1 U0 F2 F3 B2 B3 U1"
+
+
+@pytest.mark.parametrize(
+    ("drained", "actions"),
+    [
+        (2, "F0 F1 B0 B1 U0 F2 F3 B2 F4 B3 F5 B4 U1 B5 U2"),
+        (3, "F0 F1 B0 F2 B1 B2 U0 F3 F4 B3 F5 B4 U1 B5 U2"),
+        (4, "F0 F1 B0 F2 B1 F3 B2 U0 B3 U1 F4 F5 B4 B5 U2"),
+    ],
+)
+def test_a_drain_applies_the_updates_of_complete_mini_batches(drained: int, actions: str) -> None:
+    assert " ".join(map(str, Schedule(0, 2).run(3, 2, {drained}))) == actions
 
 
 @pytest.mark.parametrize("pipeline", [*pipelines(4)], ids=str)
@@ -115,11 +127,11 @@ def test_the_simulator_notices_a_deadlock() -> None:
 def test_gradients_are_one_update_old_and_two_versions_suffice(pipeline: Pipeline) -> None:
     num_stages, micro_batches, lookahead, delay = pipeline
     for stage, actions in enumerate(lists_of(pipeline, 5)):
-        schedule = Schedule(stage, num_stages, lookahead, delay)
+        schedule = Schedule(stage, num_stages, lookahead, StalenessRule(delay))
         updates, in_flight = 0, {}
         for action in actions:
             mini_batch = action.index if action.kind is Kind.UPDATE else action.index // micro_batches
-            version = schedule.weight_version(mini_batch)
+            version = schedule.stage_rule.version(mini_batch)
             if action.kind is Kind.FORWARD:
                 assert updates - delay <= version <= updates, "the weights of a forward are not alive"
                 in_flight[action.index] = version
@@ -188,8 +200,8 @@ def test_a_flush_costs_the_known_bubble(num_stages: int, micro_batches: int) -> 
 
 
 def test_a_synchronous_start_flushes_and_then_both_first_mini_batches_run_on_its_weights() -> None:
-    schedule = Schedule(0, 2, synchronous_start=2)
+    schedule = Schedule(0, 2, 0, StalenessRule(1, 2))
     actions = "F0 F1 B0 B1 U0 F2 F3 B2 B3 U1 F4 F5 B4 F6 B5 F7 B6 U2 B7 U3"
     assert " ".join(map(str, schedule.run(4, 2))) == actions
-    assert [schedule.weight_version(t) for t in range(6)] == [0, 1, 2, 2, 3, 4]
-    assert [schedule.updates_behind(t) for t in range(4)] == [0, 0, 1, 1]
+    assert [schedule.stage_rule.version(t) for t in range(6)] == [0, 1, 2, 2, 3, 4]
+    assert [schedule.pipeline_rule.updates_behind(t) for t in range(4)] == [0, 0, 1, 1]

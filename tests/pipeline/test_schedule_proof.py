@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, largest_lookahead
+from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, StalenessRule, largest_lookahead
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from tests.pipeline.schedule_proof import StageList, actions_of, check, check_lists
+from tests.pipeline.schedule_proof import MINI_BATCHES, StageList, check, check_lists
 
 MOST_STAGES, MOST_MICRO_BATCHES = 32, 64
 MOST_DEPTH = 2 * (MOST_STAGES - 1)
@@ -22,12 +22,17 @@ Lists = list[StageList]
 
 
 def pipeline(num_stages: int, lookahead: int, delay: int = 1) -> list[Schedule]:
-    return [Schedule(stage, num_stages, lookahead, delay) for stage in range(num_stages)]
+    return [Schedule(stage, num_stages, lookahead, StalenessRule(delay)) for stage in range(num_stages)]
+
+
+def starting(schedules: list[Schedule], start: int, fresh: bool = False) -> list[Schedule]:
+    """The same with a synchronous start."""
+    return [replace(s, pipeline_rule=StalenessRule(1, start), fresh_last_stage=fresh) for s in schedules]
 
 
 def lists_of(num_stages: int, micro_batches: int, lookahead: int = 0, drains: Collection[int] = ()) -> Lists:
     return [
-        StageList(list(actions_of(schedule, micro_batches, drains)), schedule.depth, schedule.delay)
+        StageList(schedule.run(MINI_BATCHES, micro_batches, drains), schedule.depth, schedule.stage_rule.delay)
         for schedule in pipeline(num_stages, lookahead)
     ]
 
@@ -72,7 +77,7 @@ def test_every_shape_with_a_flush_and_any_lookahead_keeps_the_rules() -> None:
 def test_a_fresh_last_stage_keeps_the_rules() -> None:
     for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1, 3), range(2, MOST_STAGES + 1)):
         for lookahead in {0, largest_lookahead(num_stages, count, 1)} if count >= num_stages else set():
-            schedules = [*pipeline(num_stages, lookahead)[:-1], Schedule(num_stages - 1, num_stages, lookahead, 0)]
+            schedules = [replace(schedule, fresh_last_stage=True) for schedule in pipeline(num_stages, lookahead)]
             assert check(schedules, count) == [], (num_stages, count, lookahead)
 
 
@@ -81,9 +86,7 @@ def test_a_synchronous_start_keeps_the_rules(fresh: bool) -> None:
     for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1, 7), range(2, MOST_STAGES + 1, 2)):
         for lookahead in {0, largest_lookahead(num_stages, count, 1)} if count >= num_stages else set():
             for start in (1, 2, 3):
-                schedules = [replace(s, synchronous_start=start) for s in pipeline(num_stages, lookahead)]
-                if fresh:
-                    schedules[-1] = replace(schedules[-1], delay=0)
+                schedules = starting(pipeline(num_stages, lookahead), start, fresh)
                 assert check(schedules, count) == [], (num_stages, count, lookahead, start)
 
 
@@ -92,25 +95,24 @@ def test_a_synchronous_start_keeps_the_rules(fresh: bool) -> None:
 def test_a_synchronous_start_of_any_shape_keeps_the_rules(start: int, num_replicas: int, fresh: bool) -> None:
     for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1), range(2, MOST_STAGES + 1)):
         for lookahead in admitted(num_stages, count, num_replicas):
-            schedules = [replace(s, synchronous_start=start) for s in pipeline(num_stages, lookahead)]
-            if fresh:
-                schedules[-1] = replace(schedules[-1], delay=0)
+            schedules = starting(pipeline(num_stages, lookahead), start, fresh)
             assert check(schedules, count, num_replicas) == [], (num_stages, count, lookahead)
 
 
 @pytest.mark.parametrize("drained", [1, 4, 5, 8, 9, 11])
 def test_drains_about_the_end_of_a_synchronous_start_keep_the_rules(drained: int) -> None:
-    schedules = [replace(s, synchronous_start=2) for s in pipeline(4, 1)]
+    schedules = starting(pipeline(4, 1), 2)
     assert check(schedules, 5, 1, {drained}) == []
 
 
 def test_a_synchronous_start_that_ends_too_late_or_keeps_the_delay_is_caught() -> None:
-    class Early(Schedule):
-        def weight_version(self, mini_batch: int) -> int:
+    class Early(StalenessRule):
+        def version(self, mini_batch: int) -> int:
             return max(mini_batch - self.delay, 0)
 
-    assert check([Early(0, 1, synchronous_start=2)], 2)[0] == ("delay: stage 0 runs mini-batch 1 on W_0, not on W_1")
-    too_far_ahead = [replace(s, synchronous_start=4) for s in pipeline(4, 2)]
+    early = Schedule(0, 1, pipeline_rule=Early(1, 2))
+    assert check([early], 2)[0] == ("delay: stage 0 runs mini-batch 1 on W_0, not on W_1")
+    too_far_ahead = starting(pipeline(4, 2), 4)
     assert {"versions", "gradient"} <= rules(check(too_far_ahead, 4)), "what comes after a long start is looked at"
     without_flush = [replace(stage, synchronous_start=2) for stage in lists_of(3, 3)]
     assert {"delay", "deadlock"} & rules(check_lists(without_flush, 3)) == {"delay"}
@@ -153,27 +155,26 @@ class OfDepth:
     """What a list may depend on, and nothing else."""
 
     depth: int
-    delay: int
-    synchronous_start: int = 0
+    stage_rule: StalenessRule
     stage: int = 0  # for messages
 
     batch = Schedule.batch
     drain = Schedule.drain
-    weight_version = Schedule.weight_version
-    updates_behind = Schedule.updates_behind
+    run = Schedule.run
+
+    @property
+    def pipeline_rule(self) -> StalenessRule:
+        return self.stage_rule
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("start", [0, 2])
-def test_a_list_depends_on_depth_and_delays_alone_and_is_that_of_the_schedule(delay: int, start: int) -> None:
+def test_a_list_depends_on_depth_and_delays_alone(delay: int, start: int) -> None:
     for num_stages, micro_batches in itertools.product(range(1, 9), range(1, 12)):
         for plain in pipeline(num_stages, num_stages // 2, delay):
-            schedule = replace(plain, synchronous_start=start)
-            if schedule.depth <= micro_batches or delay == 0:
-                expected = schedule.run(4, micro_batches)
-                bare: Any = OfDepth(schedule.depth, delay, start)
-                for made in (actions_of(schedule, micro_batches), actions_of(bare, micro_batches)):
-                    assert list(made) == expected
+            rule = StalenessRule(delay, start)
+            bare: Any = OfDepth(plain.depth, rule)
+            assert bare.run(4, micro_batches) == replace(plain, pipeline_rule=rule).run(4, micro_batches)
 
 
 @pytest.mark.parametrize("drained", [0, 5])
@@ -181,7 +182,7 @@ def test_the_state_of_a_stage_repeats(drained: int) -> None:
     """Why four mini-batches tell about any number of them: each mini-batch is the one before with other numbers."""
     for count in range(5, 30, 3):
         for depth in range(count + 1):
-            batches = mini_batches_of(list(actions_of(Schedule(0, depth + 1), count, {drained}, 6)), count)
+            batches = mini_batches_of(Schedule(0, depth + 1).run(6, count, {drained}), count)
             usual = 2 if drained else 1
             assert batches[usual:5] == batches[usual : usual + 1] * (5 - usual)
 
@@ -204,7 +205,7 @@ def chains(micro_batches: int) -> Iterator[list[OfDepth]]:
     """
     most = min(micro_batches, MOST_DEPTH)
     for depths in (range(most + 1), range(0, most + 1, 2), (0, *range(1, most + 1, 2))):
-        yield [OfDepth(depth, 1) for depth in reversed(depths)]
+        yield [OfDepth(depth, StalenessRule()) for depth in reversed(depths)]
 
 
 def drained_after_every_micro_batch(micro_batches: Collection[int]) -> None:
@@ -357,11 +358,11 @@ def test_a_drain_that_one_stage_leaves_out_is_a_deadlock() -> None:
 
 
 def test_another_delay_is_caught() -> None:
-    class Older(Schedule):
-        def weight_version(self, mini_batch: int) -> int:
+    class Older(StalenessRule):
+        def version(self, mini_batch: int) -> int:
             return max(mini_batch - 2, 0)
 
-    assert check([Older(0, 1)], 2)[0] == "delay: stage 0 runs mini-batch 2 on W_0, not on W_1"
+    assert check([Schedule(0, 1, pipeline_rule=Older())], 2)[0] == "delay: stage 0 runs mini-batch 2 on W_0, not on W_1"
 
 
 @settings(max_examples=300, deadline=None)

@@ -154,13 +154,18 @@ def test_a_synchronous_twin_differs_in_the_delay_alone() -> None:
 
 def test_a_fresh_last_stage_steps_ahead_in_training_alone() -> None:
     settings = PipelineSettings(fresh_last_stage=True)
-    assert [settings.resolved(3).steps_ahead(stage) for stage in range(3)] == [False, False, True]
-    assert not PipelineSettings().resolved(3).steps_ahead(2)
-    assert not settings.with_delay(0).resolved(3).steps_ahead(2)
+    assert [settings.resolved(3).schedule(stage).steps_ahead(0) for stage in range(3)] == [False, False, True]
+    assert not PipelineSettings().resolved(3).schedule(2).steps_ahead(0)
+    assert not settings.with_delay(0).resolved(3).schedule(2).steps_ahead(0)
 
 
 def test_a_synchronous_start_leaves_no_update_outstanding() -> None:
-    settings = PipelineSettings(synchronous_start=2)
-    assert [settings.resolved(3).updates_behind(t) for t in range(4)] == [0, 0, 1, 1]
-    assert [PipelineSettings().resolved(3).updates_behind(t) for t in range(2)] == [1, 1]
+    settings = PipelineSettings(synchronous_start=2, fresh_last_stage=True)
+    middle, last = (settings.resolved(3).schedule(stage) for stage in (1, 2))
+    assert [middle.stage_rule.updates_behind(t) for t in range(4)] == [0, 0, 1, 1]
+    assert [last.stage_rule.updates_behind(t) for t in range(4)] == [0, 0, 0, 0]
+    assert [last.pipeline_rule.flushes(t) for t in range(4)] == [True, True, False, False]
+    assert [last.steps_ahead(t) for t in range(4)] == [False, False, True, True]
+    plain = PipelineSettings().resolved(3).schedule(2)
+    assert [plain.stage_rule.updates_behind(t) for t in range(2)] == [1, 1]
     assert settings.with_delay(0).resolved(3).synchronous_start == 0

@@ -35,7 +35,7 @@ def test_gradients_are_one_update_old_for_any_depth_with_enough_micro_batches(nu
     newest = [newest_version(stage, micro_batches, 6) for stage in stages]
     for t in range(6):
         oldest_over_stages = min(versions[t] for versions in newest)
-        assert oldest_over_stages >= stages[0].weight_version(t)
+        assert oldest_over_stages >= stages[0].stage_rule.version(t)
         if num_stages > 1:  # ... and on the first stage nothing newer exists
             assert oldest_over_stages == max(t - 1, 0)
 

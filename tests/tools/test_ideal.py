@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.tools.ideal import DeadlockError, simulate
 from tests.tools.steady import steady_utilisation
 
 
 def schedules(stages: int, lookahead: int, delay: int) -> list[Schedule]:
-    return [Schedule(stage, stages, lookahead, delay) for stage in range(stages)]
+    return [Schedule(stage, stages, lookahead, StalenessRule(delay)) for stage in range(stages)]
 
 
 def test_a_flush_costs_the_known_bubble() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_asyncpp.pipeline import schedule as schedules
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.tools.bench.jitter import jitter_factor
 from lightning_asyncpp.tools.ideal import Duration, simulate
 from tests.tools.steady import steady_utilisation
@@ -37,7 +37,7 @@ def simulated(shape: tuple[int, int, int, int], hop: float, sigma: float) -> flo
         return lambda stage, index: milliseconds * jitter_factor(sigma, 0, stage, index, kind)
 
     lanes = simulate(
-        [Schedule(stage, stages, lookahead, delay) for stage in range(stages)],
+        [Schedule(stage, stages, lookahead, StalenessRule(delay)) for stage in range(stages)],
         MINI_BATCHES,
         micro_batches,
         lasting(20.0, Kind.FORWARD),

@@ -13,7 +13,7 @@ from lightning.fabric.utilities import measure_flops
 
 from lightning_asyncpp import ConfigurationError, GPTModule, PipelineMonitor, PipelineTrace
 from lightning_asyncpp.models import GPTConfig
-from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
 from lightning_asyncpp.pipeline.trace import Span, Wait
 from lightning_asyncpp.pytorch.window import StageWindow, StalenessError
 from tests.trainer.pool import Pools
@@ -45,7 +45,7 @@ class WrongSchedule(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.global_rank == 0:
             monitor = next(c for c in trainer.callbacks if isinstance(c, PipelineMonitor))  # type: ignore[attr-defined]
-            monitor._stage.delay = 0  # type: ignore[union-attr]
+            monitor._stage.rule = StalenessRule(0)  # type: ignore[union-attr]
 
 
 def values(results: list[dict[str, Any]], name: str) -> list[float]:
@@ -119,7 +119,7 @@ def test_a_strategy_without_stages_is_refused() -> None:
 
 
 def test_the_window_averages_and_forgets() -> None:
-    window = StageWindow(stage=1, delay=1, size=2)
+    window = StageWindow(1, StalenessRule(1), size=2)
     assert (window.bubble, window.hidden, window.staleness) == (None, None, None)
     window.add(0, 2, None, [Span(Kind.FORWARD, 0, 0, 1, 0), Span(Kind.BACKWARD, 1, 1, 3, 0)])
     assert (window.bubble, window.staleness) == (None, 0)  # a validation came before it

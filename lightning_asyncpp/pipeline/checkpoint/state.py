@@ -70,9 +70,9 @@ def facts(session: PipelineSession) -> dict[str, Any]:
         "partition": list(_partition(session).counts),
         "micro_batches": engine.settings.micro_batches,
         "delay": engine.settings.delay,
-        "fresh_last_stage": engine.settings.settings.fresh_last_stage,
+        "fresh_last_stage": engine.settings.fresh_last_stage,
         "synchronous_start": engine.settings.synchronous_start,
-        "weight_dtype": engine.settings.settings.weight_dtype,
+        "weight_dtype": engine.settings.weight_dtype,
         "seed": engine.runner.seed,
         "mini_batch": engine.mini_batch,
         "optimizer": None if session.optimizer is None else name_of(session.optimizer),
@@ -118,7 +118,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     if state is None:
         engine.weights.restore(0, None)
         return
-    if state.get("weight_dtype") != (dtype := engine.settings.settings.weight_dtype):
+    if state.get("weight_dtype") != (dtype := engine.settings.weight_dtype):
         raise ConfigurationError(
             f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"
             " the same, or load only the weights: pass the model loaded with load_state_dict, without ckpt_path"

@@ -21,6 +21,7 @@ from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchG
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
 from lightning_asyncpp.pipeline.optimizers.fitness import delayed_problems
+from lightning_asyncpp.pipeline.schedule import StalenessRule
 from lightning_asyncpp.pipeline.updates.clipping import clip_coefficient
 from lightning_asyncpp.pipeline.updates.reduction import squares
 from lightning_asyncpp.pipeline.weights import leave_out, lent
@@ -72,6 +73,8 @@ class DelayEmulator:
         buffers = self.counts.buffer_delays(delays)
         self.names |= self.counts.buffer_names
         self.weights = DelayedWeights({p: d for p, d in delays.items() if isinstance(p, nn.Parameter)}, buffers)
+        # Of the parameters with the largest delay: with all others it begins at the same time.
+        self._rule = StalenessRule(max(delays.values(), default=0), settings.synchronous_start)
         self._track()
         if state is None:
             self._tell_delay()
@@ -100,10 +103,10 @@ class DelayEmulator:
         if not finite and self.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(self._non_finite())
         self._updating = True
-        if self.mini_batch == self.settings.synchronous_start > 0:
+        if self._rule.begins_at(self.mini_batch):
             self._tell_delay()
         try:
-            before = {} if self._is_starting else self.weights.advance()
+            before = {} if self._rule.in_start(self.mini_batch) else self.weights.advance()
             if finite and (micro_batches is None or micro_batches.weight):
                 with lent(self.optimizer, {p: w for p, w in before.items() if isinstance(p, nn.Parameter)}):
                     step()
@@ -146,7 +149,7 @@ class DelayEmulator:
         self.micro_batches.complete()
         norm = self.micro_batches.norm()
         delayed = clip_coefficient(norm, max_norm)
-        steps_ahead = self.settings.delay == "fresh_last_stage" and not self._is_starting
+        steps_ahead = self.settings.delay == "fresh_last_stage" and not self._rule.in_start(self.mini_batch)
         ahead = clip_coefficient(self._last_stage_norm(norm), max_norm) if steps_ahead else delayed
         for parameter in self.names:
             factor = ahead if self.weights.delays[parameter] == 0 else delayed
@@ -199,11 +202,6 @@ class DelayEmulator:
                 self.counts.counted.add(layer, counts)
         self.counts.update()
 
-    @property
-    def _is_starting(self) -> bool:
-        """Whether the next update is one of a synchronous start: there are no older weights yet."""
-        return self.mini_batch < self.settings.synchronous_start
-
     def _last_stage_norm(self, exact: float) -> float:
         """What a fresh last stage is clipped by: by default the norm of the mini-batch before."""
         chosen = self.settings.last_stage_norm
@@ -253,7 +251,7 @@ class DelayEmulator:
     def _tell_delay(self) -> None:
         if not callable(set_delay := getattr(self.optimizer, "set_delay", None)):
             return
-        delay = 0 if self._is_starting else self.settings.delay
+        delay = 0 if self._rule.in_start(self.mini_batch) else self.settings.delay
         set_delay(delay if isinstance(delay, int) else dict(self.weights.delays))
 
     def _is_finite(self, micro_batches: MicroBatchGradient | None) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+from lightning_asyncpp.pipeline.schedule import StalenessRule
 from lightning_asyncpp.pipeline.trace import Span
 
 FORMAT, VERSION = "asyncpp trace", 1
@@ -62,6 +63,11 @@ class Meta:
     torch: str
     synchronous_start: int = 0
     layers: int = 0
+
+    @property
+    def stage_rule(self) -> StalenessRule:
+        """Which weights this stage was to run on."""
+        return StalenessRule(self.delay, self.synchronous_start)
 
 
 def file_name(rank: int) -> str:

@@ -196,12 +196,12 @@ class Recorder:
             self._file.begin_batch(mini_batch, first, time)
 
     def _open(self) -> SpanFile:
-        mesh, settings = self._engine.mesh, self._engine.settings
+        mesh, settings, rule = self._engine.mesh, self._engine.settings, self._engine.schedule.stage_rule
         offset = clock_offset(mesh)
         meta = Meta(
             mesh.rank, mesh.stage, mesh.replica, mesh.num_stages, mesh.num_replicas, settings.micro_batches,
-            settings.lookahead, self._engine.delay, host_name().split()[0], time.perf_counter(), offset.seconds,
-            offset.error, time.time(), _package_version(), torch.__version__, settings.synchronous_start,
+            settings.lookahead, rule.delay, host_name().split()[0], time.perf_counter(), offset.seconds,
+            offset.error, time.time(), _package_version(), torch.__version__, rule.synchronous_start,
             len(self._engine.runner.stage.units),
         )  # fmt: skip
         file, error = None, None

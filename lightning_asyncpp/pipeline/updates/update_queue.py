@@ -38,10 +38,10 @@ class UpdateQueue:
 
     Args:
         mesh: this rank's place.
-        settings: delay and policies.
+        settings: its policies.
         runner: its transport and its trace.
         weights: the weight versions that the updates make.
-        schedule: which of them a mini-batch ran on.
+        schedule: which of them a mini-batch ran on, and when its update is due.
 
     Attributes:
         open: the mini-batch that batches are added to.
@@ -65,7 +65,6 @@ class UpdateQueue:
         self.apply: Callable[[Update], None] = _no_optimizer
         self.leave_out: Callable[[], None] = lambda: None
         self._late = torch.empty(0, device=runner.device).is_cuda
-        self._steps_ahead = settings.steps_ahead(mesh.stage)
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
         size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
         self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
@@ -123,13 +122,13 @@ class UpdateQueue:
         if complete is None:
             return nullcontext()
         complete.reduction = self._new_reduction()
-        version = self.schedule.weight_version(complete.index)
+        version = self.schedule.stage_rule.version(complete.index)
         return complete.reduction.watching(weights, functools.partial(self.weights.gradient, version))
 
     def launch_complete(self, next_backward: int) -> None:
         """Send the gradients of mini-batches whose backwards, those before ``next_backward``, are all done."""
         while self._dropped and next_backward >= (self._dropped[0].end or 0):
-            self.weights.take_gradients(self.schedule.weight_version(self._dropped.popleft().index))
+            self.weights.take_gradients(self.schedule.stage_rule.version(self._dropped.popleft().index))
         for mini_batch in self.closed:
             if not mini_batch.launched and next_backward >= (mini_batch.end or 0):
                 self._launch(mini_batch)
@@ -154,10 +153,10 @@ class UpdateQueue:
             NonFiniteGradientError: under the policy ``"stop"``, on every rank.
         """
         updates = []
-        behind = self.settings.updates_behind(self.open.index - 1)
-        while self.closed and self.closed[0].index < self.open.index - behind:
+        due = self.schedule.pipeline_rule.updates_due(self.open.index - 1)
+        while self.closed and self.closed[0].index < due:
             updates.append(self._apply(self.closed.popleft()))
-        if self.closed and self._is_ahead(self.closed[-1]):
+        if self.closed and self.schedule.steps_ahead(self.closed[-1].index):
             self._step_ahead(self.closed[-1])
         return updates
 
@@ -171,7 +170,7 @@ class UpdateQueue:
         return updates
 
     def _launch(self, mini_batch: MiniBatch) -> None:
-        version = self.schedule.weight_version(mini_batch.index)
+        version = self.schedule.stage_rule.version(mini_batch.index)
         apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
         uses = {name: self.weights.gradients_apart(version, name) for name in apart}
         gradients = self.weights.take_gradients(version)
@@ -191,10 +190,6 @@ class UpdateQueue:
         group, late = self.mesh.groups.data_parallel, self.weights.used_twice
         return Reduction(self._buckets, group, late=late, apart=tied, clock=clock)
 
-    def _is_ahead(self, mini_batch: MiniBatch) -> bool:
-        """Whether this stage applies the update of a mini-batch ahead of the others."""
-        return self._steps_ahead and mini_batch.index >= self.settings.synchronous_start
-
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
         """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
 
@@ -213,7 +208,7 @@ class UpdateQueue:
         mini_batch.stepped = True
 
     def _apply(self, mini_batch: MiniBatch) -> Update:
-        if self._is_ahead(mini_batch):
+        if self.schedule.steps_ahead(mini_batch.index):
             self._step_ahead(mini_batch)
             return Update(mini_batch.index, mini_batch.ticket, self._agree(mini_batch), None)
         message = self._agree(mini_batch)
@@ -237,7 +232,7 @@ class UpdateQueue:
         elif self.mesh.rank == 0 and not self._told:
             self._told = True
             warnings.warn(no_weight_text(mini_batch.index), stacklevel=2)
-        if not message.finite and self.settings.settings.nonfinite_gradients == "stop":
+        if not message.finite and self.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(_non_finite(mini_batch))
         return message
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from lightning_asyncpp.pipeline.schedule import Schedule
+from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule
 from lightning_asyncpp.pipeline.trace import Span
 from lightning_asyncpp.tools.bench.arguments import check_shape
 from lightning_asyncpp.tools.ideal import simulate
@@ -41,7 +41,7 @@ def draw_schedules(
     """
     panels, length = [], 0.0
     for name, ahead, delay in (("1F1B, a flush per mini-batch", 0, 0), ("2BW, no flush", lookahead, 1)):
-        schedules = [Schedule(stage, stages, ahead, delay) for stage in range(stages)]
+        schedules = [Schedule(stage, stages, ahead, StalenessRule(delay)) for stage in range(stages)]
         lanes = simulate(schedules, mini_batches, micro_batches, 1.0, backward)
         panels.append(Panel(name, lanes, 0.0, by_version(schedules[0], micro_batches)))
         length = max(length, _end(lanes))

@@ -166,12 +166,12 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
     """Train one stage, as the strategies do."""
     module, batches = copy.deepcopy(trial.module), copy.deepcopy(trial.batches)
     network = trial.network(module)
-    counts = choose_partition(network, mesh.stage, mesh.num_stages, trial.settings.settings.partition).counts
+    counts = choose_partition(network, mesh.stage, mesh.num_stages, trial.settings.partition).counts
     stage = cut(network, mesh.stage, mesh.num_stages, trial.seed, trial.device, module, counts)
     hooks = trial.hooks(module)
     transport = None
     if mesh.num_stages > 1:
-        limit = trial.settings.settings.max_message_bytes
+        limit = trial.settings.max_message_bytes
         transport = _WatchedTransport(mesh, trial.device, limit, neighbours=neighbours)
     engine = Engine(stage, mesh, trial.settings, trial.seed, trial.device, hooks, transport=transport)
     optimizer, calls = trial.optimizer(module), trial.calls(module)

@@ -21,16 +21,12 @@ class StageSchedule:
         schedule: the order of its actions.
         micro_batches: per batch, m.
         accumulated: batches per update.
-        flushes: whether every mini-batch ends with a flush.
-        updates_behind: mini-batches between the end of one and its update on this stage.
         on_host: whether the stage computes on the host, where messages between hosts are part of its memory.
     """
 
     schedule: Schedule
     micro_batches: int
     accumulated: int = 1
-    flushes: bool = False
-    updates_behind: int = 1
     on_host: bool = True
 
 
@@ -102,14 +98,13 @@ class _Walk:
     updates: int = 0
 
     def run_mini_batch(self) -> None:
-        m = self.stage.micro_batches
-        for _ in range(self.stage.accumulated):
-            self._act(self.stage.schedule.batch(self.next_forward, m, self.next_backward))
+        schedule, t = self.stage.schedule, self.index
+        self._act(schedule.batch(self.next_forward, self._per_update, self.next_backward))
         self.index += 1
-        if self.stage.flushes:
-            self._act(self.stage.schedule.drain(self.next_backward, self.next_forward))
+        if schedule.pipeline_rule.flushes(t):
+            self._act(schedule.drain(self.next_backward, self.next_forward))
         self._launch()
-        while self.index - self.updates > self.stage.updates_behind:
+        while self.updates < schedule.stage_rule.updates_due(t):
             self._note(self.slots[0].update.peak, "update")
             self.pending.popleft()
             self.updates += 1
@@ -161,8 +156,8 @@ class _Walk:
 
     def _note(self, working: int, during: str) -> None:
         """Keep this moment if it is the one with the most."""
-        profile, depth = self.slots[0], self.stage.schedule.depth
-        batches = 2 if depth and not self.stage.flushes else 1
+        profile, schedule = self.slots[0], self.stage.schedule
+        batches = 2 if schedule.depth and schedule.pipeline_rule.delay else 1
         now = Memory(
             profile.weights, profile.versions, profile.buffers, profile.optimizer, profile.correction,
             self.batch * batches, sum(self.sums.values()) + sum(self.pending), sum(self.in_flight.values()),

@@ -102,7 +102,7 @@ def _checkpointing(kind: str) -> Attempt:
         if now not in _KINDS or _KINDS.index(now) >= _KINDS.index(kind):
             return None
         recipe = question.recipe.with_argument("activation_checkpointing", kind)
-        changed = Question(recipe, question.settings.settings, question.devices, question.room)
+        changed = Question(recipe, question.asked, question.devices, question.room)
         return {"--model.init_args.activation_checkpointing": kind}, changed
 
     return attempt
@@ -147,7 +147,7 @@ def _more_stages(factor: int) -> Attempt:
         if (needed := _needed_for(question, devices)) is None:
             return None
         room = question.room.shared_by(devices, question.devices)
-        wider = Question(question.recipe, replace(question.settings.settings, **needed), devices, room)
+        wider = Question(question.recipe, replace(question.asked, **needed), devices, room)
         changes = {"--devices": str(devices)} | _of_strategy(question, needed)
         if not wider.fits and (more := _together("block")(wider)) is not None:
             return changes | more[0], more[1]
@@ -158,7 +158,7 @@ def _more_stages(factor: int) -> Attempt:
 
 def _needed_for(question: Question, devices: int) -> dict[str, Any] | None:
     """Settings that must be others with more devices; None if the batch has too few samples for so many stages."""
-    settings = question.settings.settings
+    settings = question.asked
     changes: dict[str, Any] = {}
     stages = devices // settings.data_parallel_size
     parts = question.micro_batches

@@ -85,8 +85,8 @@ class Plan:
             "pipeline": {
                 "devices": question.devices, "stages": settings.num_stages, "replicas": settings.data_parallel_size,
                 "micro_batches": settings.micro_batches, "lookahead": settings.lookahead, "delay": settings.delay,
-                "weight_dtype": settings.settings.weight_dtype, "accumulated": question.recipe.accumulated,
-                "fresh_last_stage": settings.settings.fresh_last_stage,
+                "weight_dtype": settings.weight_dtype, "accumulated": question.recipe.accumulated,
+                "fresh_last_stage": settings.fresh_last_stage,
                 "partition": list(question.stages.cut.counts), "partition_chosen": question.stages.cut.partition.source,
                 "precision": str(question.recipe.trainer.precision),
             },

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lightning_asyncpp.pipeline.schedule import Schedule, largest_lookahead
+from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule, largest_lookahead
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.plan.devices import GIB
 from lightning_asyncpp.tools.plan.in_flight import Memory
@@ -53,6 +53,10 @@ class Question:
         batch_size: samples per batch; None for the recipe's.
         stages: what was looked at already, of stages like these.
 
+    Attributes:
+        asked: its pipeline as it was given, which leaves open what the number of devices says.
+        settings: the same on these devices.
+
     Raises:
         ConfigurationError: it cannot be run so.
     """
@@ -66,7 +70,7 @@ class Question:
         batch_size: int | None = None,
         stages: Stages | None = None,
     ) -> None:
-        self.recipe, self.devices, self.room = recipe, devices, room
+        self.recipe, self.asked, self.devices, self.room = recipe, settings, devices, room
         self.settings = settings.resolved(devices)
         self.batch_size = recipe.batch_size if batch_size is None else batch_size
         self.stages = stages or Stages(recipe, self.settings, room.speeds.device.is_gpu)
@@ -78,12 +82,12 @@ class Question:
             ConfigurationError: it cannot be run so.
         """
         stages = self.stages if all(name in ("micro_batches", "lookahead") for name in changes) else None
-        settings = replace(self.settings.settings, **changes)
+        settings = replace(self.asked, **changes)
         return Question(self.recipe, settings, self.devices, self.room, self.batch_size, stages)
 
     def with_batch(self, batch_size: int) -> Question:
         """The same with another number of samples per batch."""
-        return Question(self.recipe, self.settings.settings, self.devices, self.room, batch_size, self.stages)
+        return Question(self.recipe, self.asked, self.devices, self.room, batch_size, self.stages)
 
     @property
     def micro_batches(self) -> int:
@@ -113,13 +117,13 @@ class Question:
     @cached_property
     def speed(self) -> Prediction:
         """How fast it is with its own schedule; a last stage that steps ahead of the others waits no more for them."""
-        stages, lookahead, delay = self.settings.num_stages, self.settings.lookahead, self.settings.delay
-        return self._predict(lambda stage: Schedule(stage, stages, lookahead, delay))
+        stages, lookahead, rule = self.settings.num_stages, self.settings.lookahead, StalenessRule(self.settings.delay)
+        return self._predict(lambda stage: Schedule(stage, stages, lookahead, rule))
 
     @cached_property
     def synchronous(self) -> Prediction:
         """How fast the same is with a flush per update: 1F1B."""
-        return self._predict(lambda stage: Schedule(stage, self.settings.num_stages, 0, 0))
+        return self._predict(lambda stage: Schedule(stage, self.settings.num_stages, 0, StalenessRule(0)))
 
     @cached_property
     def asynchronous(self) -> Prediction | None:
@@ -130,7 +134,7 @@ class Question:
         most = largest_lookahead(stages, self.micro_batches, replicas)
         if most < 0 or self.micro_batches < stages:
             return None
-        return self._predict(lambda stage: Schedule(stage, stages, min(1, most), 1))
+        return self._predict(lambda stage: Schedule(stage, stages, min(1, most)))
 
     def _predict(self, schedule: Callable[[int], Schedule]) -> Prediction:
         settings = self.settings

@@ -23,7 +23,6 @@ from lightning_asyncpp.pipeline.cut.units import Unit, collective_problems, owne
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
-from lightning_asyncpp.pipeline.schedule import Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.wire.header import Header
 from lightning_asyncpp.tools.plan.alike import alike
@@ -105,7 +104,7 @@ class Stages:
 
     def __init__(self, recipe: Recipe, settings: ResolvedSettings, on_gpu: bool) -> None:
         self.recipe, self.settings, self.on_gpu = recipe, settings, on_gpu
-        self.cut = cut_of(recipe, settings.num_stages, settings.settings.partition)
+        self.cut = cut_of(recipe, settings.num_stages, settings.partition)
         hooks = UserHooks.of(recipe.module, forward_context=recipe.trainer.precision_plugin.forward_context)
         self._split = hooks.split_batch
         self._hooks = replace(hooks, micro_batch_weight=lambda _: 1.0)
@@ -132,15 +131,8 @@ class Stages:
 
     def schedule(self, stage: int, micro_batches: int, lookahead: int) -> StageSchedule:
         """How a stage is run once a synchronous start is over."""
-        delay = self.delay_of(stage)
-        schedule = Schedule(stage, self.settings.num_stages, lookahead, delay)
-        return StageSchedule(
-            schedule, micro_batches, self.recipe.accumulated, self.settings.delay == 0, delay, not self.on_gpu
-        )
-
-    def delay_of(self, stage: int) -> int:
-        """Updates between the weights of a gradient of this stage and the weights that it is applied to."""
-        return 0 if self.settings.steps_ahead(stage) else self.settings.delay
+        settings = replace(self.settings, lookahead=lookahead, synchronous_start=0)
+        return StageSchedule(settings.schedule(stage), micro_batches, self.recipe.accumulated, not self.on_gpu)
 
     def _slots(self, micro_batches: int, batch_size: int) -> list[Any]:
         batch = resized(self.recipe.batch, self.recipe.batch_size, batch_size)
@@ -175,11 +167,11 @@ class Stages:
         return next((o for o in range(1, index) if o not in tied and alike(self.cut.units_of(o), own)), None)
 
     def _job(self, stage: Stage, slot: Any, arriving: Header | None) -> StageJob:
-        delay = self.delay_of(stage.index)
+        rule = self.settings.schedule(stage.index).stage_rule
         return StageJob(
-            stage, self.settings.data_parallel_size, 1 + delay, self.settings.compute_dtype,
+            stage, self.settings.data_parallel_size, rule.num_versions, self.settings.compute_dtype,
             slot if stage.is_first or stage.is_last else None, arriving, self._hooks, self._step(),
-            self._make_optimizer, delay,
+            self._make_optimizer, rule.delay,
         )  # fmt: skip
 
     def _step(self) -> Callable[[Any, float], Any]:

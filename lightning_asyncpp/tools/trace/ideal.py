@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.pipeline.trace import Span, utilisation
 from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.trace.phases import Episode
@@ -39,7 +39,9 @@ def ideal_of(stages: Sequence[RankTrace], episodes: Sequence[Episode]) -> Ideal 
     if len(stages) != meta.num_stages or any(None in pair for pair in times):
         return None
     forward, backward = [f or 0.0 for f, _ in times], [b or 0.0 for _, b in times]
-    schedules = [Schedule(s.meta.stage, s.meta.num_stages, s.meta.lookahead, s.meta.delay) for s in stages]
+    schedules = [
+        Schedule(s.meta.stage, s.meta.num_stages, s.meta.lookahead, StalenessRule(s.meta.delay)) for s in stages
+    ]
     seconds, busy = 0.0, [0.0] * len(stages)
     for episode in episodes:
         lanes, start, end = _run(episode, schedules, stages[0].micro_batches, forward, backward)

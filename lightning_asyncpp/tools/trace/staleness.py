@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_asyncpp.pipeline.schedule import Kind, weight_version
+from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
 from lightning_asyncpp.tools.trace.run import RankTrace
 
@@ -51,14 +51,9 @@ def check_versions(rank: RankTrace) -> Versions:
     return Versions((min(seen), max(seen)) if seen else None, dict(staleness), problems[:_SHOWN], len(problems))
 
 
-def _promised(rank: RankTrace, mini_batch: int) -> int:
-    """Number of the weights that a mini-batch is to run on."""
-    return weight_version(mini_batch, rank.meta.delay, rank.meta.synchronous_start)
-
-
 def _problem_of_version(rank: RankTrace, span: Span) -> list[str]:
     t = rank.mini_batch(span)
-    promised = _promised(rank, t)
+    promised = rank.meta.stage_rule.version(t)
     if span.version == promised:
         return []
     what = "forward" if span.kind is Kind.FORWARD else "backward"
@@ -87,7 +82,7 @@ def _problems_of_order(
     problems = []
     for span in forwards.values():
         t = rank.mini_batch(span)
-        made_by = updates.get(_promised(rank, t) - 1)
+        made_by = updates.get(rank.meta.stage_rule.version(t) - 1)
         if made_by is not None and made_by.end > span.start:
             problems.append(
                 f"{rank.name}: forward {span.index} of mini-batch {t} began before update {made_by.index} had ended,"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_asyncpp.pipeline.schedule import Schedule
+from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule
 from lightning_asyncpp.tools.plan.in_flight import StageSchedule, peak_of
 from lightning_asyncpp.tools.plan.meter import Reading
 from lightning_asyncpp.tools.plan.stage_run import Profile
@@ -21,8 +21,7 @@ CONSTANT = 100 + 100 + 3 + 200 + 100
 
 
 def at(stage: int, num_stages: int, m: int, lookahead: int = 0, delay: int = 1, **others: int) -> StageSchedule:
-    schedule = Schedule(stage, num_stages, lookahead, delay)
-    return StageSchedule(schedule, m, flushes=delay == 0, updates_behind=delay, **others)
+    return StageSchedule(Schedule(stage, num_stages, lookahead, StalenessRule(delay)), m, **others)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
@@ -46,7 +45,7 @@ def test_a_flush_leaves_one_set_of_gradients(stage: int) -> None:
 
 
 def test_a_last_stage_ahead_of_the_others_has_one_set_too() -> None:
-    ahead = StageSchedule(Schedule(3, 4, 0, 0), 8, updates_behind=0)
+    ahead = StageSchedule(Schedule(3, 4, fresh_last_stage=True), 8)
     assert peak_of(ahead, [PROFILE] * 8, 0).gradients == GRADIENTS
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
+from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, StalenessRule
 from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
 from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.plan.devices import DEVICES, default_reserve
@@ -22,7 +22,7 @@ PROFILE = Profile(forward=Reading(flops=int(1e12)), backward_again=Reading(flops
 
 
 def schedules(stages: int, delay: int, lookahead: int = 0) -> list[Schedule]:
-    return [Schedule(stage, stages, lookahead, delay) for stage in range(stages)]
+    return [Schedule(stage, stages, lookahead, StalenessRule(delay)) for stage in range(stages)]
 
 
 def of(stages: int, m: int, delay: int, profile: Profile = PROFILE, **others: Any) -> Prediction:

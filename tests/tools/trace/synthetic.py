@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_asyncpp.pipeline.recording.file import Meta, SpanFile, file_name
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
 from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.trace.reading import read_run
@@ -33,7 +33,8 @@ class Recording:
 
     def lanes(self) -> list[list[Span]]:
         """Spans of each stage, waits and sends included."""
-        schedules = [Schedule(s, self.stages, self.lookahead, self.delay) for s in range(self.stages)]
+        rule = StalenessRule(self.delay)
+        schedules = [Schedule(s, self.stages, self.lookahead, rule) for s in range(self.stages)]
         lanes = simulate(
             schedules, self.mini_batches, self.micro_batches, self._length(self.forward), self._length(self.backward)
         )
@@ -82,7 +83,7 @@ class Recording:
     def _with_version(self, span: Span, schedule: Schedule) -> Span:
         if span.kind is Kind.UPDATE:
             return replace(span, version=span.index + 1)
-        return replace(span, version=schedule.weight_version(span.index // self.micro_batches))
+        return replace(span, version=schedule.stage_rule.version(span.index // self.micro_batches))
 
 
 def write_rank(folder: Path, meta: Meta, spans: Sequence[Span], micro_batches: int) -> None:
