@@ -31,18 +31,18 @@ __all__ = ["TOOLS", "AsyncppCLI", "main", "make_cli", "read_configuration", "run
 _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
-    "ablate": "lightning_asyncpp.tools.ablation.command",
-    "bench": "lightning_asyncpp.tools.bench.command",
-    "check": "lightning_asyncpp.tools.check.command",
-    "checkpoint": "lightning_asyncpp.tools.checkpoint.command",
-    "doctor": "lightning_asyncpp.tools.doctor.command",
+    "ablate": "lightning_asyncpp.tools.ablation.ablate",
+    "bench": "lightning_asyncpp.tools.bench.bench_command",
+    "check": "lightning_asyncpp.tools.check.check_command",
+    "checkpoint": "lightning_asyncpp.tools.checkpoint.checkpoint",
+    "doctor": "lightning_asyncpp.tools.doctor.doctor_command",
     "evaluate": "lightning_asyncpp.tools.saved.evaluate",
     "export": "lightning_asyncpp.tools.saved.export",
     "generate": "lightning_asyncpp.tools.saved.generate",
     "import": "lightning_asyncpp.tools.saved.importing",
-    "plan": "lightning_asyncpp.tools.plan.command",
-    "prepare": "lightning_asyncpp.tools.prepare.command",
-    "trace": "lightning_asyncpp.tools.trace.command",
+    "plan": "lightning_asyncpp.tools.plan.plan",
+    "prepare": "lightning_asyncpp.tools.prepare.prepare",
+    "trace": "lightning_asyncpp.tools.trace.trace",
 }
 
 _HELP = frozenset({"-h", "--help"})

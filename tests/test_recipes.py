@@ -19,11 +19,11 @@ from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
-from lightning_asyncpp.tools.ablation.recipe.recipe import load_recipe
 from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
 from lightning_asyncpp.tools.parsers import prepare_parser
-from lightning_asyncpp.tools.prepare.command import _request
+from lightning_asyncpp.tools.prepare.prepare import _request
 from tests.data.unigram import unigram_loss
+from tests.tools.ablation.small import load_recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -43,7 +43,7 @@ class MiniBatchNote:
     nan_places: list[Reading] = field(default_factory=list)
 
     def clip(self, clipping: Clipping) -> None:
-        """Clip the gradient; a second call of the same kind replaces the first.
+        """Note a clipping; a second one of the same kind replaces the first.
 
         Raises:
             ConfigurationError: both kinds are asked for.

@@ -107,10 +107,7 @@ def convert_parser() -> ArgumentParser:
 
 def verify_parser() -> ArgumentParser:
     """Of ``asyncpp checkpoint verify``."""
-    parser = _checkpoint_parser(
-        "verify", "Compare all of a checkpoint with its checksums; ends with 1 if it is damaged."
-    )
-    return parser
+    return _checkpoint_parser("verify", "Compare all of a checkpoint with its checksums; ends with 1 if it is damaged.")
 
 
 def _checkpoint_parser(command: str, description: str) -> ArgumentParser:

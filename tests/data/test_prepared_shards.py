@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_asyncpp.data import DataError, TextDataModule, use_replica
-from lightning_asyncpp.tools.prepare.run import prepare
+from lightning_asyncpp.tools.prepare.preparation import prepare
 from tests.tools.prepare.corpus import make_texts, request, stored, write
 
 LENGTH = 33

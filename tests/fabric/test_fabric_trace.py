@@ -10,8 +10,8 @@ import numpy as np
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Beside, Wait
-from lightning_asyncpp.tools.trace.reading import read_run
-from lightning_asyncpp.tools.trace.summary import summarise
+from lightning_asyncpp.tools.trace.recorded_run import read_run
+from lightning_asyncpp.tools.trace.run_summary import summarise
 from tests.fabric.runs import Run, make_fabric, train
 from tests.pipeline.cases import Case
 from tests.trainer.pool import Pools

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_asyncpp.tools.bench.hosts import relay
-from lightning_asyncpp.tools.bench.hosts.requirements import problems_of_hosts
+from lightning_asyncpp.tools.bench.harness import relay
+from lightning_asyncpp.tools.bench.harness.hosts import problems_of_hosts
 from tests.faults.launch import Hosts
 
 

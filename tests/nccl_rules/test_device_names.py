@@ -36,7 +36,7 @@ from lightning_asyncpp.pipeline.wire import handover
 from lightning_asyncpp.pipeline.wire.handover import Way
 from lightning_asyncpp.pipeline.wire.header import _DTYPES, Header, TensorInfo
 from lightning_asyncpp.pipeline.wire.transport import Arrival
-from lightning_asyncpp.tools.plan.fake import FakeTensorMode
+from lightning_asyncpp.tools.plan.fake_tensors import FakeTensorMode
 
 CUDA = torch.device("cuda", 0)
 CONFIG = GPTConfig(vocab_size=16, context_length=8, num_layers=4, dim=8, num_heads=2, mlp_dim=16)

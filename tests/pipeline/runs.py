@@ -88,7 +88,7 @@ class Training:
             counted = [(float(loss), weight) for loss, weight in known if weight]  # the others are NaN
             total = sum(weight for _, weight in counted)
             self.losses.append(sum(loss * weight for loss, weight in counted) / max(total, 1e-9))
-        self.session.close()
+        self.session.close(note=self.engine.mini_batch)
         self._take(self.session.apply_due())
         check_what_is_kept(self.engine, outputs)
         if self.scheduler is not None:
@@ -134,7 +134,8 @@ class Training:
             "replica": mesh.replica, "stage": mesh.stage,
         }  # fmt: skip
 
-    def _step(self, _: Update) -> None:
+    def _step(self, update: Update) -> None:
+        assert update.ticket.note == update.mini_batch
         if self.case.max_norm is not None:
             self.session.clip(self.case.max_norm)
         self.optimizer.step()

@@ -11,10 +11,12 @@ import pytest
 
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.command import main
-from lightning_asyncpp.tools.bench.jitter import jitter_factor
-from lightning_asyncpp.tools.bench.job import Job, RankRun
-from lightning_asyncpp.tools.bench.launch import Measured, measure
+from lightning_asyncpp.tools.bench.bench_command import main
+from lightning_asyncpp.tools.bench.harness.comparison import costs_of_extras, costs_text, facts_line, summarise, table
+from lightning_asyncpp.tools.bench.harness.hosts import BenchmarkFailedError
+from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
+from lightning_asyncpp.tools.bench.harness.measure import Measured, measure
+from lightning_asyncpp.tools.bench.harness.stage_layers import jitter_factor
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_MONITORED,
@@ -29,8 +31,7 @@ from lightning_asyncpp.tools.bench.names import (
     USUAL,
     ZBV,
 )
-from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError
-from lightning_asyncpp.tools.bench.report import Spread, costs_of_extras, costs_text, facts_line, summarise, table
+from lightning_asyncpp.tools.text import Spread
 
 TINY = ["--stages", "2", "--mini-batches", "3", "--warm-up", "2", "--repeats", "1", "--timeout", "200"]
 

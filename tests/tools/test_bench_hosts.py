@@ -13,20 +13,18 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.tools.bench.command import main
-from lightning_asyncpp.tools.bench.hosts import requirements
-from lightning_asyncpp.tools.bench.hosts.link import open_hosts
-from lightning_asyncpp.tools.bench.hosts.requirements import problems_of_hosts
+from lightning_asyncpp.tools.bench.bench_command import main
+from lightning_asyncpp.tools.bench.harness import hosts as two_hosts
+from lightning_asyncpp.tools.bench.harness.hosts import BenchmarkFailedError, open_hosts, problems_of_hosts
 from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B, SYNC, ZBV
-from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError
 
 needs_hosts = pytest.mark.skipif(bool(problems_of_hosts()), reason="; ".join(problems_of_hosts()))
 SHORT = ["--mini-batches", "4", "--warm-up", "2", "--repeats", "1", "--timeout", "250"]
 
 
 def test_what_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(requirements, "_effective", lambda: 0)
-    monkeypatch.setattr(requirements, "_TUN", tmp_path / "tun")
+    monkeypatch.setattr(two_hosts, "_effective", lambda: 0)
+    monkeypatch.setattr(two_hosts, "_TUN", tmp_path / "tun")
     monkeypatch.setattr("shutil.which", lambda name: None if name == "tc" else f"/bin/{name}")
     monkeypatch.setattr(sys, "platform", "linux")
     assert problems_of_hosts() == [
@@ -42,7 +40,7 @@ def test_what_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_nothing_is_started_without_the_rights(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(requirements, "_effective", lambda: 0)
+    monkeypatch.setattr(two_hosts, "_effective", lambda: 0)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(SystemExit):
@@ -117,7 +115,7 @@ def test_two_torchruns_train_over_the_link(replicas: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_over_however_the_benchmark_ends(end: signal.Signals, tmp_path: Path) -> None:
     marker = f"{tmp_path.name}-{end.value}"
-    command = [sys.executable, "-m", "lightning_asyncpp.tools.bench.command", "schedule", "--hosts", "2"]
+    command = [sys.executable, "-m", "lightning_asyncpp.tools.bench.bench_command", "schedule", "--hosts", "2"]
     sizes = ["--stages", "2", "--micro-batches", "2", "--mini-batches", "2000", "--systems", ONE_F_ONE_B]
     environment = {**os.environ, "ASYNCPP_TEST_MARKER": marker}
     bench = subprocess.Popen(

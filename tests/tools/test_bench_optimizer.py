@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lightning_asyncpp.tools.bench import optimizer
-from lightning_asyncpp.tools.bench.command import main
+from lightning_asyncpp.tools.bench.bench_command import main
 from lightning_asyncpp.tools.bench.names import GRAM, LIBRARY, OPTIMIZERS, OURS, TORCH, TORCH_FUSED
-from lightning_asyncpp.tools.bench.optimizer_report import Difference, Report
-from lightning_asyncpp.tools.bench.optimizer_stage import StageShape, make_gradients
+from lightning_asyncpp.tools.bench.optimizer import Difference, Report
+from lightning_asyncpp.tools.bench.optimizer_contenders import StageShape, make_gradients
 
 SIZES = ["--layers", "1", "--width", "32", "--heads", "4", "--kv-heads", "2", "--mlp", "96", "--context", "8"]
 TINY = [*SIZES, "--repeats", "2", "--threads", "1"]

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 
 from lightning_asyncpp.pipeline.trace import Trace
-from lightning_asyncpp.tools.bench.job import Job
-from lightning_asyncpp.tools.bench.launch import free_port
+from lightning_asyncpp.tools.bench.harness.job import Job
+from lightning_asyncpp.tools.bench.harness.rank_processes import run_system
 from lightning_asyncpp.tools.bench.names import FLOOR, ONE_F_ONE_B, ZBV
-from lightning_asyncpp.tools.bench.worker import run_system
+from lightning_asyncpp.tools.processes import free_port
 
 
 class Breaking(nn.Module):

@@ -9,10 +9,9 @@ from torch.distributed import pipelining
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Trace
 from lightning_asyncpp.private_names import required
-from lightning_asyncpp.tools.bench.jitter import jitter_factor
+from lightning_asyncpp.tools.bench.harness.stage_layers import SleepingLayer, Sleeps, jitter_factor
+from lightning_asyncpp.tools.bench.harness.systems import stage_indices
 from lightning_asyncpp.tools.bench.names import RIVALS, SPLIT_BACKWARD
-from lightning_asyncpp.tools.bench.rivals import stage_indices
-from lightning_asyncpp.tools.bench.sleeping import SleepingLayer, Sleeps
 
 
 def slept(meter: Trace, kind: Kind) -> list[float]:

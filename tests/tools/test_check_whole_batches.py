@@ -217,7 +217,7 @@ def test_a_gradient_of_rounding_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -
     def in_another_order(model: nn.Module, step: Any, *rest: Any, **options: Any) -> list[float]:
         return train_reference(model, lambda batch: step({k: v.flip(0, 1) for k, v in batch.items()}), *rest, **options)
 
-    monkeypatch.setattr("lightning_asyncpp.tools.check.check.train_reference", in_another_order)
+    monkeypatch.setattr("lightning_asyncpp.tools.check.model_check.train_reference", in_another_order)
     report = check_model(
         model, given, step, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=0.01, weight_decay=0.0)
     )

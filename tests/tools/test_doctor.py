@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.tools.bench import processes
-from lightning_asyncpp.tools.doctor import command, parts, running, task
-from lightning_asyncpp.tools.doctor.environment import VARIABLES
-from lightning_asyncpp.tools.doctor.findings import Finding, Findings
-from lightning_asyncpp.tools.doctor.installation import judged
+from lightning_asyncpp.tools import processes
+from lightning_asyncpp.tools.doctor import doctor_command, parts
+from lightning_asyncpp.tools.doctor.doctor_report import as_json, as_markdown, summary
+from lightning_asyncpp.tools.doctor.installation import VARIABLES, judged
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.parts import PARTS, Part, Result, examine
-from lightning_asyncpp.tools.doctor.report import as_json, as_markdown, summary
-from lightning_asyncpp.tools.doctor.running import last_error, run_limited
+from lightning_asyncpp.tools.doctor.task import Finding, Findings, Task
+from lightning_asyncpp.tools.processes import last_error, run_limited
 from tests.tools.doctor_machines import CPUS, H100, with_gpus
 
 # A child in a session of its own that ignores SIGTERM, and a parent that does so, too.
@@ -66,8 +65,8 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_ended_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "KILL_SECONDS", 0.3)
-    monkeypatch.setattr(running, "_descendants", lambda _: [2**22 + 1])  # no such process: pids are smaller
+    monkeypatch.setattr(processes, "KILL_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "_descendants", lambda _: [2**22 + 1])  # no such process: pids are smaller
     assert not run_limited([sys.executable, "-c", ""], tmp_path / "log", 60.0).is_gone
 
 
@@ -119,7 +118,7 @@ PART = Part("hanging", "a part that hangs", "nowhere", 2.0)
 def test_a_part_that_hangs_keeps_what_it_found_and_the_rest_is_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def command_of(given: task.Task) -> list[str]:
+    def command_of(given: Task) -> list[str]:
         given.findings.add("before", "ok", "found before it hung")
         return [sys.executable, "-c", "import time; print('and here it was', flush=True); time.sleep(600)"]
 
@@ -149,7 +148,7 @@ def test_a_part_that_hangs_keeps_what_it_found_and_the_rest_is_not_tried(
 def test_a_part_for_gpus_alone_is_not_started_without(
     machine: Machine, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def command_of(given: task.Task) -> list[str]:
+    def command_of(given: Task) -> list[str]:
         given.findings.add("the machine", "ok")
         machine.save(given.machine_file)
         return [sys.executable, "-c", ""]
@@ -171,8 +170,8 @@ def test_a_part_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_a_part_raises_is_a_finding(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    given = task.Task("broken", "tests.tools.no_such_part", str(tmp_path), True, time.time() + 60)
-    task.work(given.save())
+    given = Task("broken", "tests.tools.no_such_part", str(tmp_path), True, time.time() + 60)
+    parts.work(given.save())
     (finding,) = given.findings.read()
     assert finding.status == "failed"
     assert "no_such_part" in finding.text
@@ -270,13 +269,13 @@ def test_the_report_holds_everything() -> None:
 
 
 def test_all_parts_together_take_ten_minutes_at_most() -> None:
-    assert sum(part.limit + running.KILL_SECONDS for part in PARTS) <= 600
+    assert sum(part.limit + processes.KILL_SECONDS for part in PARTS) <= 600
 
 
 @pytest.mark.parametrize("arguments", [["--parts", "nothing"], ["--output", __file__], ["--quik"]])
 def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        command.main(arguments)
+        doctor_command.main(arguments)
     assert end.value.code == 2
 
 
@@ -285,10 +284,10 @@ def test_only_what_failed_ends_with_code_1(
     statuses: list[Any], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Finding(f"check {index}", status) for index, status in enumerate(statuses)]
-    monkeypatch.setattr(command, "examine", lambda *given: given[3].append(Result(PARTS[0], found, 1.0)))
+    monkeypatch.setattr(doctor_command, "examine", lambda *given: given[3].append(Result(PARTS[0], found, 1.0)))
     ended = 0
     try:
-        command.main(["--output", str(tmp_path / "out")])
+        doctor_command.main(["--output", str(tmp_path / "out")])
     except SystemExit as end:
         ended = int(str(end.code))
     assert ended == code
@@ -300,7 +299,7 @@ def test_only_what_failed_ends_with_code_1(
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    command.main(["--parts", "installation", "--output", str(tmp_path)])
+    doctor_command.main(["--parts", "installation", "--output", str(tmp_path)])
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["status"] == "warning"
     assert content["machine"]["packages"]["torch"]
@@ -311,7 +310,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.timeout(590)
 def test_a_quick_examination_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
-    command.main(["--quick", "--output", str(tmp_path)])
+    doctor_command.main(["--quick", "--output", str(tmp_path)])
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["status"] != "failed"
     correctness = {part["name"]: part["findings"] for part in content["parts"]}["correctness"]
@@ -329,9 +328,11 @@ def test_what_cannot_be_written_is_printed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).mkdir()
-    monkeypatch.setattr(command, "examine", lambda chosen, folder, quick, found, say: found.extend(results()[:1]))
+    monkeypatch.setattr(
+        doctor_command, "examine", lambda chosen, folder, quick, found, say: found.extend(results()[:1])
+    )
     with pytest.raises(SystemExit) as ended:
-        command.main(["--output", str(tmp_path)])
+        doctor_command.main(["--output", str(tmp_path)])
     assert ended.value.code == 1
     printed = capsys.readouterr().out
     assert f"{tmp_path / name} cannot be written (Is a directory)" in printed

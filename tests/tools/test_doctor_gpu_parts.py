@@ -19,14 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asyncpp.tools.doctor import correctness, launching, queues, stage_callback
+from lightning_asyncpp.tools.doctor import case_ranks, correctness, queues, stage_training
+from lightning_asyncpp.tools.doctor.case_ranks import environment_of
 from lightning_asyncpp.tools.doctor.cases import CASES, Place, make_trainer
-from lightning_asyncpp.tools.doctor.comparing import judged, largest_difference
-from lightning_asyncpp.tools.doctor.correctness import places_of
-from lightning_asyncpp.tools.doctor.findings import Findings
-from lightning_asyncpp.tools.doctor.launching import environment_of
-from lightning_asyncpp.tools.doctor.stage_callback import StageClock
-from lightning_asyncpp.tools.doctor.task import Task
+from lightning_asyncpp.tools.doctor.correctness import judged, largest_difference, places_of
+from lightning_asyncpp.tools.doctor.stage_training import StageClock
+from lightning_asyncpp.tools.doctor.task import Findings, Task
 from tests.tools.doctor_machines import with_gpus
 
 
@@ -140,11 +138,11 @@ def test_a_weight_that_is_missing_differs() -> None:
 def test_ranks_that_do_not_come_to_their_end_are_ended(
     case: str, error: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(launching, "_RANK", "tests.tools.doctor_rank")
+    monkeypatch.setattr(case_ranks, "_RANK", "tests.tools.doctor_rank")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     given = Task("correctness", "", str(tmp_path), True, time.time() + 100)
-    ran = launching.launch(given, Place("cpu", 2), [case], "here", 4.0 if case == "hangs" else 60.0)
-    assert ran == launching.Ran({}, error)
+    ran = case_ranks.launch(given, Place("cpu", 2), [case], "here", 4.0 if case == "hangs" else 60.0)
+    assert ran == case_ranks.Ran({}, error)
     assert printed in capsys.readouterr().out
 
 
@@ -152,7 +150,7 @@ def test_ranks_that_do_not_come_to_their_end_are_ended(
 def test_a_place_that_hangs_is_said_with_the_case(
     route: Any, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran = launching.Ran({"layers": outcome(2.0) | {"saved": {}}}, "no end within 90 s")
+    ran = case_ranks.Ran({"layers": outcome(2.0) | {"saved": {}}}, "no end within 90 s")
     monkeypatch.setattr(correctness, "launch", lambda *_: ran)
     given = Task("correctness", "", str(tmp_path), True, time.time() + 100)
     correctness.compare(
@@ -169,7 +167,7 @@ def test_a_place_that_hangs_is_said_with_the_case(
 def test_what_there_is_no_time_for_is_not_started(
     replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "Children", None)
+    monkeypatch.setattr(case_ranks, "Children", None)
     given = Task("correctness", "", str(tmp_path), True, time.time() + 20)
     with given.findings.checking("2 stages"):
         correctness.compare(given, Place("cpu", 2, replicas), {}, given.findings, "here")
@@ -178,8 +176,8 @@ def test_what_there_is_no_time_for_is_not_started(
 
 
 def test_a_place_whose_time_the_part_cut_short_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_RANK", "tests.tools.doctor_rank")
-    monkeypatch.setattr(launching, "_LEAST_SECONDS", 1)
+    monkeypatch.setattr(case_ranks, "_RANK", "tests.tools.doctor_rank")
+    monkeypatch.setattr(case_ranks, "_LEAST_SECONDS", 1)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     given = Task("correctness", "", str(tmp_path), True, time.time() + 7)
     with given.findings.checking("2 stages"):
@@ -189,7 +187,7 @@ def test_a_place_whose_time_the_part_cut_short_has_not_failed(tmp_path: Path, mo
 
 
 def test_without_a_process_to_compare_with_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "launch", lambda *_: launching.Ran({}, "rank-0 failed: ValueError"))
+    monkeypatch.setattr(correctness, "launch", lambda *_: case_ranks.Ran({}, "rank-0 failed: ValueError"))
     given = Task("correctness", "", str(tmp_path), True, time.time() + 100)
     with_gpus(8).save(given.machine_file)
     correctness.run(given, given.findings)
@@ -278,9 +276,9 @@ def test_products_take_about_as_long_on_every_gpu(monkeypatch: pytest.MonkeyPatc
 def test_waits_of_the_host_are_counted_by_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(stage_callback, "now", iter((10.0, 16.0)).__next__)
+    monkeypatch.setattr(stage_training, "now", iter((10.0, 16.0)).__next__)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(stage_callback, "peaks", lambda _: {"allocated": 1, "reserved": 2})
+    monkeypatch.setattr(stage_training, "peaks", lambda _: {"allocated": 1, "reserved": 2})
     clock = StageClock(str(tmp_path / "found.json"), warm_up=2, measured=3, watched=2)
     for index in range(8):
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.tools.doctor.findings import Finding
+from lightning_asyncpp.tools.doctor.doctor_report import Scrubber, as_json, as_markdown
 from lightning_asyncpp.tools.doctor.parts import PARTS, Result, shortened
-from lightning_asyncpp.tools.doctor.report import as_json, as_markdown
-from lightning_asyncpp.tools.doctor.scrubbing import Scrubber
+from lightning_asyncpp.tools.doctor.task import Finding
 from tests.tools.doctor_machines import CPUS, with_gpus
 
 SECRETS = ("node17", "alice", "10.1.2.3", "fe80::1", "2001:db8::7", "00:1a:2b:3c:4d:5e")

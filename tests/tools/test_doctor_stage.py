@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.tools.doctor import stage
+from lightning_asyncpp.tools.doctor import stage_speed
 from lightning_asyncpp.tools.doctor.machine import Machine
-from lightning_asyncpp.tools.doctor.running import Ended, run_limited
 from lightning_asyncpp.tools.doctor.stage_recipe import peak_tflops, recipe_of, rows_of, size_of
 from lightning_asyncpp.tools.doctor.task import Task
+from lightning_asyncpp.tools.processes import Ended, run_limited, traced
 from tests.tools.doctor_machines import CPUS, H100, with_gpus
 
 SECONDS = {"eager": 0.5, "plain": 0.4, "compiled": 0.3, "bf16": 0.25, "plain-compiled": 0.3}
@@ -41,11 +40,11 @@ def test_a_stage_on_a_gpu_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         result.write_text(json.dumps(found))
         return ""
 
-    monkeypatch.setattr(stage, "_run", run)
-    monkeypatch.setattr(stage, "_planned", lambda *_: 5 * 2**30)
+    monkeypatch.setattr(stage_speed, "_run", run)
+    monkeypatch.setattr(stage_speed, "_planned", lambda *_: 5 * 2**30)
     given = Task("stage", "", str(tmp_path), False, time.time() + 300)
     with_gpus(1).save(given.machine_file)
-    stage.run(given, given.findings)
+    stage_speed.run(given, given.findings)
     found = {finding.title: finding for finding in given.findings.read()}
     eager = found["one stage, eager, bf16-mixed"]
     assert eager.figures["tokens_per_second"] == 131072
@@ -80,7 +79,7 @@ def test_the_recipes_can_be_planned(tmp_path: Path) -> None:
             path = tmp_path / f"{row.name}.yaml"
             recipe = recipe_of(row, size_of(machine), bool(machine.gpus), tmp_path / "found.json")
             path.write_text(json.dumps(recipe))
-            assert 2**20 < stage._planned(path, bool(machine.gpus)) < 20 * 2**30
+            assert 2**20 < stage_speed._planned(path, bool(machine.gpus)) < 20 * 2**30
 
 
 @pytest.mark.parametrize(
@@ -113,10 +112,10 @@ def run_row(
         path.write_text(log)
         return ended
 
-    monkeypatch.setattr(stage, "run_limited", limited)
+    monkeypatch.setattr(stage_speed, "run_limited", limited)
     given = Task("stage", "", str(folder), False, time.time() + seconds)
     machine.save(given.machine_file)
-    stage._measure(given, machine, size_of(machine), rows_of(machine)[0], {}, given.findings)
+    stage_speed._measure(given, machine, size_of(machine), rows_of(machine)[0], {}, given.findings)
     return given.findings.read(), environments[0] if environments else {}
 
 
@@ -140,7 +139,7 @@ def test_what_is_too_large_or_too_slow_is_not_wrong(
 
 def test_muon_too_is_left_out_where_there_is_no_time(tmp_path: Path) -> None:
     given = Task("stage", "", str(tmp_path), False, time.time() + 12)
-    stage._compare_muon(given, False, given.findings)
+    stage_speed._compare_muon(given, False, given.findings)
     assert [finding.status for finding in given.findings.read()] == ["skipped"]
 
 
@@ -165,10 +164,10 @@ def test_compiled_code_is_kept_for_the_next_row_unless_it_was_killed(
 
 def test_what_quick_leaves_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_measure", "_compare_memory", "_compare_muon"):
-        monkeypatch.setattr(stage, name, lambda *_: None)
+        monkeypatch.setattr(stage_speed, name, lambda *_: None)
     given = Task("stage", "", str(tmp_path), True, time.time() + 300)
     with_gpus(1).save(given.machine_file)
-    stage.run(given, given.findings)
+    stage_speed.run(given, given.findings)
     assert [finding.title for finding in given.findings.read()] == [
         "one stage, a plain loop, compiled, bf16", "one stage, compiled, bf16-mixed, weight_dtype bf16",
     ]  # fmt: skip
@@ -183,9 +182,9 @@ def test_steps_of_muon_that_differ(is_gpu: bool, status: str, tmp_path: Path, mo
         result.write_text(json.dumps({"systems": {"ours": ours, "torch": {"milliseconds": {"median": 3.0}}}}))
         return ""
 
-    monkeypatch.setattr(stage, "_run", run)
+    monkeypatch.setattr(stage_speed, "_run", run)
     given = Task("stage", "", str(tmp_path), False, time.time() + 300)
-    stage._compare_muon(given, is_gpu, given.findings)
+    stage_speed._compare_muon(given, is_gpu, given.findings)
     assert [finding.status for finding in given.findings.read()] == [status]
 
 
@@ -194,7 +193,7 @@ def test_a_stage_that_hangs_leaves_a_stack(tmp_path: Path, monkeypatch: pytest.M
         "import sys, time\ndef in_the_driver():\n    time.sleep(600)\n"
         "print(sys.argv[1:], __name__, flush=True)\nin_the_driver()"
     )
-    command = [sys.executable, "-m", "lightning_asyncpp.tools.doctor.traced", "0.2", "hangs", "--as", "given"]
+    command = traced(1.0, "hangs", "--as", "given")
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{tmp_path}")
 
     class SeenError(Exception):

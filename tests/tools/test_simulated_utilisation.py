@@ -12,7 +12,7 @@ import pytest
 
 from lightning_asyncpp.pipeline import schedule as schedules
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
-from lightning_asyncpp.tools.bench.jitter import jitter_factor
+from lightning_asyncpp.tools.bench.harness.stage_layers import jitter_factor
 from lightning_asyncpp.tools.ideal import Duration, simulate
 from tests.tools.steady import steady_utilisation
 

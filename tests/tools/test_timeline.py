@@ -7,9 +7,9 @@ import pytest
 
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.command import main
+from lightning_asyncpp.tools.bench.bench_command import main
 from lightning_asyncpp.tools.bench.draw import draw_schedules
-from lightning_asyncpp.tools.timeline import Axis, Panel, draw_timelines
+from lightning_asyncpp.tools.bench.timeline import Axis, Panel, draw_timelines
 
 SVG = "{http://www.w3.org/2000/svg}"
 

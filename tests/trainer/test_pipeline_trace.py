@@ -13,10 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_asyncpp import ConfigurationError, PipelineMonitor, PipelineTrace
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Beside, Wait
-from lightning_asyncpp.tools.trace.reading import read_run
-from lightning_asyncpp.tools.trace.run import RecordedRun
-from lightning_asyncpp.tools.trace.summary import summarise
-from lightning_asyncpp.tools.trace.table import table
+from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
+from lightning_asyncpp.tools.trace.run_summary import summarise
+from lightning_asyncpp.tools.trace.run_table import table
 from tests.trainer.pool import Pools
 from tests.trainer.recorded import EndsSuddenly, Lags, fit_asleep, fit_twice, shifted_clock
 from tests.trainer.runs import Net, Run, fit

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp import apply_layers
-from lightning_asyncpp.tools.check.check import check_model
+from lightning_asyncpp.tools.check.model_check import check_model
 from tests.pipeline.cases import DIM
 from tests.trainer.delays import delayed, train
 from tests.trainer.pool import Pools

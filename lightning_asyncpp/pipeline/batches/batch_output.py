@@ -98,6 +98,11 @@ def no_weight_text(mini_batch: int) -> str:
     )
 
 
+def or_nan(loss: Tensor | None, device: torch.device) -> Tensor:
+    """The mean loss of a batch; NaN for a batch without samples, which has none."""
+    return torch.full((), float("nan"), device=device) if loss is None else loss
+
+
 class NanLosses:
     """Warns of NaN losses whose gradient is finite, once."""
 
@@ -117,8 +122,3 @@ class NanLosses:
         if found := [place for reading in places if (place := int(reading.get()[0][0]))]:
             self._told = True
             warnings.warn(nan_loss_text(mini_batch, found[0]), stacklevel=2)
-
-
-def or_nan(loss: Tensor | None, device: torch.device) -> Tensor:
-    """The mean loss of a batch; NaN for a batch without samples, which has none."""
-    return torch.full((), float("nan"), device=device) if loss is None else loss

@@ -1,9 +1,10 @@
-"""What the lines of an ablation's CSV files speak of: trainings, and the rows of the grid that they belong to."""
+"""What an ablation speaks of: trainings, the rows of the grid that they belong to, and the lines of its CSV files."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 UNCORRECTED = "none"
 Setting = tuple[str, "int | None"]
@@ -49,10 +50,36 @@ class Row:
         correction = [] if self.correction == UNCORRECTED else [self.correction]
         return ", ".join([self.group.label, f"delay {self.delay}", *stages, *correction])
 
+    @property
+    def uncorrected(self) -> Row:
+        """The same row without its correction."""
+        return replace(self, correction=UNCORRECTED)
+
+    def columns(self) -> dict[str, Any]:
+        """What the lines of its trainings in CSV files have in common."""
+        return {
+            "optimizer": self.group.optimizer, "correction": self.correction, "delay": self.delay,
+            "stages": self.stages, "momentum": self.group.momentum,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CellKey:
+    """Identity of a training."""
+
+    row: Row
+    lr: float
+    seed: int
+
+
+# How a column of numbers is written, and which numbers it holds, if not every finite one.
+_DIGITS = {"form": ".12g"}
+_LEARNING_RATE = _DIGITS | {"kind": "positive"}
+
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a line of ``results.csv``.
+    """A training that is over; its fields are the columns of ``results.csv``.
 
     Attributes:
         table: name of the ablation.
@@ -62,6 +89,7 @@ class Run:
         momentum: None unless it is swept.
         lr: learning rate.
         seed: of weights and data order.
+        status: ``finished`` or ``diverged``.
         loss: last validation loss; None if the run diverged.
         steps: updates made.
         seconds: duration of the training.
@@ -73,12 +101,13 @@ class Run:
     correction: str
     delay: str
     stages: int | None
-    momentum: float | None
-    lr: float
+    momentum: float | None = field(metadata=_DIGITS)
+    lr: float = field(metadata=_LEARNING_RATE)
     seed: int
+    status: str
     loss: float | None
     steps: int
-    seconds: float
+    seconds: float = field(metadata={"form": ".2f"})
     cell: str
 
     @property
@@ -89,21 +118,45 @@ class Run:
 
 @dataclass(frozen=True)
 class Open:
-    """A training of the recipe that has no result: a line of ``open.csv``.
+    """A training of the recipe that has no result; its fields are the columns of ``open.csv``.
 
     Attributes:
-        row: that it belongs to.
+        optimizer, correction, delay, stages, momentum: as those of a run.
         lr: learning rate; None if it is that of another row, whose search is not over.
         seed: of weights and data order; None where ``lr`` is: the line stands for all seeds.
-        failed: whether it was run and failed; else it is still to be run.
+        status: ``failed``, or ``pending`` if it is still to be run.
         log: path of the log of a failed one.
     """
 
-    row: Row
-    lr: float | None
+    optimizer: str
+    correction: str
+    delay: str
+    stages: int | None
+    momentum: float | None = field(metadata=_DIGITS)
+    lr: float | None = field(metadata=_LEARNING_RATE)
     seed: int | None
-    failed: bool
-    log: str = ""
+    status: str
+    log: str
+
+    @property
+    def row(self) -> Row:
+        """The row of the grid that it belongs to."""
+        return Row(Group(self.optimizer, self.momentum), self.delay, self.stages, self.correction)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was run and failed; else it is still to be run."""
+        return self.status == "failed"
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A value during a training, no finite one where it diverges; its fields are the columns of ``curves.csv``."""
+
+    cell: str
+    step: int
+    metric: str
+    value: float = field(metadata={"kind": "any"})
 
 
 def kind_of(delay: str) -> str:

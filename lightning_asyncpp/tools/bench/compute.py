@@ -22,21 +22,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import Namespace
-
-from lightning_asyncpp.tools.bench.arguments import check_shape, chosen_systems, link_of
-from lightning_asyncpp.tools.bench.job import Job
-from lightning_asyncpp.tools.bench.launch import measure
-from lightning_asyncpp.tools.bench.parsers import compute_parser
-from lightning_asyncpp.tools.bench.report import (
+from lightning_asyncpp.tools.bench.harness.checked_arguments import (
+    check_shape,
+    chosen_systems,
+)
+from lightning_asyncpp.tools.bench.harness.comparison import (
     as_json,
     costs_of_extras,
     costs_text,
     facts_line,
     summarise,
     table,
-    write_json,
 )
+from lightning_asyncpp.tools.bench.harness.job import Job
+from lightning_asyncpp.tools.bench.harness.measure import measure
+from lightning_asyncpp.tools.bench.parsers import compute_parser
+from lightning_asyncpp.tools.text import write_json
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_shape(parser, arguments, arguments.micro_batches)
     results: list[dict[str, Any]] = []
     for micro_batches in arguments.micro_batches:
-        job = _job(arguments, micro_batches)
+        job = Job.of(
+            arguments, "compute", systems=chosen_systems(arguments), micro_batches=micro_batches, pinned=arguments.pin
+        )
         measured = measure(job, arguments.timeout)
         lines = summarise(job, measured)
         ideal = 1 + (job.stages - 1) / micro_batches
@@ -61,12 +64,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         results.append(as_json(job, lines, measured, costs, ideal_gain=ideal))
     if arguments.json:
         write_json(arguments.json, results)
-
-
-def _job(arguments: Namespace, micro_batches: int) -> Job:
-    return Job(
-        "compute", arguments.stages, micro_batches, chosen_systems(arguments),
-        arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead,
-        target_ms=arguments.target_ms, rows=arguments.rows, width=arguments.width, pinned=arguments.pin,
-        **link_of(arguments),
-    )  # fmt: skip

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.arguments import check_shape
+from lightning_asyncpp.tools.bench.harness.checked_arguments import check_shape
 from lightning_asyncpp.tools.bench.parsers import draw_parser
+from lightning_asyncpp.tools.bench.timeline import Axis, Panel, by_version, draw_timelines, version_style
 from lightning_asyncpp.tools.ideal import simulate
-from lightning_asyncpp.tools.svg import version_style
-from lightning_asyncpp.tools.timeline import Axis, Legend, Panel, by_version, draw_timelines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,9 +50,9 @@ def _end(lanes: Sequence[Sequence[Span]]) -> float:
     return max(span.end for lane in lanes for span in lane)
 
 
-def _legend(mini_batches: int) -> Legend:
+def _legend(mini_batches: int) -> list[tuple[str, str]]:
     versions = [
         (f"{version_style(v, light=True)}/{version_style(v, light=False)}", f"on W{v}: forward, backward")
         for v in range(min(mini_batches, 4))
     ]
-    return Legend([*versions, ("update", "update"), ("lane", "idle")])
+    return [*versions, ("update", "update"), ("lane", "idle")]

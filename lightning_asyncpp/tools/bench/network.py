@@ -2,7 +2,7 @@
 
 A small GPT trains on two hosts of half the stages each, with a link of 100 Mbit/s and 10 ms between them; with
 ``--replicas 2`` on two hosts of one replica each, so that gradients are what crosses the link. The hosts are network
-namespaces of this machine; see :mod:`lightning_asyncpp.tools.bench.hosts.relay`. On each of them an ordinary
+namespaces of this machine; see :mod:`lightning_asyncpp.tools.bench.harness.relay`. On each of them an ordinary
 ``torchrun --nnodes 2`` starts an ordinary script (:mod:`lightning_asyncpp.tools.bench.network_training`): our
 strategies through the Trainer, torch's Schedule1F1B in a plain loop on the same model, the same cut, batches and
 AdamW. Every run is a launch of its own (``--timeout`` is for each, 600 s by default); systems run in turn, and every
@@ -24,24 +24,24 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 
-from lightning_asyncpp.tools.bench.arguments import check_shape
-from lightning_asyncpp.tools.bench.hosts.link import Hosts, open_hosts
-from lightning_asyncpp.tools.bench.job import Job, RankRun
-from lightning_asyncpp.tools.bench.launch import Measured, free_port
+from lightning_asyncpp.tools.bench.harness.checked_arguments import check_shape, chosen_systems
+from lightning_asyncpp.tools.bench.harness.comparison import as_json, facts_line, summarise, table
+from lightning_asyncpp.tools.bench.harness.hosts import Hosts, open_hosts, wait_for
+from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
+from lightning_asyncpp.tools.bench.harness.measure import Measured
 from lightning_asyncpp.tools.bench.names import ONE_F_ONE_B, TITLES
 from lightning_asyncpp.tools.bench.network_training import TRACE
 from lightning_asyncpp.tools.bench.parsers import NETWORK_SYSTEMS, network_parser
-from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of, sigterm_raises
-from lightning_asyncpp.tools.bench.report import Spread, as_json, facts_line, summarise, table, write_json
-from lightning_asyncpp.tools.trace.reading import read_run
-from lightning_asyncpp.tools.trace.summary import summarise as summarise_trace
+from lightning_asyncpp.tools.processes import Children, end_of, free_port, sigterm_raises
+from lightning_asyncpp.tools.text import Spread, write_json
+from lightning_asyncpp.tools.trace.recorded_run import read_run
+from lightning_asyncpp.tools.trace.run_summary import summarise as summarise_trace
 
 _SCRIPT = "lightning_asyncpp.tools.bench.network_training"
 _SIZES = ("layers", "dim", "context", "rows")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = network_parser()
     arguments = parser.parse_args(argv)
     check_shape(parser, arguments, [arguments.micro_batches], NETWORK_SYSTEMS)
-    job = _job(arguments)
+    job = Job.of(arguments, "train", systems=chosen_systems(arguments))
     measured, losses, hidden = _measure(job, arguments)
     lines = summarise(job, measured)
     message = arguments.rows * arguments.context * arguments.dim * 4
@@ -72,15 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_json(
             arguments.json, as_json(job, lines, measured, {}, losses=losses, hidden=hidden, message_bytes=message)
         )
-
-
-def _job(arguments: Namespace) -> Job:
-    systems = tuple(name for name in TITLES if name in arguments.systems)
-    return Job(
-        "train", arguments.stages, arguments.micro_batches, systems,
-        arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead, rows=arguments.rows,
-        hosts=arguments.hosts, link_latency_ms=arguments.link_latency_ms, link_mbit=arguments.link_mbit,
-    )  # fmt: skip
 
 
 def _measure(job: Job, arguments: Namespace) -> tuple[Measured, dict[str, list[float]], dict[str, list[float]]]:
@@ -119,9 +110,10 @@ def _train(job: Job, system: str, arguments: Namespace, hosts: Hosts, folder: Pa
         for host in range(job.hosts):
             ranks = job.stages * arguments.replicas // job.hosts
             children.start(f"host-{host}", _torchrun(hosts, host, ranks, folder), _environment(hosts))
-        failed = children.wait(time.monotonic() + (arguments.timeout or _RUN_SECONDS))
-        if failed is not None:
-            raise BenchmarkFailedError(f"torchrun of {failed} failed:\n{end_of(children.log(failed))}")
+        wait_for(
+            children, arguments.timeout or _RUN_SECONDS,
+            lambda failed: f"torchrun of {failed} failed:\n{end_of(children.log(failed))}",
+        )  # fmt: skip
     return [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(job.stages * arguments.replicas)]
 
 

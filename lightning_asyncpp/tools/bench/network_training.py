@@ -28,7 +28,7 @@ from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy, PipelineTrace, SyncPipelineStrategy
 from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B
-from lightning_asyncpp.tools.bench.processes import end_with_parent
+from lightning_asyncpp.tools.processes import end_with_parent
 
 TRACE = "trace"
 

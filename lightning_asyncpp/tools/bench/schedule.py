@@ -22,7 +22,7 @@ and whether it is a forward or a backward: all systems, and every repeat, sleep 
 longest row of sleeps leaves.
 
 ``--hosts 2`` puts the halves of the pipeline into two network namespaces with a link between them, for every system
-alike; see :mod:`lightning_asyncpp.tools.bench.hosts.relay`. The relay is a program and adds to the latency that was
+alike; see :mod:`lightning_asyncpp.tools.bench.harness.relay`. The relay is a program and adds to the latency that was
 asked for: what a packet really took is printed. Interleaved schedules and ZBV cross the link more often: that is
 theirs.
 
@@ -34,15 +34,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jsonargparse import Namespace
-
+from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.arguments import check_shape, chosen_systems, link_of
-from lightning_asyncpp.tools.bench.job import Job, spans_to_json
-from lightning_asyncpp.tools.bench.launch import Measured, measure
-from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
-from lightning_asyncpp.tools.bench.parsers import schedule_parser
-from lightning_asyncpp.tools.bench.report import (
+from lightning_asyncpp.tools.bench.harness.checked_arguments import (
+    check_shape,
+    chosen_systems,
+)
+from lightning_asyncpp.tools.bench.harness.comparison import (
     as_json,
     costs_of_extras,
     costs_text,
@@ -51,9 +49,13 @@ from lightning_asyncpp.tools.bench.report import (
     summarise,
     table,
     utilisation_of,
-    write_json,
 )
-from lightning_asyncpp.tools.timeline import Axis, Panel, draw_timelines
+from lightning_asyncpp.tools.bench.harness.job import Job
+from lightning_asyncpp.tools.bench.harness.measure import Measured, measure
+from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
+from lightning_asyncpp.tools.bench.parsers import schedule_parser
+from lightning_asyncpp.tools.bench.timeline import Axis, Panel, draw_timelines
+from lightning_asyncpp.tools.text import write_json
 
 _SHOWN_BATCHES = 3
 
@@ -63,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = schedule_parser()
     arguments = parser.parse_args(argv)
     check_shape(parser, arguments, [arguments.micro_batches])
-    job = _job(arguments)
+    traced = bool(arguments.trace or arguments.svg)
+    job = Job.of(arguments, "sleep", systems=chosen_systems(arguments), traced=traced)
     measured = measure(job, arguments.timeout)
     lines = summarise(job, measured)
     jitter = f", jitter {job.jitter:g} (seed {job.seed})" if job.jitter else ""
@@ -83,19 +86,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             file.write(_drawing(job, measured))
 
 
-def _job(arguments: Namespace) -> Job:
-    return Job(
-        "sleep", arguments.stages, arguments.micro_batches, chosen_systems(arguments),
-        arguments.repeats, arguments.mini_batches, arguments.warm_up, arguments.lookahead,
-        arguments.forward_ms, arguments.backward_ms, arguments.weight_share, arguments.jitter, arguments.seed,
-        traced=bool(arguments.trace or arguments.svg), **link_of(arguments),
-    )  # fmt: skip
-
-
 def _traces(job: Job, measured: Measured) -> dict[str, object]:
     """Spans [kind, index, start, end] of the first repeat, per system and stage; seconds of one common clock."""
-    spans = {s: [spans_to_json(run.trace) for run in measured.runs[s][0]] for s in (ASYNC, SYNC) if s in measured.runs}
+    spans = {s: [_plain(run.trace) for run in measured.runs[s][0]] for s in (ASYNC, SYNC) if s in measured.runs}
     return {"machine": machine(), "stages": job.stages, "micro_batches": job.micro_batches, "spans": spans}
+
+
+def _plain(spans: Sequence[Span]) -> list[list[object]]:
+    """Forwards, backwards and updates; waits and sends are left out."""
+    return [[span.kind.value, span.index, span.start, span.end] for span in spans if isinstance(span.kind, Kind)]
 
 
 def _drawing(job: Job, measured: Measured) -> str:

@@ -22,7 +22,6 @@ import copy
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,13 +31,15 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
-from lightning_asyncpp.tools.bench.loss_targets import Curve, TargetLine, common_targets, compare
+from lightning_asyncpp.tools.bench.harness.comparison import machine
+from lightning_asyncpp.tools.bench.harness.hosts import wait_for
+from lightning_asyncpp.tools.bench.loss_curves import Curve, TargetLine, common_targets, compare
 from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
 from lightning_asyncpp.tools.bench.parsers import time_to_loss_parser
-from lightning_asyncpp.tools.bench.processes import BenchmarkFailedError, Children, end_of, sigterm_raises
-from lightning_asyncpp.tools.bench.report import Spread, aligned, machine, write_json
+from lightning_asyncpp.tools.processes import Children, end_of, sigterm_raises
+from lightning_asyncpp.tools.text import Spread, aligned, write_json
 
-_CLOCK = "lightning_asyncpp.tools.bench.loss_clock.LossClock"
+_CLOCK = "lightning_asyncpp.tools.bench.loss_curves.LossClock"
 _STRATEGIES = {SYNC: "lightning_asyncpp.SyncPipelineStrategy", ASYNC: "lightning_asyncpp.AsyncPipelineStrategy"}
 
 
@@ -147,8 +148,7 @@ def _train(recipe: dict[str, Any], folder: Path, timeout: float) -> Curve:
     with Children(folder) as children:
         command = [sys.executable, "-m", "lightning_asyncpp", "fit", "--config", str(folder / "fit.yaml")]
         children.start("training", command, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-        if children.wait(time.monotonic() + timeout) is not None:
-            raise BenchmarkFailedError(f"a training failed:\n{end_of(children.log('training'))}")
+        wait_for(children, timeout, lambda failed: f"a training failed:\n{end_of(children.log(failed))}")
     return [tuple(point) for point in json.loads(file.read_text())]
 
 

@@ -18,8 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks, loss_of
+from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
 from lightning_asyncpp.pipeline.randomness import seeded
+from lightning_asyncpp.tools.check.check_report import Comparison, WholeBatches
+from lightning_asyncpp.tools.check.trial import Trial
 
 # What still counts as equal: the arithmetic of other shapes rounds otherwise. Three quarters of the digits of a dtype
 # for a loss (6e-6 in fp32, 3e-2 in bf16), half of them for a gradient (3e-4, 9e-2), in which terms cancel.
@@ -39,62 +41,17 @@ _BATCH_NORM = (
 )
 
 
-class Comparison(NamedTuple):
-    """A batch as a whole, and as the weighted mean over its micro-batches.
-
-    Attributes:
-        whole, pieces: the losses.
-        loss: how far they are apart, as a share of the largest loss.
-        gradient: how far the gradients are apart, as a share of the largest gradient's norm.
-    """
-
-    whole: float
-    pieces: float
-    loss: float
-    gradient: float
-
-
-@dataclass(frozen=True)
-class WholeBatches:
-    """What comparing whole batches with their micro-batches found.
-
-    Attributes:
-        comparisons: of every batch; empty where none could be compared.
-        how: what was switched off for it, as text; mostly nothing.
-        finding: what a pipeline trains otherwise, with the mend; empty if nothing.
-        note: what there is to know beside it.
-    """
-
-    comparisons: Sequence[Comparison] = ()
-    how: str = ""
-    finding: str = ""
-    note: str = ""
-
-
-def compare_whole_batches(
-    module: nn.Module,
-    step: Callable[[Any, Any], Any],
-    hooks_of: Callable[[nn.Module], UserHooks],
-    batches: Sequence[Any],
-    micro_batches: int,
-    seed: int,
-    device: torch.device,
-) -> WholeBatches:
-    """Run the step on whole batches and on their micro-batches, all on the weights and buffers that ``module`` has.
+def compare_whole_batches(trial: Trial, batches: Sequence[Any]) -> WholeBatches:
+    """Run the step on whole batches and on their micro-batches, all on the weights that training starts from.
 
     Random numbers cannot be the same for both. Where the step draws any, dropout is switched off, or else all but
     BatchNorm is put into eval mode. What layers add to the loss (the balance of experts) is left out.
 
     Args:
-        module: in training mode; it is not changed.
-        step: (module, micro-batch) -> loss.
-        hooks_of: module -> how it cuts and weighs batches.
+        trial: what a check trains; its module is in training mode, and not changed.
         batches: to be compared.
-        micro_batches: pieces of a batch.
-        seed: of the generators.
-        device: of the model.
     """
-    sides = _Sides(module, step, hooks_of, micro_batches, seed, device)
+    sides = _Sides(trial)
     try:
         how = next((how for how in _MODES if not sides.is_random(batches[0], how)), None)
         if how is None:
@@ -113,7 +70,7 @@ def compare_whole_batches(
     wrong = next((index for index, c in enumerate(compared) if c is not None and sides.differs(c)), None)
     if wrong is None:
         return found
-    said = _described(wrong, compared[wrong], micro_batches)
+    said = _described(wrong, compared[wrong], trial.settings.micro_batches)
     if not _differs_without_batch_norm(sides, batches[wrong], how):
         return WholeBatches(comparisons, how, note=f"{said}. {_BATCH_NORM}")
     mend = sides.explained(batches[wrong], how) or _CAUSES
@@ -162,7 +119,7 @@ _MODES: Mapping[str, Callable[[nn.Module], None]] = {
 
 
 def _differs_without_batch_norm(sides: _Sides, batch: Any, how: str) -> bool:
-    if not any(isinstance(layer, _BatchNorm) for layer in sides.module.modules()):
+    if not any(isinstance(layer, _BatchNorm) for layer in sides.trial.module.modules()):
         return True
     compared = sides.compare(batch, how, _batch_norm)
     return compared is not None and sides.differs(compared)
@@ -181,19 +138,16 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Sides:
-    """Runs whole batches and micro-batches on copies of a module."""
+    """Runs whole batches and micro-batches on copies of the module."""
 
-    module: nn.Module
-    step: Callable[[Any, Any], Any]
-    hooks_of: Callable[[nn.Module], UserHooks]
-    micro_batches: int
-    seed: int
-    device: torch.device
+    trial: Trial
     eps: float = 0.0
 
     def is_random(self, batch: Any, how: str) -> bool:
         """Whether two runs of a batch under generators with different seeds have different losses."""
-        first, second = (float(self._whole(batch, how, seed).loss) for seed in (self.seed, self.seed + 1))
+        first, second = (
+            float(self._whole(batch, how, seed=seed).loss) for seed in (self.trial.seed, self.trial.seed + 1)
+        )
         return _apart(first, second, abs(first)) > self._share(_DIGITS_OF_LOSS)
 
     def compare(
@@ -203,7 +157,7 @@ class _Sides:
         parts, total = self._parts(batch, how, further)
         if not total:
             return None
-        whole = self._whole(batch, how, self.seed, further)
+        whole = self._whole(batch, how, further)
         whole_loss = float(whole.loss) / (total if self._sums else 1.0)
         losses = [float(p.loss) / (p.weight if self._sums else 1.0) for p in parts]
         mean = math.fsum(loss * p.weight for loss, p in zip(losses, parts)) / total
@@ -225,9 +179,9 @@ class _Sides:
         """The weights with which the micro-batches' mean is the batch's loss, if something in the batch counts them."""
         if self._sums:
             return ""
-        module = copy.deepcopy(self.module)
-        pieces = [piece for piece in self.hooks_of(module).split_batch(batch, self.micro_batches) if piece is not None]
-        whole = float(self._whole(batch, how, self.seed).loss)
+        module = copy.deepcopy(self.trial.module)
+        pieces = self.trial.pieces(module, batch)
+        whole = float(self._whole(batch, how).loss)
         losses = [float(part.loss) for part in self._run(module, pieces, how, weigh=False)]
         for text, count in _counts(batch):
             weights = [float(count(piece)) for piece in pieces]
@@ -243,25 +197,24 @@ class _Sides:
 
     @property
     def _sums(self) -> bool:
-        return self.hooks_of(self.module).loss_reduction == "sum"
+        return self.trial.hooks(self.trial.module).loss_reduction == "sum"
 
     def _share(self, digits: float) -> float:
         """What is rounding, as a share; of the coarsest dtype among parameters and losses."""
-        dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        dtypes = {p.dtype for p in self.trial.module.parameters() if p.is_floating_point()}
         return float(max([self.eps, *(torch.finfo(dtype).eps for dtype in dtypes)]) ** digits)
 
     def _whole(
-        self, batch: Any, how: str, seed: int, further: Callable[[nn.Module], None] = lambda module: None
+        self, batch: Any, how: str, further: Callable[[nn.Module], None] = lambda module: None, seed: int | None = None
     ) -> _Part:
-        module = copy.deepcopy(self.module)
+        module = copy.deepcopy(self.trial.module)
         further(module)
         return self._run(module, [batch], how, weigh=False, seed=seed)[0]
 
     def _parts(self, batch: Any, how: str, further: Callable[[nn.Module], None]) -> tuple[list[_Part], float]:
-        module = copy.deepcopy(self.module)
+        module = copy.deepcopy(self.trial.module)
         further(module)
-        pieces = self.hooks_of(module).split_batch(copy.deepcopy(batch), self.micro_batches)
-        parts = self._run(module, [piece for piece in pieces if piece is not None], how)
+        parts = self._run(module, self.trial.pieces(module, copy.deepcopy(batch)), how)
         return parts, math.fsum(part.weight for part in parts)
 
     def _run(
@@ -273,12 +226,12 @@ class _Sides:
             layer.eval()
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         parts = []
-        with _all_seeded(self.seed if seed is None else seed, self.device):
+        with _all_seeded(self.trial.seed if seed is None else seed, self.trial.device):
             for batch in batches:
-                weight = float(self.hooks_of(module).micro_batch_weight(batch)) if weigh else 1.0
+                weight = float(self.trial.hooks(module).micro_batch_weight(batch)) if weigh else 1.0
                 if weight:
                     with collecting():
-                        loss = loss_of(self.step(module, copy.deepcopy(batch)))
+                        loss = loss_of(self.trial.step(module, copy.deepcopy(batch)))
                     gradient = torch.autograd.grad(loss, parameters, allow_unused=True)
                     self.eps = max(self.eps, torch.finfo(loss.dtype).eps)
                     parts.append(_Part(loss.detach(), weight, list(gradient)))

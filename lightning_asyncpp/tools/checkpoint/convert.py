@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 
+from lightning_asyncpp.durable import usual_mode
 from lightning_asyncpp.storage.errors import StorageError
 from lightning_asyncpp.storage.index import is_sharded, read_index
 from lightning_asyncpp.storage.reading import damages, load, verify
@@ -97,11 +98,8 @@ def _write_weights(weights: Mapping[str, Tensor], output: Path, written: Written
     if output.suffix != _SAFETENSORS:
         save_file(dict(weights), output, lambda num_bytes: written(num_bytes, total))
         return
-    with written_beside(output) as partial:
-        partial.touch()
-        mode = partial.stat().st_mode
+    with written_beside(output) as partial, usual_mode(partial):
         save_tensors({name: tensor.contiguous() for name, tensor in without_aliases(weights).items()}, partial)
-        partial.chmod(mode)  # that of new files; safetensors lets nobody else read them
     written(total, total)
 
 

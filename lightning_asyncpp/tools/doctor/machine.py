@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_asyncpp.pipeline.ranks.interfaces import LOOPBACK, address_of
-from lightning_asyncpp.tools.doctor.running import run_limited
+from lightning_asyncpp.tools.plan.devices import GIB, host_memory_gib
+from lightning_asyncpp.tools.processes import run_limited
 
 PACKAGES = ("lightning-asyncpp", "lightning", "torch", "triton", "torchmetrics", "litdata")
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "TORCHINDUCTOR_")
@@ -28,8 +29,6 @@ HIDDEN = ("NCCL_COMM_ID", "NCCL_HOSTID")
 """Those of them whose values name machines."""
 NOT_SET_BY_USERS = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Lightning sets it when it is imported."""
-
-GIB = 2**30
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -132,7 +131,7 @@ def examined_host() -> Machine:
         "python": platform.python_version,
         "packages": _packages,
         "cpus": lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "memory_gib": lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
+        "memory_gib": host_memory_gib,
         "shm_gib": lambda: shutil.disk_usage("/dev/shm").free / GIB if os.path.isdir("/dev/shm") else None,
         "compiler": lambda: shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or "",
         "c_compiler": _c_compiler,
@@ -146,8 +145,8 @@ def examined_host() -> Machine:
 def with_gpus_examined(host: Machine) -> Machine:
     """The same with its GPUs, which takes torch and the driver."""
     machine = _looked_at(host, {
-        "cuda": _cuda,
-        "hip": _hip,
+        "cuda": lambda: _torch().version.cuda or "",
+        "hip": lambda: _torch().version.hip or "",
         "gpus": _gpus,
         "nccl": _nccl,
         "peer_access": _peer_access,
@@ -216,21 +215,13 @@ def _driver() -> str:
     return next((word for word in words if word[0].isdigit() and "." in word), words[0])
 
 
-def _cuda() -> str:
-    import torch
-
-    return torch.version.cuda or ""
-
-
-def _hip() -> str:
-    import torch
-
-    return torch.version.hip or ""
+def _torch() -> Any:
+    """Imported late: what the host is like is written before."""
+    return importlib.import_module("torch")
 
 
 def _gpus() -> list[Gpu]:
-    import torch
-
+    torch = _torch()
     if torch.cuda.device_count():
         # Until then NVML counts, which knows all GPUs of a host where CUDA shows one instance of MIG.
         torch.cuda.init()
@@ -249,30 +240,24 @@ def _gpus() -> list[Gpu]:
 
 
 def _nccl() -> tuple[int, ...] | None:
-    import torch
-
+    torch = _torch()
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
     return tuple(int(part) for part in torch.cuda.nccl.version()[:3])
 
 
 def _peer_access() -> list[list[bool]]:
-    import torch
-
+    torch = _torch()
     count = range(torch.cuda.device_count())
     return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in count] for i in count]
 
 
 def _topology() -> str:
-    import torch
-
-    return _nvidia_smi("topo", "-m") if torch.cuda.device_count() > 1 else ""
+    return _nvidia_smi("topo", "-m") if _torch().cuda.device_count() > 1 else ""
 
 
 def _is_exclusive() -> bool:
-    import torch
-
-    modes = _nvidia_smi("--query-gpu=compute_mode", "--format=csv,noheader") if torch.cuda.device_count() else ""
+    modes = _nvidia_smi("--query-gpu=compute_mode", "--format=csv,noheader") if _torch().cuda.device_count() else ""
     return "exclusive" in modes.lower()
 
 

@@ -1,18 +1,22 @@
-"""The parts of an examination, and how each is run: in a process of its own that cannot outlive its limit."""
+"""The parts of an examination, and how each is run: in a process of its own that cannot outlive its limit.
+
+``python -m lightning_asyncpp.tools.doctor.parts FILE`` is that process.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_asyncpp.tools.doctor import task as task_module
-from lightning_asyncpp.tools.doctor.findings import Finding, Status, worst
 from lightning_asyncpp.tools.doctor.machine import Machine
-from lightning_asyncpp.tools.doctor.running import run_limited
-from lightning_asyncpp.tools.doctor.task import MACHINE, Task
+from lightning_asyncpp.tools.doctor.task import MACHINE, Finding, Status, Task, worst
+from lightning_asyncpp.tools.processes import run_limited, traced
 
 _HERE = "lightning_asyncpp.tools.doctor"
 _LOG_CHARACTERS = 200_000
@@ -42,7 +46,7 @@ PARTS = (
     INSTALLATION,
     Part("correctness", "small pipelines against one process", f"{_HERE}.correctness", 230),
     Part("queues", "hardware queues and resident kernels", f"{_HERE}.queues", 50, needs_gpu=True),
-    Part("stage", "one stage: speed, waits, memory, Muon", f"{_HERE}.stage", 220),
+    Part("stage", "one stage: speed, waits, memory, Muon", f"{_HERE}.stage_speed", 220),
 )
 """In the order in which they run. Their limits, and what killing them may take, add up to ten minutes."""
 
@@ -157,5 +161,19 @@ def shortened(text: str, characters: int) -> str:
 
 
 def command_of(task: Task) -> list[str]:
-    """What does a task."""
-    return [sys.executable, "-m", task_module.__name__, str(task.save())]
+    """What does a task; where its threads are goes to the log shortly before it would be killed."""
+    return traced(task.seconds_left(float("inf")), f"{_HERE}.parts", str(task.save()))
+
+
+def work(path: Path) -> None:
+    """Do a task."""
+    task = Task(**json.loads(path.read_text(encoding="utf-8")))
+    with task.findings.checking("the part itself"):
+        importlib.import_module(task.module).run(task, task.findings)
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))
+    sys.stdout.flush()
+    # Nothing is left to be done, and threads of libraries may wait for what never comes.
+    os._exit(0)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from lightning_asyncpp.private_names import required
-from lightning_asyncpp.tools.doctor.findings import Findings
-from lightning_asyncpp.tools.doctor.task import Task
+from lightning_asyncpp.tools.doctor.task import Findings, Task
 
 STREAMS = 8
 """The one that computes, and as many as the messages of a stage in the middle may take, with some to spare."""

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.plan.devices import DEVICES
 
-_HERE = "lightning_asyncpp.tools.doctor.stage_callback"
+_TRAINING = "lightning_asyncpp.tools.doctor.stage_training"
 LEARNING_RATE = 1e-3
 _PEAKS = {"H200": "h200", "H100": "h100", "B200": "b200", "A100": "a100", "L40S": "l40s", "RTX 4090": "rtx4090"}
 _KNOWN = re.compile(rf"\b({'|'.join(_PEAKS)})\b")
@@ -126,7 +126,7 @@ def recipe_of(row: Row, size: Size, is_gpu: bool, result: Path) -> dict[str, Any
             "strategy": {"class_path": "lightning_asyncpp.AsyncPipelineStrategy", "init_args": strategy},
             "gradient_clip_val": 1.0, "default_root_dir": str(result.parent), "logger": False,
             "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-            "callbacks": [{"class_path": f"{_HERE}.StageClock", "init_args": clock}],
+            "callbacks": [{"class_path": f"{_TRAINING}.StageClock", "init_args": clock}],
             # In a job of Slurm, too, it is one process that nobody else has to start.
             "plugins": [{"class_path": "lightning.fabric.plugins.environments.LightningEnvironment"}],
         },
@@ -139,7 +139,7 @@ def recipe_of(row: Row, size: Size, is_gpu: bool, result: Path) -> dict[str, Any
                 },
             },
         },
-        "data": {"class_path": f"{_HERE}.RandomTokens", "init_args": tokens},
+        "data": {"class_path": f"{_TRAINING}.RandomTokens", "init_args": tokens},
     }  # fmt: skip
 
 

@@ -1,23 +1,110 @@
-"""What a part of the examination is told, and the process that it runs in: ``python -m ...doctor.task FILE``."""
+"""What a part of the examination is told, and what it finds, which outlives the process that found it."""
 
 from __future__ import annotations
 
-import faulthandler
-import importlib
 import json
-import os
-import sys
+import math
 import time
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Literal, get_args
 
-from lightning_asyncpp.tools.doctor.findings import Findings, NoTimeLeftError
 from lightning_asyncpp.tools.doctor.machine import Machine
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+_WORST_FIRST: tuple[Status, ...] = ("failed", "warning", "ok", "skipped")
+assert set(_WORST_FIRST) == set(get_args(Status))
 
 MACHINE = "machine.json"
 """The file in which the first part leaves what the machine is like."""
 
 _MARGIN_SECONDS = 5.0
+
+
+class NoTimeLeftError(Exception):
+    """The part's own time does not suffice for what was to be checked, which says nothing of it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        title: what was checked.
+        status: ``"skipped"`` if it was not; then ``text`` says why.
+        text: what was found.
+        figures: what was measured, plain values by names with their units.
+        fix: what to do about it; empty if nothing.
+    """
+
+    title: str
+    status: Status
+    text: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    fix: str = ""
+
+
+def worst(statuses: Iterable[Status]) -> Status:
+    """The one that decides; ``"skipped"`` if nothing was checked."""
+    found = set(statuses)
+    return next((status for status in _WORST_FIRST if status in found), "skipped")
+
+
+class Findings:
+    """Findings of one part, each in its file as soon as it is there: a part that is killed keeps what it found.
+
+    Args:
+        path: of the file, a line of JSON per finding.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(
+        self, title: str, status: Status, text: str = "", figures: dict[str, Any] | None = None, fix: str = ""
+    ) -> None:
+        """File a finding; arguments as the attributes of :class:`Finding`, figures that are no numbers as words."""
+        plain = {name: value if _is_json(value) else str(value) for name, value in (figures or {}).items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            # On a line of its own also behind one that was cut off.
+            file.write("\n" + json.dumps(asdict(Finding(title, status, text, plain, fix))) + "\n")
+
+    @contextmanager
+    def checking(self, title: str, fix: str = "") -> Iterator[None]:
+        """Turn what the body raises into a failed finding, or a skipped one for want of time.
+
+        Where it was raised goes to the log.
+
+        Args:
+            title: what is checked.
+            fix: what to do if it raises.
+        """
+        try:
+            yield
+        except NoTimeLeftError:
+            self.add(title, "skipped", "no time was left for it")
+        except Exception as error:
+            traceback.print_exc()
+            self.add(title, "failed", f"{type(error).__name__}: {error}", fix=fix)
+
+    def read(self) -> list[Finding]:
+        """All that is there; a line that was cut off by the end of its process is left out."""
+        if not self.path.exists():
+            return []
+        *lines, _ = self.path.read_text(encoding="utf-8").split("\n")
+        found = []
+        for line in lines:
+            with suppress(json.JSONDecodeError):
+                found.append(Finding(**json.loads(line)))
+        return found
+
+
+def _is_json(value: Any) -> bool:
+    """Whether every reader of JSON knows it: there is no NaN, and nothing infinite."""
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -82,20 +169,3 @@ class Task:
         path = self.path / f"{self.name}.task.json"
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
         return path
-
-
-def work(path: Path) -> None:
-    """Do a task; where its threads are goes to the log shortly before it would be killed."""
-    task = Task(**json.loads(path.read_text(encoding="utf-8")))
-    if (left := task.seconds_left(float("inf"))) > 0:
-        faulthandler.dump_traceback_later(left, exit=False)
-    with task.findings.checking("the part itself"):
-        importlib.import_module(task.module).run(task, task.findings)
-    faulthandler.cancel_dump_traceback_later()
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]))
-    sys.stdout.flush()
-    # Nothing is left to be done, and threads of libraries may wait for what never comes.
-    os._exit(0)

@@ -1,171 +1,132 @@
-"""A plan: everything that is known of a recipe on a kind of device, ready to be printed or written."""
+"""``asyncpp plan RECIPE``: memory, speed and limits of a recipe on a kind of device; nothing is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import contextlib
+import io
+import json
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_asyncpp.tools.plan.devices import GIB
-from lightning_asyncpp.tools.plan.in_flight import Memory
-from lightning_asyncpp.tools.plan.limits import Limits, limits_of
-from lightning_asyncpp.tools.plan.mends import Mend, mends_of
-from lightning_asyncpp.tools.plan.question import Question
-from lightning_asyncpp.tools.plan.stage_run import Profile
-from lightning_asyncpp.tools.plan.timing import Prediction
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """One stage.
-
-    Attributes:
-        units: names of its first and last layer.
-        num_units: how many it has.
-        num_parameters: trainable values that it holds.
-        flops: of a micro-batch, forward and backward.
-        memory: when it needs most.
-        profile: what one micro-batch takes.
-    """
-
-    units: tuple[str, str]
-    num_units: int
-    num_parameters: int
-    flops: int
-    memory: Memory
-    profile: Profile
+from lightning_asyncpp.lightning_cli.command import read_configuration
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.private_names import PrivateNameError
+from lightning_asyncpp.tools.parsers import plan_parser
+from lightning_asyncpp.tools.plan.devices import DEVICES, Device, default_reserve, host_memory_gib
+from lightning_asyncpp.tools.plan.fake_tensors import NeedsValueError, NoKernelError
+from lightning_asyncpp.tools.plan.plan_report import Plan, plan, table
+from lightning_asyncpp.tools.plan.planned_recipe import Recipe, build
+from lightning_asyncpp.tools.plan.question import Question, Room
+from lightning_asyncpp.tools.plan.timing import Speeds
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A recipe's plan.
-
-    Attributes:
-        question: what was asked.
-        stages: of one replica.
-        num_parameters: of the whole model; what two stages hold counts once.
-        samples: per update, over all replicas.
-        tokens: the same in tokens; None where a batch has none.
-        limits: what could be larger; None if nothing fits.
-        mends: what was tried because it does not fit.
-    """
-
-    question: Question
-    stages: tuple[StagePlan, ...]
-    num_parameters: int
-    samples: int
-    tokens: int | None
-    limits: Limits | None
-    mends: tuple[Mend, ...]
-
-    @property
-    def flops_per_sample(self) -> float:
-        """Of a forward and its backward, recomputation included."""
-        per_slot = sum(p.forward.flops + p.backward_again.flops for stage in self.question.profiles for p in stage)
-        return per_slot / self.question.batch_size
-
-    @property
-    def advised(self) -> Mend | None:
-        """The first change that is enough."""
-        return next((mend for mend in self.mends if mend.fits), None)
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, for other programs; memory in bytes, times in seconds."""
-        question, room = self.question, self.question.room
-        device = room.speeds.device
-        settings = question.settings
-        return {
-            "device": {
-                **asdict(device), "memory_gib": room.memory_gib, "reserve_gib": room.reserve_gib,
-                "mfu": room.speeds.mfu, "bandwidth_share": room.speeds.bandwidth_share,
-                "per_node": room.speeds.per_node,
-            },
-            "pipeline": {
-                "devices": question.devices, "stages": settings.num_stages, "replicas": settings.data_parallel_size,
-                "micro_batches": settings.micro_batches, "lookahead": settings.lookahead, "delay": settings.delay,
-                "weight_dtype": settings.weight_dtype, "accumulated": question.recipe.accumulated,
-                "fresh_last_stage": settings.fresh_last_stage,
-                "partition": list(question.stages.cut.counts), "partition_chosen": question.stages.cut.partition.source,
-                "precision": str(question.recipe.trainer.precision),
-            },
-            "parameters": self.num_parameters,
-            "samples_per_update": self.samples,
-            "tokens_per_update": self.tokens,
-            "flops_per_sample": self.flops_per_sample,
-            "fits": question.fits,
-            "stages": [_stage_as_json(stage) for stage in self.stages],
-            "predicted": _speed_as_json(question.speed, self),
-            "synchronous": _speed_as_json(question.synchronous, self),
-            "asynchronous": None if question.asynchronous is None else _speed_as_json(question.asynchronous, self),
-            "limits": None if self.limits is None else asdict(self.limits),
-            "mends": [
-                {"change": m.change, "cost": m.cost, "bytes": m.most, "fits": m.fits, "step": m.step}
-                for m in self.mends
-            ],
-            "notes": self.notes,
-        }  # fmt: skip
-
-    @property
-    def notes(self) -> list[str]:
-        """What was taken for granted."""
-        return list(dict.fromkeys(filter(None, [*self.question.recipe.notes, self.question.stages.cut.note])))
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the plan; a recipe that cannot be run ends with code 2, one that does not fit with code 1."""
+    parser = plan_parser()
+    own, rest = parser.parse_known_args(argv)
+    if problems := _problems(own):
+        parser.error("; ".join(problems))
+    try:
+        made = make_plan(own, rest)
+    except (NeedsValueError, NoKernelError) as error:
+        what = "looks at values of tensors" if isinstance(error, NeedsValueError) else "cannot tell a result's shape"
+        print(
+            f"asyncpp plan: error: a layer or the optimizer {what}, which tensors without memory do not have: {error}",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
+    except (ConfigurationError, MisconfigurationException, ValueError, TypeError, PrivateNameError) as error:
+        print(f"asyncpp plan: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if own.json is not None:
+        text = json.dumps(made.as_json(), indent=2)
+        if own.json == "-":
+            print(text)
+        else:
+            Path(own.json).write_text(text + "\n", encoding="utf-8")
+    if own.json != "-":
+        print(table(made))
+    if not made.question.fits:
+        raise SystemExit(1)
 
 
-def plan(question: Question, search: bool = True) -> Plan:
-    """Answer a question.
+def make_plan(own: Namespace, overrides: Sequence[str]) -> Plan:
+    """Plan a recipe.
 
     Args:
-        question: what is asked.
-        search: also say how far it can be stretched, or what to change.
+        own: this command's arguments.
+        overrides: arguments of ``asyncpp fit``.
     """
-    cut = question.stages.cut
-    stages = []
-    for index, (memory, slots) in enumerate(zip(question.memory, question.profiles)):
-        names = [unit.name for unit in cut.units[cut.first(index) : cut.first(index) + cut.counts[index]]]
-        largest = slots[0]
-        flops = largest.forward.flops + largest.backward_again.flops
-        stages.append(StagePlan((names[0], names[-1]), len(names), largest.num_parameters, flops, memory, largest))
-    parameters = {id(p): p.numel() for unit in cut.units for p in unit.module.parameters() if p.requires_grad}
-    updates = question.recipe.accumulated * question.settings.data_parallel_size
-    samples = question.batch_size * updates
-    tokens = _tokens(question.recipe.batch)
-    return Plan(
-        question, tuple(stages), sum(parameters.values()), samples,
-        None if tokens is None else tokens * updates,
-        limits_of(question) if search and question.fits else None,
-        tuple(mends_of(question)) if search and not question.fits else (),
-    )  # fmt: skip
+    recipe = build(_parsed(own.recipe, overrides), own.devices)
+    device = _device(own)
+    per_node = own.devices_per_node or _per_node(recipe, device)
+    memory = device.memory_gib or host_memory_gib() / min(per_node, recipe.devices)
+    reserve = default_reserve(device) if own.reserve is None else own.reserve
+    if reserve >= memory:
+        raise ValueError(f"a reserve of {reserve:g} GiB leaves nothing of {memory:g}: give --reserve, or more --memory")
+    room = Room(Speeds(device, own.mfu, own.bandwidth_share, per_node), memory, reserve)
+    question = Question(recipe, recipe.settings, recipe.devices, room)
+    return plan(question, search=not own.no_search)
 
 
-def gib(size: float) -> float:
-    """Bytes in GiB."""
-    return size / GIB
+def _per_node(recipe: Recipe, device: Device) -> int:
+    """Devices of a node: the recipe's nodes; one node that the recipe describes may be larger than usual ones."""
+    if recipe.nodes > 1:
+        return recipe.per_node or -(-recipe.devices // recipe.nodes)
+    return max(recipe.per_node or 1, device.per_node if device.is_gpu else recipe.devices)
 
 
-def _tokens(batch: Any) -> int | None:
-    """Targets of a batch of token sequences, (batch, time + 1) whole numbers; None if it is something else."""
-    if not isinstance(batch, Tensor) or batch.ndim != 2 or batch.is_floating_point():
-        return None
-    return batch.shape[0] * (batch.shape[1] - 1)
+def _parsed(recipe: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The recipe as `asyncpp fit` understands it; of its parser's complaint, without the usage.
+
+    Raises:
+        ValueError: it has one.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return read_configuration(["fit", "--config", recipe, *overrides])
+    except SystemExit as end:
+        if not end.code:
+            raise  # help was asked for
+        raise ValueError(printed.getvalue().rpartition("error: ")[2].strip()) from None
 
 
-def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
-    profile = stage.profile
-    readings: Sequence[tuple[str, Any]] = (
-        ("forward", profile.forward), ("backward", profile.backward_again), ("update", profile.update),
-    )  # fmt: skip
-    return {
-        "layers": list(stage.units), "num_layers": stage.num_units, "parameters": stage.num_parameters,
-        "flops_per_micro_batch": stage.flops, "bytes": {**asdict(stage.memory), "total": stage.memory.total},
-        "per_micro_batch": {name: asdict(reading) for name, reading in readings},
-        "sent_bytes": 0 if profile.sent is None else profile.sent.num_bytes,
-    }  # fmt: skip
+def _device(own: Namespace) -> Device:
+    device = DEVICES[own.device]
+    given = {name: getattr(own, name) for name in ("tflops", "bandwidth", "link", "network")}
+    given["memory_gib"] = own.memory
+    return replace(device, **{name: value for name, value in given.items() if value is not None})
 
 
-def _speed_as_json(speed: Prediction, plan: Plan) -> Mapping[str, Any]:
-    return {
-        **asdict(speed), "samples_per_second": plan.samples / speed.step,
-        "tokens_per_second": None if plan.tokens is None else plan.tokens / speed.step,
-    }  # fmt: skip
+def _problems(own: Namespace) -> list[str]:
+    """What is wrong with this command's own arguments."""
+    problems = []
+    if own.device not in DEVICES:
+        problems.append(f"--device {own.device} is none of {', '.join(DEVICES)}: take the nearest, and give --memory,"
+                        " --tflops, --bandwidth, --link and --network")  # fmt: skip
+    if not Path(own.recipe).is_file():
+        problems.append(f"there is no recipe {own.recipe}")
+    for name in ("devices", "devices_per_node", "memory", "tflops", "bandwidth", "link", "network"):
+        value = getattr(own, name)
+        if value is not None and not 0 < value < math.inf:
+            problems.append(f"--{name.replace('_', '-')} {value:g} must be above 0, and finite")
+    for name in ("mfu", "bandwidth_share"):
+        if not 0 < getattr(own, name) <= 1:
+            problems.append(f"--{name.replace('_', '-')} {getattr(own, name):g} must be above 0 and at most 1")
+    if own.reserve is not None and not 0 <= own.reserve < math.inf:
+        problems.append(f"--reserve {own.reserve:g} must be 0 or more, and finite")
+    if own.json not in (None, "-") and (not Path(own.json).parent.is_dir() or Path(own.json).is_dir()):
+        problems.append(f"--json {own.json} is no file in a folder that exists")
+    return problems
+
+
+if __name__ == "__main__":
+    main()

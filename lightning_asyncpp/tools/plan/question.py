@@ -11,7 +11,7 @@ from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule, largest
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.plan.devices import GIB
 from lightning_asyncpp.tools.plan.in_flight import Memory
-from lightning_asyncpp.tools.plan.recipe import Recipe
+from lightning_asyncpp.tools.plan.planned_recipe import Recipe
 from lightning_asyncpp.tools.plan.stage_run import Profile
 from lightning_asyncpp.tools.plan.stages import Stages
 from lightning_asyncpp.tools.plan.timing import Prediction, Speeds, predict

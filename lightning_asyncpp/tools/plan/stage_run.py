@@ -1,11 +1,12 @@
 """One stage, run as the engine runs it, on tensors without memory: what its forwards, backwards and updates take.
 
-It is run one micro-batch at a time; what a schedule makes of that is arithmetic (:mod:`.in_flight`).
+It is run one micro-batch at a time, between neighbours that are not there; what a schedule makes of that is arithmetic
+(:mod:`.in_flight`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.cut.ties import names_on, trained_on
@@ -25,8 +27,40 @@ from lightning_asyncpp.pipeline.updates.buckets import BUCKET_BYTES, GPU_BUCKET_
 from lightning_asyncpp.pipeline.updates.reduction import Reduction
 from lightning_asyncpp.pipeline.weights import WeightVersions, lent, writing
 from lightning_asyncpp.pipeline.wire.header import Header
-from lightning_asyncpp.tools.plan.loopback import Loopback
-from lightning_asyncpp.tools.plan.meter import Meter, Reading, bytes_of
+from lightning_asyncpp.pipeline.wire.transport import Arrival
+from lightning_asyncpp.tools.plan.fake_tensors import Meter, Reading, bytes_of
+
+
+class Loopback:
+    """Takes the place of a stage's :class:`~lightning_asyncpp.pipeline.wire.transport.Transport`.
+
+    Args:
+        arriving: header of what the stage before sends; None on the first stage.
+
+    Attributes:
+        sent: header of what this stage sent last.
+    """
+
+    def __init__(self, arriving: Header | None) -> None:
+        self.arriving = arriving
+        self.sent: Header | None = None
+
+    def receive_activation(self, k: int) -> Arrival:
+        """New tensors as the stage before sends them."""
+        assert self.arriving is not None
+        tensors = tuple(torch.empty(i.shape, dtype=i.dtype, device="cpu") for i in self.arriving.tensors)
+        return Arrival(self.arriving, tensors)
+
+    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
+        """Note what is sent."""
+        self.sent = header
+
+    def receive_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """New tensors as the stage after sends them."""
+        return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in outputs]
+
+    def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
+        """They leave."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +175,7 @@ class _Run:
         with self.meter.reading() as self.found.update:
             self._update(optimizer, again)
         kept = made.kept + first.kept + self.found.update.kept + 2 * self.found.gradients
-        self.found.optimizer = bytes_of(_tensors(optimizer.state))
+        self.found.optimizer = bytes_of(tensors_of(optimizer.state))
         self.found.correction = max(0, kept - self.found.optimizer)
         return self.found
 
@@ -222,15 +256,3 @@ class _Run:
         for parameter in self.weights.parameters.values():
             parameter.grad = None
         gradients.clear()
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Tensors anywhere in an optimizer's state."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value)

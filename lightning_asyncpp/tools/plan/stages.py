@@ -1,15 +1,16 @@
-"""All stages of a recipe's pipeline, looked at one after the other on tensors without memory."""
+"""All stages of a recipe's pipeline, looked at one after the other on tensors without memory; of two alike, at one."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.models.moe import Experts
@@ -25,12 +26,10 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.wire.header import Header
-from lightning_asyncpp.tools.plan.alike import alike
-from lightning_asyncpp.tools.plan.fake import NeedsValueError, empty_like, fake_tensors, without_memory
+from lightning_asyncpp.tools.plan.fake_tensors import Meter, NeedsValueError, empty_like, fake_tensors, without_memory
+from lightning_asyncpp.tools.plan.gpu_kernels import as_on_gpu, kernels_of_gpu
 from lightning_asyncpp.tools.plan.in_flight import Memory, StageSchedule, peak_of
-from lightning_asyncpp.tools.plan.kernels import as_on_gpu, kernels_of_gpu
-from lightning_asyncpp.tools.plan.meter import Meter
-from lightning_asyncpp.tools.plan.recipe import Recipe, quiet, resized
+from lightning_asyncpp.tools.plan.planned_recipe import Recipe, quiet, resized
 from lightning_asyncpp.tools.plan.stage_run import Profile, StageJob, profile
 
 
@@ -228,3 +227,50 @@ class Stages:
 def _replace(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
+
+
+_HOLDERS = ("_parameters", "_buffers", "_modules")
+
+
+def alike(first: Sequence[Unit], second: Sequence[Unit]) -> bool:
+    """Whether layers of the same classes stand there in the same order, alike in everything that they hold.
+
+    What cannot be compared counts as different.
+    """
+    if len(first) != len(second) or any(a.function is not b.function for a, b in zip(first, second)):
+        return False
+    return _described(first) == _described(second) and all(
+        _same_attributes(a, b)
+        for one, other in zip(first, second)
+        for a, b in zip(one.module.modules(), other.module.modules())
+    )
+
+
+def _described(units: Sequence[Unit]) -> list[Any]:
+    """Names and classes of all layers, shapes of what they hold, and which of it is the same tensor."""
+    numbers: dict[int, int] = {}
+    found: list[Any] = []
+    for unit in units:
+        for name, module in unit.module.named_modules(remove_duplicate=False):
+            found.append((name, type(module), module.training))
+        held = [*unit.module.named_parameters(remove_duplicate=False), *unit.module.named_buffers()]
+        for name, tensor in held:
+            number = numbers.setdefault(id(tensor), len(numbers))
+            found.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, number))
+    return found
+
+
+def _same_attributes(first: nn.Module, second: nn.Module) -> bool:
+    mine, others = ({k: v for k, v in vars(m).items() if k not in _HOLDERS} for m in (first, second))
+    return mine.keys() == others.keys() and all(_same(mine[key], others[key]) for key in mine)
+
+
+def _same(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return False
+    try:
+        return type(first) is type(second) and bool(first == second)
+    except Exception:  # comparing is the user's code
+        return False

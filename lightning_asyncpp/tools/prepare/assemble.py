@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from lightning_asyncpp.data.token_dataset import (
     write_metadata,
 )
 from lightning_asyncpp.durable import checksum, replace_durably
-from lightning_asyncpp.tools.prepare.files import SourceFile
-from lightning_asyncpp.tools.prepare.piece import VALIDATION, Record, Work
+from lightning_asyncpp.tools.prepare.pieces import VALIDATION, Record, Work
+from lightning_asyncpp.tools.prepare.source_files import SourceFile
 
 ORIGIN = "prepared.json"
 READY = "ready"
@@ -102,7 +102,7 @@ def read_origin(output: Path) -> Origin | None:
 
 def add_up(records: Sequence[Record]) -> Record:
     """Return the sums over pieces."""
-    names = ("size", "documents", "val_documents", "empty", "text_bytes", "train_tokens", "val_tokens")
+    names = [field.name for field in fields(Record) if field.type == "int"]
     return Record(**{name: sum(getattr(record, name) for record in records) for name in names})
 
 

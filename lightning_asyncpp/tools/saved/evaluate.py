@@ -21,7 +21,7 @@ from lightning_asyncpp.data import TextDataModule, Tokenizer
 from lightning_asyncpp.data.source import is_token_source
 from lightning_asyncpp.models import GPT, SavedGPT, WeightsError
 from lightning_asyncpp.pytorch.gpt_module import IGNORED
-from lightning_asyncpp.tools.saved.arguments import (
+from lightning_asyncpp.tools.saved.model_arguments import (
     DTYPES,
     check_choice,
     check_device,

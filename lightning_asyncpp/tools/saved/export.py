@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_asyncpp.data import hf_tokenizer_files
 from lightning_asyncpp.models.hf import write_hf
-from lightning_asyncpp.tools.saved.arguments import (
+from lightning_asyncpp.tools.saved.model_arguments import (
     DTYPES,
     check_choice,
     find_tokenizer,

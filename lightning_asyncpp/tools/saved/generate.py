@@ -10,7 +10,7 @@ from lightning_asyncpp.data import Tokenizer
 from lightning_asyncpp.data.tokenizer import prompt_tokens
 from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.sampling import CachedLogits, Sampling, generate_tokens
-from lightning_asyncpp.tools.saved.arguments import (
+from lightning_asyncpp.tools.saved.model_arguments import (
     DTYPES,
     check_choice,
     check_device,

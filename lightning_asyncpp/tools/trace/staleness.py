@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.trace.run import RankTrace
+from lightning_asyncpp.tools.trace.recorded_run import RankTrace
 
 _SHOWN = 5
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from lightning_asyncpp.tools.ablation import command as ablate
-from lightning_asyncpp.tools.ablation.report import writing as ablate_report
-from lightning_asyncpp.tools.ablation.run import runner as ablate_run
+from lightning_asyncpp.tools.ablation import ablate
+from lightning_asyncpp.tools.ablation.report import __main__ as ablate_report
+from lightning_asyncpp.tools.ablation.run import training_runner as ablate_run
 from tests.tools.ablation.pretending import PRETENDER
 
 

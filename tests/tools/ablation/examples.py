@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from pathlib import Path
 
-from lightning_asyncpp.tools.ablation import results
-from lightning_asyncpp.tools.ablation.grid import Group, Open, Row, Run
-from lightning_asyncpp.tools.ablation.recipe.rows import RowKey
-from lightning_asyncpp.tools.ablation.results import CURVE_COLUMNS, RESULT_COLUMNS
+from lightning_asyncpp.tools.ablation.grid import CurvePoint, Open, Run
+from lightning_asyncpp.tools.ablation.results import write_lines
 
 
 def run(
     loss, seed=1, lr=0.01, *, optimizer="Muon", correction="none", delay="1", stages=None, momentum=None, steps=600
 ):
     cell = f"{optimizer}-{momentum}-{delay}-{stages}-{correction}-{lr:g}-{seed}"
-    return Run("demo", optimizer, correction, delay, stages, momentum, lr, seed, loss, steps, 40.0, cell)
+    status = "finished" if loss is not None else "diverged"
+    return Run("demo", optimizer, correction, delay, stages, momentum, lr, seed, status, loss, steps, 40.0, cell)
 
 
 def seeds(losses, **row):
@@ -31,49 +28,31 @@ def search(losses, seed=1, **row):
 
 def left(lr=0.01, seed=1, log="", *, optimizer="Muon", correction="none", delay="1", stages=None, momentum=None):
     """A training without a result: failed if it has a log, else still to be run."""
-    row = Row(Group(optimizer, momentum), delay, stages, correction)
-    return Open(row, lr, None if lr is None else seed, bool(log), log)
+    seed, status = None if lr is None else seed, "failed" if log else "pending"
+    return Open(optimizer, correction, delay, stages, momentum, lr, seed, status, log)
 
 
 def write_open(folder, ones):
     """As the runner writes it."""
-    text = lambda value: "" if value is None else f"{value:g}"  # noqa: E731
-    lines = []
-    for one in ones:
-        group, row = one.row.group, one.row
-        key = RowKey(group.optimizer, row.correction, row.delay, text(row.stages), text(group.momentum))
-        lines.append((key, one.lr, one.seed, one.log))
-    results.write_open(folder, lines)
+    write_lines(folder / "open.csv", Open, ones)
 
 
 def write_results(folder, runs):
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [
-        [
-            r.table, r.optimizer, r.correction, r.delay, "" if r.stages is None else r.stages,
-            "" if r.momentum is None else r.momentum, r.lr, r.seed, "diverged" if r.loss is None else "finished",
-            "" if r.loss is None else r.loss, r.steps, r.seconds, r.cell,
-        ]
-        for r in runs
-    ]  # fmt: skip
-    return _write(folder / "results.csv", RESULT_COLUMNS, lines)
+    write_lines(folder / "results.csv", Run, runs)
+    return folder / "results.csv"
 
 
 def write_curves(folder, runs):
     """Curves that fall exponentially to each run's loss, validated every 50 steps."""
-    lines = []
+    points = []
     for r in runs:
         for step in range(0, r.steps + 1, 50):
             value = math.nan if r.loss is None else r.loss + 4 * math.exp(-step / 80)
-            lines.append([r.cell, step, "val_loss", value])
-            lines.append([r.cell, step, "train_loss", value - 0.1])
-    return _write(folder / "curves.csv", CURVE_COLUMNS, lines)
-
-
-def _write(path: Path, columns, lines):
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([columns, *lines])
-    return path
+            points.append(CurvePoint(r.cell, step, "val_loss", value))
+            points.append(CurvePoint(r.cell, step, "train_loss", value - 0.1))
+    write_lines(folder / "curves.csv", CurvePoint, points)
+    return folder / "curves.csv"
 
 
 def whole_grid(optimizers=(("AdamW", 1.8, 0.3), ("Muon", 1.5, 0.05))):

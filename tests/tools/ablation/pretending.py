@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.tools.ablation.recipe.recipe import load_recipe
 from lightning_asyncpp.tools.ablation.recipe.rows import Plan, make_rows
 from lightning_asyncpp.tools.ablation.results import CellResult
-from lightning_asyncpp.tools.ablation.run.devices import slots
-from lightning_asyncpp.tools.ablation.run.runner import Runner, Running
-from lightning_asyncpp.tools.ablation.run.table import Table
-from tests.tools.ablation.small import ADAMW, write_ablation
+from lightning_asyncpp.tools.ablation.run.conditions import slots
+from lightning_asyncpp.tools.ablation.run.training_folders import Table
+from lightning_asyncpp.tools.ablation.run.training_runner import Runner, Running
+from tests.tools.ablation.small import ADAMW, load_recipe, write_ablation
 
 # Reads its learning rate from the folder's name and writes a result; some learning rates are special.
 PRETENDER = """

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe, read_recipe
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import write_yaml
 
 FIT: dict[str, Any] = {
@@ -70,3 +72,11 @@ def write_ablation(folder: Path, text: bool = True, **changes: Any) -> Path:
             lines = [f"document {index} line {line} {index * line}\n" for line in range(30)]
             (folder / "text" / f"{index}.txt").write_text("".join(lines))
     return folder / "grid.yaml"
+
+
+def load_recipe(path: Path) -> Recipe:
+    """A recipe without problems; else all of them at once."""
+    recipe, problems = read_recipe(path)
+    if problems or recipe is None:
+        raise ConfigurationError.from_problems(problems)
+    return recipe

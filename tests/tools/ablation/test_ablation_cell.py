@@ -13,14 +13,14 @@ import torch
 from lightning_asyncpp import DelayedGradientStrategy, GPTModule
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.tools.ablation.recipe.recipe import load_recipe
-from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, make_rows
+from lightning_asyncpp.tools.ablation.grid import CellKey
+from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.ablation.results import CellResult
 from lightning_asyncpp.tools.ablation.run.cell import train
 from lightning_asyncpp.tools.ablation.run.recorder import Recorder
-from lightning_asyncpp.tools.ablation.run.table import Table
-from tests.tools.ablation.small import ADAMW, FIT, write_ablation
+from lightning_asyncpp.tools.ablation.run.training_folders import Table
+from tests.tools.ablation.small import ADAMW, FIT, load_recipe, write_ablation
 
 LR = 0.01
 

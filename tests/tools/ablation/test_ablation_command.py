@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.tools.ablation import command as ablate
-from lightning_asyncpp.tools.ablation.report import writing as ablate_report
-from lightning_asyncpp.tools.ablation.run import table as ablate_table
-from lightning_asyncpp.tools.ablation.run.table import LOG
-from lightning_asyncpp.tools.ablation.run.versions import versions
+from lightning_asyncpp.tools.ablation import ablate
+from lightning_asyncpp.tools.ablation.report import __main__ as ablate_report
+from lightning_asyncpp.tools.ablation.run import training_folders as ablate_table
+from lightning_asyncpp.tools.ablation.run.conditions import versions
+from lightning_asyncpp.tools.ablation.run.training_folders import LOG
 from tests.tools.ablation.pretending import results_of
 from tests.tools.ablation.small import ADAMW, write_ablation
 

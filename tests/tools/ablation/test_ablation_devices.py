@@ -7,8 +7,15 @@ import os
 import pytest
 import torch
 
-from lightning_asyncpp.tools.ablation.run.devices import gpu_problems, name_of, slots, usable_cores
-from lightning_asyncpp.tools.ablation.run.versions import device_name, mixture, versions
+from lightning_asyncpp.tools.ablation.run.conditions import (
+    device_name,
+    gpu_problems,
+    mixture,
+    name_of,
+    slots,
+    usable_cores,
+    versions,
+)
 
 
 @pytest.fixture(autouse=True)

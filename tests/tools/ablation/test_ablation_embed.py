@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.report.embed import END, PageError, embed, embedded, main
+from docs.embed_tables import END, PageError, embed, embedded, main
 from lightning_asyncpp.tools.ablation.report.tables import DEFINITIONS
 from tests.tools.ablation.examples import run, write_results
 
@@ -53,17 +53,10 @@ def test_what_tables_of_a_kind_say_below_them_stands_once_and_their_counts_every
     assert "paired by seed: mean" in third
 
 
-def test_folders_may_be_relative_to_another_root(data):
-    page = make_page(data, *marked("demo#search"))
-    assert "**1.500**" in embedded(page, data / "docs" / "data")
-
-
 def test_the_check_fails_until_the_page_is_written_again(data, capsys):
     page = make_page(data, *marked())
     before = page.read_text()
-    with pytest.raises(
-        SystemExit, match=r"Run `python -m lightning_asyncpp\.tools\.ablation\.report\.embed .*page\.md`"
-    ):
+    with pytest.raises(SystemExit, match=r"Run `python docs/embed_tables\.py .*page\.md`"):
         main([str(page), "--check"])
     assert page.read_text() == before
     main([str(page)])

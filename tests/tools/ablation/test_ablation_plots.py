@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_asyncpp.tools.ablation.report.drawing import Line
-from lightning_asyncpp.tools.ablation.report.plot_data import gaps_by_learning_rate
-from lightning_asyncpp.tools.ablation.report.reading import read_curves
+from lightning_asyncpp.tools.ablation.report.plots import gaps_by_learning_rate
 from lightning_asyncpp.tools.ablation.report.summary import Ablation
+from lightning_asyncpp.tools.ablation.results import read_curves
 from tests.tools.ablation.examples import left, run, search, seeds, whole_grid, write_curves
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def draw(folder, runs, curves=True):
     folder.mkdir(exist_ok=True)
-    points = read_curves(write_curves(folder, runs)) if curves else {}
+    points = read_curves(write_curves(folder, runs)).get("val_loss", {}) if curves else {}
     return plots.write_plots(folder, Ablation.of(runs), points)
 
 
@@ -76,7 +76,7 @@ def test_a_plot_whose_data_are_gone_is_removed(tmp_path):
 
 def test_curves_are_the_mean_over_finished_seeds_and_say_who_diverged(tmp_path):
     runs = [*seeds([1.5, 1.7], delay="0"), *seeds([1.8, None, 2.0]), *seeds([None] * 2, correction="EF")]
-    curves = read_curves(write_curves(tmp_path, runs))
+    curves = read_curves(write_curves(tmp_path, runs))["val_loss"]
     figure = plots.draw_curves(Ablation.of(runs), curves)
     (axes,) = axes_of(figure)
     assert [line.get_ydata()[-1] for line in axes.lines] == pytest.approx([1.6, 1.9], abs=0.01)
@@ -240,7 +240,7 @@ def test_the_legend_says_with_which_settings_the_delay_was_run():
 
 def test_small_final_losses_are_printed_with_as_many_decimals_as_in_the_tables(tmp_path):
     runs = [run(0.00031, delay="0"), run(0.00044)]
-    figure = plots.draw_curves(Ablation.of(runs), read_curves(write_curves(tmp_path, runs)))
+    figure = plots.draw_curves(Ablation.of(runs), read_curves(write_curves(tmp_path, runs))["val_loss"])
     assert {text.get_text() for text in axes_of(figure)[0].texts} == {"sync 0.00031", "async 0.00044"}
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan, RowKey
+from lightning_asyncpp.tools.ablation.grid import CellKey, Group, Row
+from lightning_asyncpp.tools.ablation.recipe.rows import Plan
 from lightning_asyncpp.tools.ablation.results import CellResult
-from lightning_asyncpp.tools.ablation.run.progress import seconds_left
+from lightning_asyncpp.tools.ablation.run.training_runner import seconds_left
 
 
 def key(optimizer: str, seed: int = 1) -> CellKey:
-    return CellKey(RowKey(optimizer, "none", "0", "", ""), 0.1, seed)
+    return CellKey(Row(Group(optimizer, None), "0", None, "none"), 0.1, seed)
 
 
 def result(seconds: float) -> CellResult:

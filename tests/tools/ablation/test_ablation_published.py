@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.tools.ablation import command as ablate
+from lightning_asyncpp.tools.ablation import ablate
 from tests.tools.ablation.pretending import results_of
 from tests.tools.ablation.small import ADAMW, write_ablation
 

@@ -11,16 +11,14 @@ import torch
 
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.tools.ablation import command as ablate
-from lightning_asyncpp.tools.ablation.recipe import config
-from lightning_asyncpp.tools.ablation.recipe.building import parameter_names, refusal
-from lightning_asyncpp.tools.ablation.recipe.check import find_problems
-from lightning_asyncpp.tools.ablation.recipe.config import cell_config, cell_name
-from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe, load_recipe
-from lightning_asyncpp.tools.ablation.recipe.rows import Row, make_rows
-from lightning_asyncpp.tools.ablation.recipe.sources import own_sources
+from lightning_asyncpp.tools.ablation import ablate
+from lightning_asyncpp.tools.ablation.recipe import cell_config as config
+from lightning_asyncpp.tools.ablation.recipe.cell_config import cell_config, cell_name, own_sources
+from lightning_asyncpp.tools.ablation.recipe.check import find_problems, parameter_names, refusal
+from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe
+from lightning_asyncpp.tools.ablation.recipe.rows import RowRecipe, make_rows
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
-from tests.tools.ablation.small import ADAMW, EF, FIT, write_ablation
+from tests.tools.ablation.small import ADAMW, EF, FIT, load_recipe, write_ablation
 
 
 def load(folder: Path, **changes: Any) -> Recipe:
@@ -317,7 +315,7 @@ def test_a_run_sets_only_what_the_grid_is_about(tmp_path: Path) -> None:
     assert recipe.base["trainer"]["callbacks"] == FIT["trainer"]["callbacks"]
 
 
-def row_of(recipe: Recipe) -> Row:
+def row_of(recipe: Recipe) -> RowRecipe:
     return make_rows(recipe)[0]
 
 

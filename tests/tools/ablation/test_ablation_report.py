@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.report.reading import ResultsError, read_curves, read_results
-from lightning_asyncpp.tools.ablation.report.writing import main, write_report
-from lightning_asyncpp.tools.ablation.results import OPEN_COLUMNS, RESULT_COLUMNS
+from lightning_asyncpp.tools.ablation.grid import Open, Run
+from lightning_asyncpp.tools.ablation.report.__main__ import main, write_report
+from lightning_asyncpp.tools.ablation.results import ResultsError, read_curves, read_results
 from tests.tools.ablation.examples import left, run, seeds, whole_grid, write_curves, write_open, write_results
 
+RESULT_COLUMNS = [column.name for column in fields(Run)]
 HEADER = ",".join(RESULT_COLUMNS)
 LINE = "demo,Muon,none,1,,,0.01,1,finished,1.5,600,40.0,a"
 
@@ -29,13 +31,13 @@ def refused(folder, *lines, **header):
 
 def test_what_is_written_is_read_again(tmp_path):
     runs = whole_grid() + seeds([None, 1.5], optimizer="Lion", delay="2 micro_batches=4", stages=3)
-    assert read_results(write_results(tmp_path, runs)).runs == runs
+    assert read_results(write_results(tmp_path, runs)) == (runs, [])
 
 
 def test_columns_are_found_by_name_and_an_empty_correction_is_none(tmp_path):
     header = "note," + ",".join(reversed(RESULT_COLUMNS))
     line = "x," + ",".join(reversed(LINE.replace("none", "").split(",")))
-    (read,) = read_results(results(tmp_path, line, header=header)).runs
+    (read,), _ = read_results(results(tmp_path, line, header=header))
     assert (read.optimizer, read.correction, read.loss, read.stages, read.momentum) == ("Muon", "none", 1.5, None, None)
 
 
@@ -92,7 +94,7 @@ def test_curves_hold_the_validation_loss_by_step_and_name_garbled_lines(tmp_path
     path.write_text(
         "cell,step,metric,value\na,20,val_loss,1.5\na,10,val_loss,2\na,10,train_loss,9\nb,10,val_loss,inf\n"
     )
-    assert read_curves(path) == {"a": [(10, 2.0), (20, 1.5)], "b": [(10, float("inf"))]}
+    assert read_curves(path)["val_loss"] == {"a": [(10, 2.0), (20, 1.5)], "b": [(10, float("inf"))]}
     path.write_text("cell,step,metric,value\na,1.5,val_loss,1\na,2,val_loss,low\n")
     with pytest.raises(ResultsError) as caught:
         read_curves(path)
@@ -104,12 +106,12 @@ def test_curves_hold_the_validation_loss_by_step_and_name_garbled_lines(tmp_path
 
 def test_what_is_open_is_read_where_it_is_written(tmp_path):
     path = write_results(tmp_path, [run(1.5, delay="0")])
-    assert read_results(path).open == []
+    assert read_results(path)[1] == []
     write_open(tmp_path, [])
-    assert read_results(path).open == []
+    assert read_results(path)[1] == []
     ones = [left(0.5, 3, log="cells/a/log.txt"), left(None, delay="2", stages=4, momentum=0.9, correction="EF")]
     write_open(tmp_path, ones)
-    assert read_results(path).open == ones
+    assert read_results(path)[1] == ones
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_what_is_open_is_read_where_it_is_written(tmp_path):
 )
 def test_a_garbled_line_of_what_is_open_is_named_beside_those_of_the_results(tmp_path, line, message):
     path = tmp_path / "open.csv"
-    path.write_text("\n".join([",".join(OPEN_COLUMNS), line, ""]))
+    path.write_text("\n".join([",".join(column.name for column in fields(Open)), line, ""]))
     text = refused(tmp_path, LINE.replace("600", "x")).splitlines()
     assert text == ['FILE:2: steps is "x"; expected a whole number', f"{path}:2: {message}"]
 
@@ -133,8 +135,8 @@ def test_the_page_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     write_results(tmp_path, [run(1.5, delay="0")])
     write_report(tmp_path)
     before = (tmp_path / "table.md").read_text()
-    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
     write_results(tmp_path, [run(1.7, delay="0")])
+    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(OSError, match="no space"):
         write_report(tmp_path)
     assert (tmp_path / "table.md").read_text() == before

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, RowKey
-from lightning_asyncpp.tools.ablation.results import CellResult, read_result, thinned, write_result, write_tables
+from lightning_asyncpp.tools.ablation.grid import CellKey, Group, Row
+from lightning_asyncpp.tools.ablation.results import (
+    CellResult,
+    read_result,
+    read_results,
+    thinned,
+    write_result,
+    write_tables,
+)
 
 RESULT = CellResult("finished", 1.5, 10, 2.0, curve=[(5, 2.0), (10, 1.5)], train_curve=[(10, 3.0)])
 # As written before device and threads were kept.
@@ -57,7 +64,7 @@ def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path: Path) -> Non
 
 def test_the_tables_sort_delays_as_numbers_and_names_after_them(tmp_path: Path) -> None:
     delays = ["0", "1", "2", "2 clip=1", "10", "pipedream", "pipedream clip=1"]
-    keys = [CellKey(RowKey("A", "none", delay, "", ""), 0.1, 1) for delay in delays]
+    keys = [CellKey(Row(Group("A", None), delay, None, "none"), 0.1, 1) for delay in delays]
     write_tables(tmp_path, "t", dict.fromkeys(reversed(keys), RESULT), {key: key.row.delay for key in keys})
     with (tmp_path / "results.csv").open(newline="") as file:
         assert [row["delay"] for row in csv.DictReader(file)] == delays
@@ -65,15 +72,10 @@ def test_the_tables_sort_delays_as_numbers_and_names_after_them(tmp_path: Path) 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[3].glob("docs/evidence/*/results.csv")), ids=str)
 def test_the_published_tables_are_in_this_order(path: Path, tmp_path: Path) -> None:
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    cells = {}
-    for row in rows:
-        parts = [row[name] for name in ("optimizer", "correction", "delay", "stages", "momentum")]
-        cells[CellKey(RowKey(*parts), float(row["lr"]), int(row["seed"]))] = row["cell"]
-    write_tables(tmp_path, rows[0]["table"], dict.fromkeys(reversed(cells), RESULT), cells)
-    with (tmp_path / "results.csv").open(newline="") as file:
-        assert [row["cell"] for row in csv.DictReader(file)] == [row["cell"] for row in rows]
+    runs, _ = read_results(path)
+    cells = {CellKey(run.row, run.lr, run.seed): run.cell for run in runs}
+    write_tables(tmp_path, runs[0].table, dict.fromkeys(reversed(cells), RESULT), cells)
+    assert [run.cell for run in read_results(tmp_path / "results.csv")[0]] == [run.cell for run in runs]
 
 
 def test_long_curves_are_thinned_to_means() -> None:

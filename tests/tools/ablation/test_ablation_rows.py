@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_asyncpp.tools.ablation.grid import CellKey
 from lightning_asyncpp.tools.ablation.recipe.recipe import ClassConfig, Correction, Delay, Momentum, OptimizerGrid
-from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, Plan, Row, best_lr, make_plan, search, with_leaders
+from lightning_asyncpp.tools.ablation.recipe.rows import Plan, RowRecipe, best_lr, make_plan, search, with_leaders
 
 ADAMW = ClassConfig("torch.optim.AdamW", {"betas": [0.9, 0.95]})
 EF = ClassConfig("lightning_asyncpp.optim.ErrorFeedback", {})
@@ -17,12 +18,14 @@ NONE = Correction("none", None)
 LRS = (0.001, 0.003, 0.01)
 
 
-def row(correction: Correction = NONE, delay: object = 1, lrs: tuple[float, ...] = LRS) -> Row:
-    return Row(OptimizerGrid("AdamW", ADAMW, "lr", lrs, None, (correction,)), None, Delay({"delay": delay}), correction)
+def row(correction: Correction = NONE, delay: object = 1, lrs: tuple[float, ...] = LRS) -> RowRecipe:
+    return RowRecipe(
+        OptimizerGrid("AdamW", ADAMW, "lr", lrs, None, (correction,)), None, Delay({"delay": delay}), correction
+    )
 
 
 def run_all(
-    rows: list[Row], seeds: list[int], extensions: int, loss: Callable[[CellKey], float | None]
+    rows: list[RowRecipe], seeds: list[int], extensions: int, loss: Callable[[CellKey], float | None]
 ) -> tuple[Plan, list[CellKey]]:
     """Plan and answer until nothing is pending; returns the last plan and the cells in the order they were run."""
     outcomes: dict[CellKey, float | None] = {}
@@ -158,4 +161,4 @@ def test_every_search_ends_with_the_best_of_what_it_tried(
 @pytest.mark.parametrize("delay", ["pipedream", 2])
 def test_delays_are_named_as_in_the_tables(delay: object) -> None:
     named = Delay({"delay": delay, "stages": 4, "micro_batches": 2})
-    assert (named.text, named.stages) == (f"{delay} micro_batches=2", "4")
+    assert (named.text, named.stages) == (f"{delay} micro_batches=2", 4)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from lightning_asyncpp.tools.ablation.recipe.rows import Plan
-from lightning_asyncpp.tools.ablation.run import table as ablate_table
-from lightning_asyncpp.tools.ablation.run.devices import slots
-from lightning_asyncpp.tools.ablation.run.runner import Runner, Running
+from lightning_asyncpp.tools.ablation.run import training_folders as ablate_table
+from lightning_asyncpp.tools.ablation.run.conditions import slots
+from lightning_asyncpp.tools.ablation.run.training_runner import Runner, Running
 from tests.tools.ablation.pretending import Told, results_of, run, table_of
 from tests.tools.ablation.small import ADAMW, write_ablation
 

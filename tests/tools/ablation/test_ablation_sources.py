@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.tools.ablation.recipe import sources
-from lightning_asyncpp.tools.ablation.recipe.recipe import load_recipe
-from lightning_asyncpp.tools.ablation.recipe.rows import CellKey, make_rows
-from lightning_asyncpp.tools.ablation.recipe.sources import own_sources
+from lightning_asyncpp.tools.ablation.grid import CellKey
+from lightning_asyncpp.tools.ablation.recipe import cell_config as sources
+from lightning_asyncpp.tools.ablation.recipe.cell_config import own_sources
+from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.ablation.run.cell import CHANGED, ChangedError, main, train
-from lightning_asyncpp.tools.ablation.run.table import Table
-from tests.tools.ablation.small import write_ablation
+from lightning_asyncpp.tools.ablation.run.training_folders import Table
+from tests.tools.ablation.small import load_recipe, write_ablation
 
 FILES = {
     "__init__.py": "from own_package.model import Model as M\n",

@@ -11,8 +11,8 @@ import pytest
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.recipe.rows import Plan
-from lightning_asyncpp.tools.ablation.run.devices import slots
-from lightning_asyncpp.tools.ablation.run.runner import Runner, Running
+from lightning_asyncpp.tools.ablation.run.conditions import slots
+from lightning_asyncpp.tools.ablation.run.training_runner import Runner, Running
 from tests.tools.ablation.pretending import Told, results_of, run, table_of
 from tests.tools.ablation.small import ADAMW, EF, write_ablation
 

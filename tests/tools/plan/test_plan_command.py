@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_asyncpp.tools.plan.command import main
+from lightning_asyncpp.tools.plan.plan import main
 from tests.tools.plan.cases import ADAMW, SGD, Case, feedback
 
 QUICKSTART = str(Path(__file__).parents[3] / "recipes" / "quickstart.yaml")

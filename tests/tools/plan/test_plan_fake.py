@@ -11,10 +11,9 @@ from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.private_names import PrivateNameError
-from lightning_asyncpp.tools.plan import fake
-from lightning_asyncpp.tools.plan.fake import NeedsValueError, fake_tensors, without_memory
-from lightning_asyncpp.tools.plan.kernels import kernels_of_gpu
-from lightning_asyncpp.tools.plan.meter import Meter, bytes_of
+from lightning_asyncpp.tools.plan import fake_tensors as fake
+from lightning_asyncpp.tools.plan.fake_tensors import Meter, NeedsValueError, bytes_of, fake_tensors, without_memory
+from lightning_asyncpp.tools.plan.gpu_kernels import kernels_of_gpu
 
 
 @pytest.mark.parametrize(

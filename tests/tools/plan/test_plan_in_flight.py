@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule
+from lightning_asyncpp.tools.plan.fake_tensors import Reading
 from lightning_asyncpp.tools.plan.in_flight import StageSchedule, peak_of
-from lightning_asyncpp.tools.plan.meter import Reading
 from lightning_asyncpp.tools.plan.stage_run import Profile
 
 KEPT, GRADIENTS = 1000, 10

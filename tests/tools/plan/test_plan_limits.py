@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_asyncpp.tools.plan.limits import largest_within
+from lightning_asyncpp.tools.plan.search import largest_within
 
 MOST = 2**12
 NEEDS: dict[str, Callable[[int], float]] = {

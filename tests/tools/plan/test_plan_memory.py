@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lightning_asyncpp.lightning_cli.command import read_configuration
-from lightning_asyncpp.tools.plan.recipe import build
+from lightning_asyncpp.tools.plan.planned_recipe import build
 from lightning_asyncpp.tools.plan.stages import Stages
 from tests.tools.plan.cases import CASES, Case
 from tests.tools.plan.measured import measure

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_asyncpp.models import GPTConfig
-from lightning_asyncpp.tools.plan.command import main
+from lightning_asyncpp.tools.plan.plan import main
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 QUICK: dict[str, list[str]] = {"quickstart_moe": ["--no-search"]}

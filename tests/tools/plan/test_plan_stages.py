@@ -10,8 +10,8 @@ import yaml
 
 from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.tools.plan.devices import DEVICES
+from lightning_asyncpp.tools.plan.planned_recipe import Recipe, build, resized
 from lightning_asyncpp.tools.plan.question import Room
-from lightning_asyncpp.tools.plan.recipe import Recipe, build, resized
 from lightning_asyncpp.tools.plan.stages import Stages
 from lightning_asyncpp.tools.plan.timing import Speeds
 from tests.tools.plan.test_plan_command import plain

@@ -12,7 +12,7 @@ from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule, Stalenes
 from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
 from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.plan.devices import DEVICES, default_reserve
-from lightning_asyncpp.tools.plan.meter import Reading
+from lightning_asyncpp.tools.plan.fake_tensors import Reading
 from lightning_asyncpp.tools.plan.stage_run import Profile
 from lightning_asyncpp.tools.plan.timing import Prediction, Speeds, predict
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lightning_asyncpp.data.tokenizer import Tokenizer
-from lightning_asyncpp.tools.prepare.piece import is_validation
-from lightning_asyncpp.tools.prepare.request import Request
+from lightning_asyncpp.tools.prepare.pieces import is_validation
+from lightning_asyncpp.tools.prepare.work_plan import Request
 
 WORDS = [
     "the",

@@ -14,8 +14,8 @@ import pytest
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import DataError
-from lightning_asyncpp.tools.prepare import piece as piece_module
-from lightning_asyncpp.tools.prepare.run import prepare
+from lightning_asyncpp.tools.prepare import pieces as piece_module
+from lightning_asyncpp.tools.prepare.preparation import prepare
 from tests.tools.prepare.corpus import make_texts, request, write
 
 
@@ -107,7 +107,7 @@ def test_all_wrong_arguments_at_once(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_asyncpp.tools.prepare.request.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_asyncpp.tools.prepare.work_plan.find_spec", lambda name: None)
     with pytest.raises(DataError) as caught:
         prepare(request("hf://datasets/a/b", tmp_path / "out", tokenizer="gpt2"))
     assert str(caught.value) == (

@@ -13,12 +13,11 @@ import pytest
 
 from lightning_asyncpp.data import BPETokenizer, ByteTokenizer, DataError
 from lightning_asyncpp.data.source import load_tokenizer
-from lightning_asyncpp.tools.prepare import piece as piece_module
-from lightning_asyncpp.tools.prepare import run as run_module
-from lightning_asyncpp.tools.prepare.files import find_files
-from lightning_asyncpp.tools.prepare.plan import make_plan
-from lightning_asyncpp.tools.prepare.request import Request
-from lightning_asyncpp.tools.prepare.run import estimate, prepare
+from lightning_asyncpp.tools.prepare import pieces as piece_module
+from lightning_asyncpp.tools.prepare import preparation as run_module
+from lightning_asyncpp.tools.prepare.preparation import estimate, prepare
+from lightning_asyncpp.tools.prepare.source_files import find_files
+from lightning_asyncpp.tools.prepare.work_plan import Request, make_plan
 from tests.tools.prepare.corpus import content, expected, make_texts, request, stored, write
 from tests.tools.prepare.hub import BROKEN_OFF, SHA, StandIn, serving
 
@@ -76,9 +75,9 @@ def test_an_interrupted_run_goes_on_with_the_files_of_its_commit(
 ) -> None:
     asked = request(SAMPLE, tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_asyncpp.tools.prepare.run.assemble", lambda *_: None)
+        patch.setattr("lightning_asyncpp.tools.prepare.preparation.assemble", lambda *_: None)
         prepare(asked)
-    monkeypatch.setattr("lightning_asyncpp.tools.prepare.run.find_files", lambda _: pytest.fail("listed again"))
+    monkeypatch.setattr("lightning_asyncpp.tools.prepare.preparation.find_files", lambda _: pytest.fail("listed again"))
     prepare(asked)
     assert stored(tmp_path / "out") == expected(make_texts(120), ByteTokenizer(), 0.1)
 

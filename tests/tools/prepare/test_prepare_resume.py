@@ -17,11 +17,11 @@ import pytest
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import BPETokenizer, DataError, TextDataModule
 from lightning_asyncpp.tools.prepare import assemble as assemble_module
-from lightning_asyncpp.tools.prepare import piece as piece_module
-from lightning_asyncpp.tools.prepare import run as run_module
-from lightning_asyncpp.tools.prepare.documents import Documents
-from lightning_asyncpp.tools.prepare.request import Request
-from lightning_asyncpp.tools.prepare.run import prepare
+from lightning_asyncpp.tools.prepare import pieces as piece_module
+from lightning_asyncpp.tools.prepare import preparation as run_module
+from lightning_asyncpp.tools.prepare.preparation import prepare
+from lightning_asyncpp.tools.prepare.source_files import Documents
+from lightning_asyncpp.tools.prepare.work_plan import Request
 from tests.tools.prepare.corpus import content, make_texts, request, write
 
 

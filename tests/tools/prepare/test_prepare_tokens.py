@@ -13,13 +13,12 @@ from lightning_asyncpp.data import BPETokenizer, ByteTokenizer, DataError
 from lightning_asyncpp.data import token_dataset as token_dataset_module
 from lightning_asyncpp.data.source import load_tokenizer
 from lightning_asyncpp.data.token_dataset import read_metadata, verify_checksums
-from lightning_asyncpp.tools.prepare import piece as piece_module
+from lightning_asyncpp.tools.prepare import pieces as piece_module
 from lightning_asyncpp.tools.prepare.assemble import read_origin
-from lightning_asyncpp.tools.prepare.documents import read_documents
-from lightning_asyncpp.tools.prepare.files import SourceFile, find_files
-from lightning_asyncpp.tools.prepare.piece import is_validation
-from lightning_asyncpp.tools.prepare.plan import Span, make_plan
-from lightning_asyncpp.tools.prepare.run import estimate, prepare
+from lightning_asyncpp.tools.prepare.pieces import is_validation
+from lightning_asyncpp.tools.prepare.preparation import estimate, prepare
+from lightning_asyncpp.tools.prepare.source_files import SourceFile, Span, find_files, read_documents
+from lightning_asyncpp.tools.prepare.work_plan import make_plan
 from tests.tools.prepare.corpus import content, expected, make_texts, request, stored, write
 
 KINDS = ("parquet", "jsonl", "jsonl.gz", "jsonl.zst")
@@ -58,7 +57,7 @@ def test_every_document_once_with_its_end(tmp_path: Path, kind: str, piece_mb: f
 def test_several_chunks_per_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (token_dataset_module, piece_module):
         monkeypatch.setattr(module, "CHUNK_BYTES", 4_000)
-    monkeypatch.setattr("lightning_asyncpp.tools.prepare.documents._ROWS", 3)
+    monkeypatch.setattr("lightning_asyncpp.tools.prepare.source_files._ROWS", 3)
     texts = make_texts(100)
     prepare(request(write(tmp_path / "source", texts, "jsonl"), tmp_path / "out"))
     assert (tmp_path / "out" / "train" / "chunk-1-2.bin").exists()
@@ -185,7 +184,7 @@ def test_part_of_many_files_is_found_without_looking_at_all(tmp_path: Path, monk
         asked = request(source, tmp_path / "out", max_mb=size)
         plan = make_plan(asked, find_files(asked.sources))
         with monkeypatch.context() as patch:
-            patch.setattr("lightning_asyncpp.tools.prepare.plan._FILES_AT_A_TIME", 1)
+            patch.setattr("lightning_asyncpp.tools.prepare.work_plan._FILES_AT_A_TIME", 1)
             assert make_plan(asked, find_files(asked.sources)) == plan
             (tmp_path / "source" / "011.parquet").rename(tmp_path / "kept")
             (tmp_path / "source" / "011.parquet").write_bytes(b"no parquet")

@@ -10,8 +10,7 @@ from lightning_asyncpp.pipeline.recording.file import Meta, SpanFile, file_name
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
 from lightning_asyncpp.tools.ideal import simulate
-from lightning_asyncpp.tools.trace.reading import read_run
-from lightning_asyncpp.tools.trace.run import RecordedRun
+from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
 
 _WAITS = {Kind.FORWARD: Wait.ACTIVATION, Kind.BACKWARD: Wait.GRADIENT, Kind.UPDATE: Wait.AGREEMENT}
 

@@ -14,13 +14,11 @@ import pytest
 
 from lightning_asyncpp.cli import main as asyncpp
 from lightning_asyncpp.pipeline.schedule import Kind
-from lightning_asyncpp.tools.trace import command
-from lightning_asyncpp.tools.trace.command import main
-from lightning_asyncpp.tools.trace.html import UNIT, page, page_data
-from lightning_asyncpp.tools.trace.perfetto import events
-from lightning_asyncpp.tools.trace.picture import write_png
-from lightning_asyncpp.tools.trace.run import RecordedRun, TraceError
-from lightning_asyncpp.tools.trace.summary import summarise
+from lightning_asyncpp.tools.trace import trace as command
+from lightning_asyncpp.tools.trace.pictures import UNIT, events, page, page_data, write_png
+from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, TraceError
+from lightning_asyncpp.tools.trace.run_summary import summarise
+from lightning_asyncpp.tools.trace.trace import main
 from tests.tools.trace.synthetic import Recording, write_rank
 
 RECORDING = Recording(stages=3, replicas=2, micro_batches=4, mini_batches=3, lookahead=1)

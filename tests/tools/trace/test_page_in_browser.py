@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.tools.trace.command import main
+from lightning_asyncpp.tools.trace.trace import main
 from tests.tools.trace.browser import Page, find_browser
 from tests.tools.trace.synthetic import Recording
 

@@ -11,10 +11,9 @@ import pytest
 from lightning_asyncpp.pipeline.recording.file import file_name
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
-from lightning_asyncpp.tools.trace.reading import find_recording, read_rank, read_run
-from lightning_asyncpp.tools.trace.run import TraceError
-from lightning_asyncpp.tools.trace.summary import summarise
-from lightning_asyncpp.tools.trace.table import statements
+from lightning_asyncpp.tools.trace.recorded_run import TraceError, find_recording, read_rank, read_run
+from lightning_asyncpp.tools.trace.run_summary import summarise
+from lightning_asyncpp.tools.trace.run_table import statements
 from tests.tools.trace.synthetic import Recording, write_rank
 
 SMALL = Recording(stages=2, micro_batches=2, mini_batches=3)

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.trace import Beside, Span, Wait
-from lightning_asyncpp.tools.trace.hidden import underway
-from lightning_asyncpp.tools.trace.phases import Phases, find_episodes
-from lightning_asyncpp.tools.trace.run import RankTrace, RecordedRun
-from lightning_asyncpp.tools.trace.shares import CAUSES, WORK, seconds_by_cause
+from lightning_asyncpp.tools.trace.causes import CAUSES, WORK, Phases, find_episodes, seconds_by_cause, underway
+from lightning_asyncpp.tools.trace.recorded_run import RankTrace, RecordedRun
+from lightning_asyncpp.tools.trace.run_summary import Summary, summarise
+from lightning_asyncpp.tools.trace.run_table import table
 from lightning_asyncpp.tools.trace.staleness import check_versions
-from lightning_asyncpp.tools.trace.summary import Summary, summarise
-from lightning_asyncpp.tools.trace.table import table
 from tests.tools.trace.synthetic import Recording
 
 SYNC = Recording(stages=4, micro_batches=4, mini_batches=5, delay=0)

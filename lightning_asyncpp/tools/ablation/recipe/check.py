@@ -1,4 +1,4 @@
-"""Checks the trainings of an ablation with the parser of `asyncpp fit`, before any is started."""
+"""Checks the trainings of an ablation before any is started: by the parser of `asyncpp fit`, and by building a part."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import pkgutil
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp import cli
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
-from lightning_asyncpp.tools.ablation.recipe.building import parameter_names, refusal
-from lightning_asyncpp.tools.ablation.recipe.config import strategy_config, training_config, with_places
+from lightning_asyncpp.tools.ablation.recipe.cell_config import strategy_config, training_config, with_places
 from lightning_asyncpp.tools.ablation.recipe.recipe import ALONE, ClassConfig, Correction, OptimizerGrid, Recipe
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import write_yaml
+from lightning_asyncpp.tools.instantiating import instantiated
 
 # Lines of the parser's messages that repeat the value or the annotation instead of saying what is wrong.
 _REMARK = re.compile(
@@ -100,7 +105,7 @@ def _with_optimizer(recipe: Recipe, grid: OptimizerGrid, correction: Correction)
 
 def _parameter_names(recipe: Recipe) -> list[str] | None:
     """The trained parameters of the module, where a delay is by stage and they can be told."""
-    if not any(delay.stages for delay in recipe.delays):
+    if not any(delay.stages is not None for delay in recipe.delays):
         return None
     return parameter_names(_with_optimizer(recipe, recipe.optimizers[0], ALONE)["model"])
 
@@ -169,3 +174,45 @@ def _complaint(printed: str, path: Path) -> str:
     lines = [line.strip(" -") for line in text.splitlines()]
     telling = [re.sub(r"\. Got value: .*", "", line) for line in lines if line and not _REMARK.match(line)]
     return " ".join(telling or lines).replace(str(path), "the recipe")
+
+
+def parameter_names(model: Mapping[str, Any]) -> list[str] | None:
+    """Names of the parameters of a module, in their order.
+
+    Args:
+        model: the key of that name in a recipe of ``asyncpp fit``; known to be accepted by its parser.
+
+    Returns:
+        ``None`` where the module cannot be built outside a training.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningModule, "model")
+    try:
+        # Without memory for the weights, as far as the module follows.
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            module: LightningModule = instantiated(parser, "model", model)
+            module.configure_model()
+    except Exception:  # the user's code; the training will tell what is wrong with it, if anything is
+        return None
+    return [name for name, _ in module.named_parameters()]
+
+
+def refusal(optimizer: Mapping[str, Any]) -> str | None:
+    """Say what the class of an optimizer has against its values; it is built around a small parameter.
+
+    Args:
+        optimizer: class and arguments, as in a recipe of ``asyncpp fit``; known to be accepted by its parser.
+
+    Returns:
+        The message of the ``ValueError``; ``None`` if there is none, or if the optimizer cannot be built outside a
+        training.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--optimizer", type=OptimizerCallable)
+    try:
+        instantiated(parser, "optimizer", optimizer)([("weight", nn.Parameter(torch.zeros(2, 2)))])
+    except ValueError as error:
+        return str(error)
+    except Exception:  # it may want other parameters; the training will tell what is wrong, if anything is
+        return None
+    return None

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.settings import is_whole
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED
-from lightning_asyncpp.tools.ablation.recipe.section import Section, set_at
-from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml
+from lightning_asyncpp.tools.ablation.recipe.yaml_files import Section, read_yaml, set_at
 
 STRATEGY = "lightning_asyncpp.DelayedGradientStrategy"
 _KEYS = (
@@ -73,10 +71,10 @@ class Delay:
         return " ".join([str(self.init_args["delay"]), *more])
 
     @property
-    def stages(self) -> str:
-        """Number of stages; empty if it is not given."""
-        stages = self.init_args.get("stages")
-        return "" if stages is None else str(stages)
+    def stages(self) -> int | None:
+        """Number of stages; None if it is not given."""
+        stages: int | None = self.init_args.get("stages")
+        return stages
 
     @property
     def is_fresh(self) -> bool:
@@ -129,18 +127,6 @@ class Recipe:
     strategy: str
     optimizers: tuple[OptimizerGrid, ...]
     delays: tuple[Delay, ...]
-
-
-def load_recipe(path: Path) -> Recipe:
-    """Read and check a recipe.
-
-    Raises:
-        ConfigurationError: all problems at once.
-    """
-    recipe, problems = read_recipe(path)
-    if problems or recipe is None:
-        raise ConfigurationError.from_problems(problems)
-    return recipe
 
 
 def read_recipe(path: Path) -> tuple[Recipe | None, list[str]]:

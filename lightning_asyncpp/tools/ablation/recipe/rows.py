@@ -5,51 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
 
+from lightning_asyncpp.tools.ablation.grid import CellKey, Group, Row
 from lightning_asyncpp.tools.ablation.recipe.recipe import Correction, Delay, OptimizerGrid, Recipe
 
 
-class RowKey(NamedTuple):
-    """Identity of a row, as in the tables."""
-
-    optimizer: str
-    correction: str
-    delay: str
-    stages: str
-    momentum: str
-
-
-class CellKey(NamedTuple):
-    """Identity of a training."""
-
-    row: RowKey
-    lr: float
-    seed: int
-
-
 @dataclass(frozen=True)
-class Row:
-    """Trainings that differ in learning rate and seed only."""
+class RowRecipe:
+    """How to make the trainings of a row, which differ in learning rate and seed only."""
 
     grid: OptimizerGrid
     momentum: float | None
     delay: Delay
     correction: Correction
 
-    @property
-    def key(self) -> RowKey:
-        """Its identity."""
-        momentum = "" if self.momentum is None else f"{self.momentum:.12g}"
-        return RowKey(self.grid.name, self.correction.name, self.delay.text, self.delay.stages, momentum)
+    @cached_property
+    def key(self) -> Row:
+        """The row."""
+        return Row(Group(self.grid.name, self.momentum), self.delay.text, self.delay.stages, self.correction.name)
 
     @property
     def name(self) -> str:
         """A name to read and to match."""
-        key = self.key
-        delay = f"delay{key.delay}".replace(" ", "-") + (f"-stages{key.stages}" if key.stages else "")
-        momentum = [f"momentum{key.momentum}"] if key.momentum else []
-        return "_".join([key.optimizer, *momentum, delay, key.correction])
+        stages = "" if self.delay.stages is None else f"-stages{self.delay.stages}"
+        momentum = [] if self.momentum is None else [f"momentum{self.momentum:.12g}"]
+        return "_".join(
+            [self.grid.name, *momentum, f"delay{self.delay.text}".replace(" ", "-") + stages, self.correction.name]
+        )
 
 
 @dataclass
@@ -65,7 +48,7 @@ class Plan:
 
     cells: list[CellKey] = field(default_factory=list)
     pending: list[CellKey] = field(default_factory=list)
-    chosen: dict[RowKey, float | None] = field(default_factory=dict)
+    chosen: dict[Row, float | None] = field(default_factory=dict)
     waiting: int = 0
 
     @property
@@ -78,7 +61,7 @@ Outcomes = Mapping[CellKey, float | None]
 """The loss of every training that is over; ``None`` if it diverged."""
 
 
-def make_rows(recipe: Recipe) -> list[Row]:
+def make_rows(recipe: Recipe) -> list[RowRecipe]:
     """List the rows of a recipe; a correction has nothing to correct at delay 0, and would repeat the row without."""
     rows = []
     for grid in recipe.optimizers:
@@ -86,11 +69,11 @@ def make_rows(recipe: Recipe) -> list[Row]:
             for delay in recipe.delays:
                 for correction in grid.corrections:
                     if correction.config is None or not delay.is_fresh:
-                        rows.append(Row(grid, momentum, delay, correction))
+                        rows.append(RowRecipe(grid, momentum, delay, correction))
     return rows
 
 
-def make_plan(rows: Sequence[Row], seeds: Sequence[int], extensions: int, outcomes: Outcomes) -> Plan:
+def make_plan(rows: Sequence[RowRecipe], seeds: Sequence[int], extensions: int, outcomes: Outcomes) -> Plan:
     """Find what the rows need.
 
     Args:
@@ -100,11 +83,10 @@ def make_plan(rows: Sequence[Row], seeds: Sequence[int], extensions: int, outcom
         outcomes: what is over.
     """
     plan = Plan()
-    leaders = {leader_of(row.key): row.key for row in rows if row.correction.config is None}
     # Rows that use the learning rate of others come after them, whatever their order in the recipe.
     for row in sorted(rows, key=lambda row: row.correction.same_lr):
         if row.correction.same_lr:
-            _plan_seeds(plan, row.key, plan.chosen.get(leaders[leader_of(row.key)], math.nan), seeds, outcomes)
+            _plan_seeds(plan, row.key, plan.chosen.get(row.key.uncorrected, math.nan), seeds, outcomes)
         else:
             _plan_row(plan, row, seeds, extensions, outcomes)
     order = {row.key: index for index, row in enumerate(rows)}
@@ -113,26 +95,21 @@ def make_plan(rows: Sequence[Row], seeds: Sequence[int], extensions: int, outcom
     return plan
 
 
-def leader_of(row: RowKey) -> RowKey:
-    """What a row has in common with the same row under other corrections."""
-    return row._replace(correction="")
-
-
-def with_leaders(rows: Sequence[Row], wanted: Callable[[Row], bool]) -> list[Row]:
+def with_leaders(rows: Sequence[RowRecipe], wanted: Callable[[RowRecipe], bool]) -> list[RowRecipe]:
     """The wanted rows and those whose learning rate they use."""
     kept = [row for row in rows if wanted(row)]
-    led = {leader_of(row.key) for row in kept if row.correction.same_lr}
-    return [r for r in rows if r in kept or (r.correction.config is None and leader_of(r.key) in led)]
+    led = {row.key.uncorrected for row in kept if row.correction.same_lr}
+    return [row for row in rows if row in kept or row.key in led]
 
 
-def most_cells(row: Row, seeds: Sequence[int], extensions: int) -> int:
+def most_cells(row: RowRecipe, seeds: Sequence[int], extensions: int) -> int:
     """Most trainings that a row can need."""
     if row.correction.same_lr:
         return len(seeds)
     return len(row.grid.lrs) + (extensions if len(row.grid.lrs) > 1 else 0) + len(seeds) - 1
 
 
-def _plan_row(plan: Plan, row: Row, seeds: Sequence[int], extensions: int, outcomes: Outcomes) -> None:
+def _plan_row(plan: Plan, row: RowRecipe, seeds: Sequence[int], extensions: int, outcomes: Outcomes) -> None:
     known = {cell.lr: loss for cell, loss in outcomes.items() if cell.row == row.key and cell.seed == seeds[0]}
     tried = search(row.grid.lrs, extensions, known)
     cells = [CellKey(row.key, lr, seeds[0]) for lr in tried]
@@ -146,7 +123,7 @@ def _plan_row(plan: Plan, row: Row, seeds: Sequence[int], extensions: int, outco
     _plan_seeds(plan, row.key, best, seeds[1:], outcomes)
 
 
-def _plan_seeds(plan: Plan, row: RowKey, lr: float | None, seeds: Sequence[int], outcomes: Outcomes) -> None:
+def _plan_seeds(plan: Plan, row: Row, lr: float | None, seeds: Sequence[int], outcomes: Outcomes) -> None:
     """Plan the trainings at a learning rate; ``None``: there is none that works; NaN: it is not known yet."""
     if lr is None:
         plan.chosen[row] = None

@@ -1,7 +1,7 @@
 """The tables of an ablation as Markdown: without delay against delayed and corrected, other delays, the lr search.
 
-Pure functions of an :class:`~lightning_asyncpp.tools.ablation.report.summary.Ablation`; the text depends on nothing
-else.
+Above them stands what is missing. Pure functions of an
+:class:`~lightning_asyncpp.tools.ablation.report.summary.Ablation`; the text depends on nothing else.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Row, named, without_start
-from lightning_asyncpp.tools.ablation.report.missing import missing_list
+from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, named, without_start
 from lightning_asyncpp.tools.ablation.report.summary import Ablation, Result, Spread, Verdict, difference, judge
 from lightning_asyncpp.tools.ablation.report.table_cells import EDGE, ONE_LR, UNFINISHED, Cells, per_cent
 
@@ -294,3 +293,43 @@ def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+_BEGIN = (
+    f"Not all trainings of the recipe have a result; what depends on one that is missing is marked {UNFINISHED}. The"
+    " further seeds of a row count once its search is over."
+)
+_MOST_LISTED = 20  # rows, and failed trainings, that are named one by one
+
+
+def missing_list(ablation: Ablation) -> str:
+    """Rows with trainings that failed, each named with its log, and rows with trainings still to be run.
+
+    Returns:
+        Markdown; empty if nothing is missing.
+    """
+    members = sorted(ablation.unfinished.values(), key=lambda ones: not any(one.failed for one in ones))
+    if not members:
+        return ""
+    lines = [f"- {ones[0].row.label}: {_count(ones)}" for ones in members[:_MOST_LISTED]]
+    if more := members[_MOST_LISTED:]:
+        lines.append(f"- {len(more)} more rows: {_count([one for ones in more for one in ones])}")
+    logs = _logs([one for one in ablation.open if one.failed])
+    return "\n\n".join([_BEGIN, "\n".join(lines), *([logs] if logs else [])])
+
+
+def _logs(failed: Sequence[Open]) -> str:
+    lines = [f"- {one.row.label}, lr {one.lr:g}, seed {one.seed}: `{one.log}`" for one in failed[:_MOST_LISTED]]
+    if len(failed) > _MOST_LISTED:
+        lines.append(f"- {len(failed) - _MOST_LISTED} more")
+    return "What failed, and its log:\n\n" + "\n".join(lines) if lines else ""
+
+
+def _count(ones: Sequence[Open]) -> str:
+    failed, waiting = sum(one.failed for one in ones), sum(one.lr is None for one in ones)
+    pending = len(ones) - failed - waiting
+    said = [(failed, f"{failed} failed"), (pending, f"{pending} still to be run")]
+    texts = [text for count, text in said if count]
+    if waiting:
+        texts.append("the learning rate of another row is awaited")
+    return ", ".join(texts)

@@ -17,11 +17,11 @@ import torch
 
 from lightning_asyncpp import cli
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
-from lightning_asyncpp.tools.ablation.recipe.sources import own_sources
+from lightning_asyncpp.tools.ablation.recipe.cell_config import own_sources
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.ablation.results import CellResult, thinned, write_result
+from lightning_asyncpp.tools.ablation.run.conditions import device_name, versions
 from lightning_asyncpp.tools.ablation.run.recorder import DivergedError, Recorder
-from lightning_asyncpp.tools.ablation.run.versions import device_name, versions
 
 CELL = "cell.yaml"
 CHANGED = 75

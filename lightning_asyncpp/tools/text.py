@@ -1,0 +1,45 @@
+"""What tools print and write: tables, measured quantities, JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A measured quantity over repeats."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Summarise ``values``."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def scaled(self, factor: float) -> Spread:
+        """The same times ``factor``."""
+        return Spread(self.median * factor, self.min * factor, self.max * factor)
+
+    def format(self, digits: int) -> str:
+        """The median, and the extremes in brackets."""
+        return f"{self.median:.{digits}f} [{self.min:.{digits}f}-{self.max:.{digits}f}]"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as text with columns of one width each, a line below the first row."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def write_json(path: str, content: Any) -> None:
+    """Write JSON that people can read too."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
