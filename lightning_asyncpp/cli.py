@@ -32,10 +32,10 @@ _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
     "ablate": "lightning_asyncpp.tools.ablation.ablate",
-    "bench": "lightning_asyncpp.tools.bench.bench_command",
-    "check": "lightning_asyncpp.tools.check.check_command",
+    "bench": "lightning_asyncpp.tools.bench.bench",
+    "check": "lightning_asyncpp.tools.check.check",
     "checkpoint": "lightning_asyncpp.tools.checkpoint.checkpoint",
-    "doctor": "lightning_asyncpp.tools.doctor.doctor_command",
+    "doctor": "lightning_asyncpp.tools.doctor.doctor",
     "evaluate": "lightning_asyncpp.tools.saved.evaluate",
     "export": "lightning_asyncpp.tools.saved.export",
     "generate": "lightning_asyncpp.tools.saved.generate",

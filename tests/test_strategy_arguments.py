@@ -15,8 +15,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_asyncpp import fabric, pytorch
-from lightning_asyncpp.pipeline.arguments import _CHECKS as CHECKS
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.strategies.arguments import _CHECKS as CHECKS
 
 STRATEGIES = [
     getattr(package, name)

@@ -19,7 +19,7 @@ from lightning_asyncpp.data.corpus import TextFile
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.replica import replica_environment
 from lightning_asyncpp.data.tokenizer import Tokenizer
-from lightning_asyncpp.durable import checksum, replace_durably
+from lightning_asyncpp.storage.durable import checksum, replace_durably
 
 CHUNK_BYTES = 64 * 2**20
 FORMAT_VERSION = 2

@@ -10,9 +10,9 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import Precision
 from torch import nn
 
-from lightning_asyncpp.pipeline.arguments import DDPArguments, PipelineArguments
-from lightning_asyncpp.pipeline.batches.user_hooks import BY_NAME
+from lightning_asyncpp.pipeline.batches.micro_batch import BY_NAME
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
+from lightning_asyncpp.strategies.arguments import DDPArguments, PipelineArguments
 
 SplitBatch = Callable[[Any, int], list[Any]]
 MicroBatchWeight = Callable[[Any], float]

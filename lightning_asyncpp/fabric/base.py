@@ -15,27 +15,27 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.data.stage_loader import stage_loader
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.arguments import FabricArguments, FabricsDDPArguments
 from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
 from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
+from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
-from lightning_asyncpp.fabric.reading import resumable
-from lightning_asyncpp.pipeline.arguments import for_ddp, takes
 from lightning_asyncpp.pipeline.batches.batch_output import NanLosses, or_nan
-from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
-from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
-from lightning_asyncpp.pipeline.cut.unit_times import example_of
+from lightning_asyncpp.pipeline.batches.micro_batch import Step, UserHooks
+from lightning_asyncpp.pipeline.batches.tree import merge_outputs
+from lightning_asyncpp.pipeline.cut.partition_choice import example_of
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers, trains_nothing
+from lightning_asyncpp.pipeline.host_copies import Reading
+from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers, trains_nothing
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems
-from lightning_asyncpp.pipeline.recording.recorder import Recorder, Window
-from lightning_asyncpp.pipeline.strategy_mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
-from lightning_asyncpp.pipeline.wire.reading import Reading
+from lightning_asyncpp.strategies.arguments import for_ddp, takes
+from lightning_asyncpp.strategies.mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.strategies.recording import Recorder, Window
+from lightning_asyncpp.strategies.stage_loader import stage_loader
 
 StepFunction = Callable[[Any], Any]
 

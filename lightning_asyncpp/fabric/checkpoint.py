@@ -18,7 +18,14 @@ from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.clipping import MiniBatchNote
 from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.fabric.private import converted_state
-from lightning_asyncpp.pipeline.checkpoint.apart import APART, Names
+from lightning_asyncpp.pipeline.checkpoint.apart import (
+    APART,
+    Names,
+    cannot_be_assigned,
+    cannot_travel,
+    own_entries,
+    unite_entries,
+)
 from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.checkpoint.state import (
@@ -32,17 +39,11 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_optimizer_state,
     stage_pipeline_state,
 )
-from lightning_asyncpp.pipeline.checkpoint.uniting import (
-    cannot_be_assigned,
-    cannot_travel,
-    own_entries,
-    unite_entries,
-)
-from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tied_state import check_copies
+from lightning_asyncpp.strategies.checkpoint_io import check_whole
 
 
 class CheckpointMixin(Strategy):

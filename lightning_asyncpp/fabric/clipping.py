@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.host_copies import Reading
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.updates.clipping import clip_values
-from lightning_asyncpp.pipeline.wire.reading import Reading
 
 
 @dataclass(frozen=True)

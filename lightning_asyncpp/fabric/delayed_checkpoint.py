@@ -13,9 +13,9 @@ from lightning_asyncpp.fabric.checkpoint import entries_to_load
 from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.fabric.refusals import reserved
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
-from lightning_asyncpp.pipeline.checkpoint.wholeness import check_whole
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.strategies.checkpoint_io import check_whole
 
 
 class DelayedCheckpoints(ParallelStrategy):

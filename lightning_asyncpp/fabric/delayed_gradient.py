@@ -17,19 +17,18 @@ from lightning_asyncpp.auxiliary import StatisticsLayer
 from lightning_asyncpp.fabric import delayed_refusals as refusals
 from lightning_asyncpp.fabric.arguments import DelayArguments, FabricsDDPArguments
 from lightning_asyncpp.fabric.delayed_checkpoint import DelayedCheckpoints
+from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
-from lightning_asyncpp.fabric.reading import resumable
-from lightning_asyncpp.pipeline.arguments import check_arguments, for_ddp, takes
 from lightning_asyncpp.pipeline.batches.batch_output import or_nan
-from lightning_asyncpp.pipeline.batches.merge_outputs import merge_outputs
-from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.unit_times import Example, example_of
+from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks, checked_weight
+from lightning_asyncpp.pipeline.batches.tree import merge_outputs
+from lightning_asyncpp.pipeline.cut.partition_choice import Example, example_of
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
-from lightning_asyncpp.pipeline.emulator.strategy_mixin import DelayedStrategyMixin
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
+from lightning_asyncpp.pipeline.optimizers.steps import OneGradient
 from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
+from lightning_asyncpp.strategies.arguments import check_arguments, for_ddp, takes
+from lightning_asyncpp.strategies.delayed_mixin import DelayedStrategyMixin
 
 
 class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrategy):

@@ -1,12 +1,18 @@
-"""The parser of recipes: it refuses unknown names with nothing under them, too, and says what is wrong first."""
+"""The parser of recipes, and objects of what they say.
+
+The parser of recipes: it refuses unknown names with nothing under them, too, and says what is wrong first.
+
+Objects of what a recipe of `asyncpp fit` says, one key at a time.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace, get_loader
+from jsonargparse import ArgumentParser, Namespace, get_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
 _DEBUG = "JSONARGPARSE_DEBUG"  # has jsonargparse raise what it found
@@ -46,3 +52,16 @@ def _unknown(content: Any, known: Any) -> Iterator[str]:
 
 def _is_hollow(value: Any) -> bool:
     return isinstance(value, Mapping) and all(map(_is_hollow, value.values()))
+
+
+def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> Any:
+    """The object that ``value``, class and arguments, describes.
+
+    Args:
+        parser: one that takes ``key``.
+        key: of the recipe.
+        value: known to be accepted by it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of jsonargparse call it `instantiate`
+        return parser.instantiate_classes(parser.parse_object({key: dict(value)}))[key]

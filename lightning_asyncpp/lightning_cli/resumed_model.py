@@ -10,10 +10,9 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.storage.errors import StorageError
-from lightning_asyncpp.storage.index import is_sharded
-from lightning_asyncpp.storage.paths import local_path
-from lightning_asyncpp.storage.reading import load
+from lightning_asyncpp.storage.loading import load
+from lightning_asyncpp.storage.names import StorageError, local_path
+from lightning_asyncpp.storage.sharded import is_sharded
 from lightning_asyncpp.storage.whole import missing
 
 _CHOSEN_BY_THE_TRAINER = ("best", "last", "hpc")

@@ -13,7 +13,7 @@ from lightning_asyncpp.models.checkpoint import read_checkpoint
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.gpt import GPT
 from lightning_asyncpp.models.saved import SavedGPT, WeightsError, differences
-from lightning_asyncpp.storage.index import is_sharded
+from lightning_asyncpp.storage.sharded import is_sharded
 
 
 def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:

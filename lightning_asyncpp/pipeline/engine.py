@@ -11,21 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
-from lightning_asyncpp.pipeline.batches.micro_batch import Slot
+from lightning_asyncpp.pipeline.batches.micro_batch import Slot, Step, UserHooks
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.elsewhere import Home
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.recording.trace import Beside
 from lightning_asyncpp.pipeline.runner.common import Flight, StageBeforeFailedError, Task
 from lightning_asyncpp.pipeline.runner.stages import stage_runner
 from lightning_asyncpp.pipeline.schedule import Action, Kind
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.step.host_batch import HostBatch
-from lightning_asyncpp.pipeline.trace import Beside
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.pipeline.updates.ticket import Ticket

@@ -1,17 +1,24 @@
-"""Randomness derived from what is computed, not from who computes it.
+"""Random numbers: derived from what is computed, and those of the process, as a checkpoint holds them.
+
+Randomness derived from what is computed, not from who computes it.
 
 Every generator state comes from (seed, purpose, replica, micro-batch, layer): dropout does not depend on the number of
 stages, first and last stage see the same masks in user code, and a resumed run draws what an uninterrupted one drew.
+
+The random numbers of a process: Python's, NumPy's and torch's generators, as a checkpoint holds them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,3 +79,29 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with preserved_generators(device):
         seed_generators(seed, device)
         yield
+
+
+def random_states() -> dict[str, Any]:
+    """The states of the generators that this process draws from when nobody gives it another one."""
+    version, own, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    states: dict[str, Any] = {
+        # As tensors: hundreds of numbers would be unpickled one by one, for every rank.
+        "python": (version, torch.tensor(own), gauss),
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Let this process go on drawing from what :func:`random_states` returned; devices that it did not have stay."""
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(int(key) for key in keys), gauss))
+    kind, numbers, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, numbers.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"].cpu())
+    if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])

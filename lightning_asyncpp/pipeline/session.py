@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
-from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
+from lightning_asyncpp.pipeline.batches.micro_batch import Step, UserHooks
 from lightning_asyncpp.pipeline.change_guard import ChangeGuard
 from lightning_asyncpp.pipeline.cut.averages import Averages
-from lightning_asyncpp.pipeline.cut.cuda_graphs import cuda_graph_problems
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.cut.stage import Stage, cut
+from lightning_asyncpp.pipeline.cut.units import cuda_graph_problems
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import (
@@ -32,6 +32,7 @@ from lightning_asyncpp.pipeline.errors import (
 )
 from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems
+from lightning_asyncpp.pipeline.optimizers.steps import StepGuard
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, broadcast_tensor, exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
@@ -39,7 +40,6 @@ from lightning_asyncpp.pipeline.tied_state import tied_group_problems
 from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
-from lightning_asyncpp.pipeline.updates.step_guard import StepGuard
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
 from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
 

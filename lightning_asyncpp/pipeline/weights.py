@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.wire.host_copies import on_host
+from lightning_asyncpp.pipeline.host_copies import on_host
 
 
 class WeightVersions:

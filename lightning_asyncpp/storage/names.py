@@ -1,4 +1,11 @@
-"""Names of files of checkpoints: of what is complete, of what is not yet, and of what is not ours."""
+"""Names, paths and errors of checkpoints on disk.
+
+What is wrong with a checkpoint on disk.
+
+Paths as Lightning's users give them: of this machine's file systems, or URLs.
+
+Names of files of checkpoints: of what is complete, of what is not yet, and of what is not ours.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +15,23 @@ import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from lightning_asyncpp.durable import ASIDE
-from lightning_asyncpp.storage.errors import StorageError
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_asyncpp.storage.durable import ASIDE
+
+
+class StorageError(OSError):
+    """Can this checkpoint be written, or read? Names the file, what is wrong with it, and the mend."""
+
+
+def local_path(path: Any) -> Path | None:
+    """The path, if it is one of a file system of this machine."""
+    files, name = url_to_fs(str(path))
+    return Path(name) if isinstance(files, LocalFileSystem) else None
+
 
 PARTIAL = ".partial"
 """Ends the names of files and folders that are not complete."""

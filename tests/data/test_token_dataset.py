@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_asyncpp import durable
 from lightning_asyncpp.data import ByteTokenizer, DataError, TextDataModule
 from lightning_asyncpp.data import token_dataset as token_dataset_module
 from lightning_asyncpp.data.corpus import find_text_files, split_files
 from lightning_asyncpp.data.token_dataset import read_metadata, verify_checksums, write_token_dataset
+from lightning_asyncpp.storage import durable
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_asyncpp.storage.tree import merged
+from lightning_asyncpp.storage.nested import merged
 from tests.fabric import runs
 from tests.pipeline.cases import Case
 from tests.pipeline.compare import assert_same_norms, assert_same_weights, weights_of

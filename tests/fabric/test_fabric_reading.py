@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_asyncpp.fabric.reading import FabricLoader
+from lightning_asyncpp.fabric.loader import FabricLoader
 from tests.fabric.read_runs import EPOCHS, RUN, read_and_train
 from tests.trainer.pool import Pools
 from tests.trainer.resumable import training_loader, write_litdata

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
+from lightning_asyncpp.pipeline.recording.trace import Beside, Wait
 from lightning_asyncpp.pipeline.schedule import Kind
-from lightning_asyncpp.pipeline.trace import Beside, Wait
 from lightning_asyncpp.tools.trace.recorded_run import read_run
 from lightning_asyncpp.tools.trace.run_summary import summarise
 from tests.fabric.runs import Run, make_fabric, train

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.models.router import SigmoidRouter
-from lightning_asyncpp.pytorch.gpt_module import GPTModule
-from lightning_asyncpp.pytorch.taken_steps import watch_steps
+from lightning_asyncpp.pipeline.optimizers.steps import watch_steps
+from lightning_asyncpp.trainer.gpt_module import GPTModule
 
 MOE = MoEConfig(
     num_experts=4, top_k=2, expert_dim=8, router="sigmoid", balance_loss=0.5, z_loss=0.01, balance_bias_rate=0.01

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp.models import GPT, GPTConfig, WeightsError, open_saved, start_from
 from lightning_asyncpp.pipeline.cut.materialize import materialize
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
-from lightning_asyncpp.pytorch.gpt_module import GPTModule
+from lightning_asyncpp.trainer.gpt_module import GPTModule
 from tests.models.hf_cases import CASES, exported, make_model, tokens_of
 
 CONFIG = CASES["llama"][1]

@@ -44,7 +44,7 @@ _SHAPED_BY_VALUES = frozenset(
 _READ_AT_ONCE = {getattr(Tensor, name): name for name in ("tolist", "numpy", "__array__")}
 _FROM_HOST = frozenset([torch.tensor, torch.as_tensor, torch.asarray])
 _BY_SOCKET = "pipeline/wire/transport.py"
-_ON_BEHALF_OF_OTHERS = ("pipeline/wire/reading.py", "pipeline/wire/host_copies.py", "pipeline/foreach.py")
+_ON_BEHALF_OF_OTHERS = ("pipeline/host_copies.py", "pipeline/host_copies.py", "pipeline/foreach.py")
 _MAY_MIX = frozenset(["copy_", "_to_copy", "index", "index_put_", "set_", "lift_fresh", "_foreach_copy_"])
 
 
@@ -88,7 +88,7 @@ class HostWaits:
         # To other devices than these Lightning copies without blocking.
         blocking = patch("lightning.fabric.utilities.apply_func._BLOCKING_DEVICE_TYPES", ("mps",))
         computing = patch("torch.cuda.current_stream", lambda *_: stream)
-        copying = patch("lightning_asyncpp.pipeline.wire.host_copies._beside", lambda _: stream)
+        copying = patch("lightning_asyncpp.pipeline.host_copies._beside", lambda _: stream)
         kept = patch.object(Tensor, "record_stream", lambda *_: None)
         with computing, copying, kept, patch("torch.cuda.stream", nullcontext), blocking:
             with _Operations(self), _Calls(self):

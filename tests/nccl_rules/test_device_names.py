@@ -19,17 +19,16 @@ from torch.optim import AdamW, Optimizer
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, symmetric
 from lightning_asyncpp.pipeline import foreach
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage, cut
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.runner.common import Flight, Task
 from lightning_asyncpp.pipeline.runner.stages import stage_runner
 from lightning_asyncpp.pipeline.updates import mini_batch, reduction
-from lightning_asyncpp.pipeline.updates.buckets import plan_buckets
 from lightning_asyncpp.pipeline.updates.clipping import clip_values
 from lightning_asyncpp.pipeline.updates.control_message import StopFlags
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch
-from lightning_asyncpp.pipeline.updates.reduction import Reduction, squares
+from lightning_asyncpp.pipeline.updates.reduction import Reduction, plan_buckets, squares
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.weights import WeightVersions, lent, writing
 from lightning_asyncpp.pipeline.wire import handover

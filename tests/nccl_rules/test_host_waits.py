@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.wire.reading import Reading
+from lightning_asyncpp.pipeline.host_copies import Reading
 from tests.nccl_rules.counted_runs import MICRO_BATCHES, Counted, Found, count
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, is_on_device
 from tests.trainer.pool import Pools
@@ -101,9 +101,9 @@ def test_a_checkpoint_that_is_gathered_mixes_no_devices(pools: Pools, counted: C
 def test_what_a_user_adds_is_found(pools: Pools) -> None:
     last, first = pools.run(2, count, Counted("waits"), timeout=120)
     assert added(last) == {
-        Wait("mini-batch", "tensor(..., device=)", "pytorch/stale_reads.py:__torch_function__"): 1,
-        Wait("micro-batch", "item", "pytorch/base.py:step"): 2 * MICRO_BATCHES,
-        Wait("micro-batch", "mask as index", "pytorch/base.py:step"): MICRO_BATCHES,
+        Wait("mini-batch", "tensor(..., device=)", "trainer/hooks/stale_reads.py:__torch_function__"): 1,
+        Wait("micro-batch", "item", "trainer/base.py:step"): 2 * MICRO_BATCHES,
+        Wait("micro-batch", "mask as index", "trainer/base.py:step"): MICRO_BATCHES,
     }
     assert list(added(first).values()) == [1]  # its step ends where the model is called
 

@@ -14,7 +14,7 @@ SCRIPT = """
 
     import torch.distributed as dist
 
-    from lightning_asyncpp.pipeline.failures import background
+    from lightning_asyncpp.pipeline import background
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_asyncpp.pipeline.batches.structure import MAX_STRUCTURE_BYTES, put_together, take_apart
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError
-from lightning_asyncpp.pipeline.wire.boundary import MAX_STRUCTURE_BYTES, put_together, take_apart
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.step.call_digest import NOT_LOOKED_AT, differ, digest
+from lightning_asyncpp.pipeline.step.model_call import NOT_LOOKED_AT, differ, digest
 
 X = torch.randn(300, 7, generator=torch.Generator().manual_seed(0))
 IDS = torch.arange(40).view(5, 8)

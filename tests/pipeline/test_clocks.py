@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline import clocks
-from lightning_asyncpp.pipeline.clocks import ANCHOR_SECONDS, HOST, DeviceClock, clock_of
+from lightning_asyncpp.pipeline.recording import clocks
+from lightning_asyncpp.pipeline.recording.clocks import ANCHOR_SECONDS, HOST, DeviceClock, clock_of
+from lightning_asyncpp.pipeline.recording.trace import Beside, Recorded, Trace, Wait
 from lightning_asyncpp.pipeline.schedule import Kind
-from lightning_asyncpp.pipeline.trace import Beside, Recorded, Trace, Wait
 from tests.pipeline.fake_device import FakeDevice
 
 

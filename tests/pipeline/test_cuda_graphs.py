@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.cut.cuda_graphs import cuda_graph_problems
+from lightning_asyncpp.pipeline.cut.units import cuda_graph_problems
 
 CUDA = torch.device("cuda", 0)
 NO_GRAPHS = {"mode": "max-autotune-no-cudagraphs"}

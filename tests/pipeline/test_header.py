@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_asyncpp.pipeline.batches.structure import MAX_STRUCTURE_BYTES
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError
-from lightning_asyncpp.pipeline.wire.boundary import MAX_STRUCTURE_BYTES
 from lightning_asyncpp.pipeline.wire.header import (
     BEGINNING_BYTES,
     MAX_DIMENSIONS,

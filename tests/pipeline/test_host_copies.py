@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
+from lightning_asyncpp.pipeline.host_copies import HostCopy, pieces_on_host
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.wire.host_copies import HostCopy, pieces_on_host
 from tests.pipeline.failures import run_ranks
 
 

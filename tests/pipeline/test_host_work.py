@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_asyncpp.pipeline.wire.host_work import HostWork
+from lightning_asyncpp.pipeline.ranks.process_groups import HostWork
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
+from lightning_asyncpp.pipeline.host_copies import HostCopy
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
-from lightning_asyncpp.pipeline.wire.host_copies import HostCopy
+from lightning_asyncpp.pipeline.wire.link import Neighbours
 from lightning_asyncpp.tools.check.in_turns import run_in_turns
 
 CPU = torch.device("cpu")

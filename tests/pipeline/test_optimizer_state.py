@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.optim import MuonAdamW
-from lightning_asyncpp.pipeline.checkpoint.optimizer_state import by_parameter, load_by_parameter
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.optimizers.state_by_name import by_parameter, load_by_parameter
 
 NAMES = ("weight", "bias", "norm")
 CUT = {"partition": [3]}

@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 import lightning_asyncpp.optim as own
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.optimizers.fitness import delayed_problems, sparse_problems, stage_problems
-from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers, is_placeholder
-from lightning_asyncpp.pipeline.optimizers.one_gradient import OneGradient
+from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers, is_placeholder
+from lightning_asyncpp.pipeline.optimizers.fitness import (
+    delayed_problems,
+    sparse_problems,
+    stage_problems,
+    state_problems,
+)
 from lightning_asyncpp.pipeline.optimizers.probe import GLOBAL, LOSS, RANDOM, SEVERAL, examine, is_known
-from lightning_asyncpp.pipeline.optimizers.state_form import state_problems
+from lightning_asyncpp.pipeline.optimizers.steps import OneGradient
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.pipeline.step.plain_attributes import PlainAttributes
+from lightning_asyncpp.pipeline.step.model_in_step import PlainAttributes
 
 
 class Layer(nn.Module):

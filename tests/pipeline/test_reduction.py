@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
-from lightning_asyncpp.pipeline.updates.buckets import Bucket, plan_buckets
-from lightning_asyncpp.pipeline.updates.reduction import Reduction, squares
+from lightning_asyncpp.pipeline.updates.reduction import Bucket, Reduction, plan_buckets, squares
 
 GROUP: Any = object()
 

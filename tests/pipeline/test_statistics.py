@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.pipeline.cut.stage import cut
-from lightning_asyncpp.pipeline.cut.statistics import StatisticsLayout, counting_layers
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.pipeline.cut.whole_model import StatisticsLayout, counting_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from tests.pipeline.cases import DIM, Routed
 

@@ -12,15 +12,14 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.checkpoint.optimizer_state import keep_states_once
+from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.cut.ties import Tie, find_ties
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.optimizers.state_by_name import keep_states_once
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.pipeline.tied_state import (
@@ -31,6 +30,7 @@ from lightning_asyncpp.pipeline.tied_state import (
 )
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
 from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients
+from lightning_asyncpp.pipeline.wire.link import Neighbours
 from lightning_asyncpp.pipeline.wire.transport import Transport
 from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from tests.pipeline.cases import DIM, Case

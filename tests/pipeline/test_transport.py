@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
 from lightning_asyncpp.pipeline.wire.header import Header, describe
-from lightning_asyncpp.pipeline.wire.link import Link
+from lightning_asyncpp.pipeline.wire.link import Link, Neighbours
 from lightning_asyncpp.pipeline.wire.received import begin
 from lightning_asyncpp.pipeline.wire.transport import Transport
 

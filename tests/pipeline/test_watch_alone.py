@@ -10,18 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_asyncpp.pipeline import background
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, is_noise
-from lightning_asyncpp.pipeline.failures import at_exit, background, guard
-from lightning_asyncpp.pipeline.failures.cause import Cause
+from lightning_asyncpp.pipeline.failures import cause, guard
+from lightning_asyncpp.pipeline.failures.cause import Cause, LastWord
 from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.failures.guard import Guard
-from lightning_asyncpp.pipeline.failures.last_word import LastWord
 from lightning_asyncpp.pipeline.ranks.agreement import OtherStageFailedError
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.pipeline.strategy_mixin import launched_processes
 from lightning_asyncpp.private_names import PrivateNameError
+from lightning_asyncpp.strategies.mixin import launched_processes
 from tests.pipeline.watched import Session
 
 CAUSE = Cause(1, 0, "ValueError: the user's own mistake", "Traceback ...")
@@ -271,16 +271,16 @@ def ending(code: object) -> BaseException | None:
         except ValueError:
             sys.exit(code)  # type: ignore[arg-type]
     except SystemExit:
-        return at_exit.uncaught()
+        return cause.uncaught()
 
 
 def test_the_error_that_ends_a_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert at_exit.uncaught() is None
+    assert cause.uncaught() is None
     assert ending(0) is None
     assert repr(ending(1)) == 'ValueError("the user\'s own mistake")', "a worker of multiprocessing ends so"
     error = ValueError("nobody caught it")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    assert at_exit.uncaught() is error
+    assert cause.uncaught() is error
 
 
 @pytest.mark.parametrize("name", ["_start_method", "procs"])

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lightning_asyncpp.pipeline.failures import ends
+from lightning_asyncpp.pipeline.failures import heartbeat
 from lightning_asyncpp.pipeline.failures.cause import Cause
-from lightning_asyncpp.pipeline.failures.ends import ENDED, End, Hub, Member
-from lightning_asyncpp.pipeline.failures.wire import Kind, Wire
+from lightning_asyncpp.pipeline.failures.heartbeat import ENDED, End, Hub, Member
+from lightning_asyncpp.pipeline.failures.heartbeat_wire import Kind, Wire
 
 LIMIT = 0.6
 SOON = 10.0  # on a machine that others use, too
@@ -203,7 +203,7 @@ def test_who_was_told_too_late_is_not_counted() -> None:
 
 
 def test_who_ends_while_nobody_answers_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ends, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(heartbeat, "_END_SECONDS", 0.2)
     with ranks(60.0, wild=1) as (made, _):
         made[0].end.end()  # type: ignore[union-attr]
     assert not [thread for thread in threading.enumerate() if thread.name == "asyncpp-watch"]
@@ -212,8 +212,8 @@ def test_who_ends_while_nobody_answers_does_not_wait_for_long(monkeypatch: pytes
 def test_time_in_which_all_were_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after Ctrl-Z and ``fg``: every process finds that an hour has passed."""
     now = [100.0]
-    monkeypatch.setattr(ends.time, "monotonic", lambda: now[0])
-    clock = ends._Clock()
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    clock = heartbeat._Clock()
     now[0] += 1.5
     clock.advance(2.0)
     assert clock.awake == 1.5

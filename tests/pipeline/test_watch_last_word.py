@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_asyncpp.pipeline.errors import PeerLostError
-from lightning_asyncpp.pipeline.failures import guard, last_word
-from lightning_asyncpp.pipeline.failures.cause import Cause, cause_of, mark
+from lightning_asyncpp.pipeline.failures import cause, guard
+from lightning_asyncpp.pipeline.failures.cause import Cause, LastWord, cause_of, mark
 from lightning_asyncpp.pipeline.failures.guard import Guard
-from lightning_asyncpp.pipeline.failures.last_word import LastWord
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from tests.pipeline.watched import Session
 
@@ -69,7 +68,7 @@ class Script:
 
     def ends(self, error: BaseException | None = None) -> str:
         """What stands last."""
-        for module in (guard, last_word):
+        for module in (guard, cause):
             self._patch.setattr(module, "uncaught", lambda: error)
         for watch in reversed(self.guards):
             watch._exit()
@@ -150,7 +149,7 @@ def test_a_failure_that_the_script_does_not_know_ends_the_process(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(last_word.os, "_exit", codes.append)
+    monkeypatch.setattr(cause.os, "_exit", codes.append)
     script.start(FIRST)._learn(FIRST)
     assert script.ends() == f"asyncpp: {FIRST.line}\n"
     assert codes == [1]

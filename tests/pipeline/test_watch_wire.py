@@ -13,7 +13,7 @@ import pytest
 
 from lightning_asyncpp.pipeline.errors import ProtocolError
 from lightning_asyncpp.pipeline.failures.cause import MAX_LINE, MAX_TRACE, Cause
-from lightning_asyncpp.pipeline.failures.wire import MAX_BODY, Kind, Message, Wire
+from lightning_asyncpp.pipeline.failures.heartbeat_wire import MAX_BODY, Kind, Message, Wire
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from lightning_asyncpp.storage.reading import load
+from lightning_asyncpp.storage.loading import load
+from lightning_asyncpp.storage.nested import merged, take_apart
 from lightning_asyncpp.storage.sharded import commit, give_up, new_target, shard_name, write_shard
-from lightning_asyncpp.storage.tree import merged, take_apart
 from lightning_asyncpp.storage.whole import save_file
 
 

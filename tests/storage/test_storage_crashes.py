@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.storage.errors import StorageError
-from lightning_asyncpp.storage.index import is_sharded, named_files
-from lightning_asyncpp.storage.names import remove_leftovers
-from lightning_asyncpp.storage.reading import verify
-from lightning_asyncpp.storage.sharded import remove_sharded
+from lightning_asyncpp.storage.loading import verify
+from lightning_asyncpp.storage.names import StorageError, remove_leftovers
+from lightning_asyncpp.storage.sharded import is_sharded, named_files, remove_sharded
 from tests.storage.faults import BROKEN, FAIL, KILL, NO_SPACE, Call, Ended, Fault, run
 from tests.storage.saves import SAVES, save_full, save_sharded, version_of
 

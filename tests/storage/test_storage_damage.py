@@ -16,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_asyncpp.durable import checksum
-from lightning_asyncpp.storage.errors import StorageError
-from lightning_asyncpp.storage.index import Shard, index_bytes, read_index
-from lightning_asyncpp.storage.reading import load, verify
+from lightning_asyncpp.storage.durable import checksum
+from lightning_asyncpp.storage.loading import load, verify
+from lightning_asyncpp.storage.names import StorageError
+from lightning_asyncpp.storage.sharded import Shard, index_bytes, read_index
 from lightning_asyncpp.storage.whole import load_file
 from tests.storage.saves import SAVES, content, version_of
 from tests.workers import worker_context

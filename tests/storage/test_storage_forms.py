@@ -13,14 +13,24 @@ import torch
 from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
-from lightning_asyncpp import durable
-from lightning_asyncpp.storage.checkpoint_io import DurableCheckpointIO
-from lightning_asyncpp.storage.errors import StorageError
-from lightning_asyncpp.storage.index import Shard, index_bytes, named_files, read_index
-from lightning_asyncpp.storage.reading import load, verify
-from lightning_asyncpp.storage.sharded import Target, commit, give_up, new_target, remove_sharded, write_shard
-from lightning_asyncpp.storage.tree import take_apart
+from lightning_asyncpp.storage import durable
+from lightning_asyncpp.storage.loading import load, verify
+from lightning_asyncpp.storage.names import StorageError
+from lightning_asyncpp.storage.nested import take_apart
+from lightning_asyncpp.storage.sharded import (
+    Shard,
+    Target,
+    commit,
+    give_up,
+    index_bytes,
+    named_files,
+    new_target,
+    read_index,
+    remove_sharded,
+    write_shard,
+)
 from lightning_asyncpp.storage.whole import save_file
+from lightning_asyncpp.strategies.checkpoint_io import DurableCheckpointIO
 from tests.storage.saves import SAVES, save_full, save_sharded, version_of
 from tests.storage.test_storage_tree import assert_same
 

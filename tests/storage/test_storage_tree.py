@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_asyncpp.storage.tree import (
+from lightning_asyncpp.storage.nested import (
     STORED,
     entries_of,
     entry_bytes,

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from lightning_asyncpp.pipeline.recording.trace import Span
 from lightning_asyncpp.pipeline.schedule import Kind
-from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.bench_command import main
+from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.harness.comparison import costs_of_extras, costs_text, facts_line, summarise, table
 from lightning_asyncpp.tools.bench.harness.hosts import BenchmarkFailedError
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun

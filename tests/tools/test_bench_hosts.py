@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.tools.bench.bench_command import main
+from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.harness import hosts as two_hosts
 from lightning_asyncpp.tools.bench.harness.hosts import BenchmarkFailedError, open_hosts, problems_of_hosts
 from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B, SYNC, ZBV
@@ -115,7 +115,7 @@ def test_two_torchruns_train_over_the_link(replicas: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_over_however_the_benchmark_ends(end: signal.Signals, tmp_path: Path) -> None:
     marker = f"{tmp_path.name}-{end.value}"
-    command = [sys.executable, "-m", "lightning_asyncpp.tools.bench.bench_command", "schedule", "--hosts", "2"]
+    command = [sys.executable, "-m", "lightning_asyncpp.tools.bench.bench", "schedule", "--hosts", "2"]
     sizes = ["--stages", "2", "--micro-batches", "2", "--mini-batches", "2000", "--systems", ONE_F_ONE_B]
     environment = {**os.environ, "ASYNCPP_TEST_MARKER": marker}
     bench = subprocess.Popen(

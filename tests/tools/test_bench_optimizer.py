@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_asyncpp.tools.bench import optimizer
-from lightning_asyncpp.tools.bench.bench_command import main
+from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.names import GRAM, LIBRARY, OPTIMIZERS, OURS, TORCH, TORCH_FUSED
 from lightning_asyncpp.tools.bench.optimizer import Difference, Report
 from lightning_asyncpp.tools.bench.optimizer_contenders import StageShape, make_gradients

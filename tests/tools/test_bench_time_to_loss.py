@@ -10,7 +10,7 @@ import pytest
 from jsonargparse import Namespace
 
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
-from lightning_asyncpp.tools.bench.bench_command import main
+from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.loss_curves import Reached, common_targets, compare, reach
 from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
 from lightning_asyncpp.tools.bench.time_to_loss import recipe_of

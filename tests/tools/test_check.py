@@ -22,7 +22,7 @@ from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.pipeline.batches.micro_batch import split_batch
 from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.wire.header import TensorInfo
-from lightning_asyncpp.tools.check import check_command
+from lightning_asyncpp.tools.check import check
 from tests.pipeline.cases import DIM, make_model
 from tests.trainer.mistakes import (
     CallsTwice,
@@ -409,17 +409,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     """With the number of stages of the recipe, and another one; more stages than layers end it with code 1."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["asyncpp"])
-    check_command.main(arguments(tmp_path, "--updates", "2"))
+    check.main(arguments(tmp_path, "--updates", "2"))
     assert "stage 1: blocks.2, blocks.3, head\n2 updates, loss 5.5" in (printed := capsys.readouterr().out)
     assert "equal those of a single process to the last bit" in printed
-    check_command.main(arguments(tmp_path, "--updates", "1", "--stages", "3"))
+    check.main(arguments(tmp_path, "--updates", "1", "--stages", "3"))
     assert "stage 2: " in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
-        check_command.main(arguments(tmp_path, "--stages", "9", "--updates", "1"))
+        check.main(arguments(tmp_path, "--stages", "9", "--updates", "1"))
     assert ended.value.code == 1
     assert "asyncpp check: the model has 6 layers with parameters, fewer than the 9 stages" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        check_command.main(arguments(tmp_path, "--stages", "0", "--micro_batches", "0", "--updates", "0"))
+        check.main(arguments(tmp_path, "--stages", "0", "--micro_batches", "0", "--updates", "0"))
     assert "stages=0 must be a whole number" in (printed := capsys.readouterr().err)
     assert "updates=0 must be a whole number" in printed
     assert not (tmp_path / "runs").exists(), "a check leaves no logs"
@@ -430,7 +430,7 @@ def test_batches_of_several_loaders_at_once() -> None:
     data = SimpleNamespace(
         prepare_data=lambda: None, setup=lambda stage: None, train_dataloader=lambda: {"a": [1, 2, 3], "b": [4, 5]}
     )
-    taken = check_command._batches(SimpleNamespace(datamodule=data), 5)  # type: ignore[arg-type]
+    taken = check._batches(SimpleNamespace(datamodule=data), 5)  # type: ignore[arg-type]
     assert taken == [{"a": 1, "b": 4}, {"a": 2, "b": 5}, {"a": 3, "b": 4}]
 
 

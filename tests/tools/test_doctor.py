@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_asyncpp.tools import processes
-from lightning_asyncpp.tools.doctor import doctor_command, parts
+from lightning_asyncpp.tools.doctor import doctor, parts
 from lightning_asyncpp.tools.doctor.doctor_report import as_json, as_markdown, summary
 from lightning_asyncpp.tools.doctor.installation import VARIABLES, judged
 from lightning_asyncpp.tools.doctor.machine import Machine
@@ -275,7 +275,7 @@ def test_all_parts_together_take_ten_minutes_at_most() -> None:
 @pytest.mark.parametrize("arguments", [["--parts", "nothing"], ["--output", __file__], ["--quik"]])
 def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        doctor_command.main(arguments)
+        doctor.main(arguments)
     assert end.value.code == 2
 
 
@@ -284,10 +284,10 @@ def test_only_what_failed_ends_with_code_1(
     statuses: list[Any], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Finding(f"check {index}", status) for index, status in enumerate(statuses)]
-    monkeypatch.setattr(doctor_command, "examine", lambda *given: given[3].append(Result(PARTS[0], found, 1.0)))
+    monkeypatch.setattr(doctor, "examine", lambda *given: given[3].append(Result(PARTS[0], found, 1.0)))
     ended = 0
     try:
-        doctor_command.main(["--output", str(tmp_path / "out")])
+        doctor.main(["--output", str(tmp_path / "out")])
     except SystemExit as end:
         ended = int(str(end.code))
     assert ended == code
@@ -299,7 +299,7 @@ def test_only_what_failed_ends_with_code_1(
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    doctor_command.main(["--parts", "installation", "--output", str(tmp_path)])
+    doctor.main(["--parts", "installation", "--output", str(tmp_path)])
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["status"] == "warning"
     assert content["machine"]["packages"]["torch"]
@@ -310,7 +310,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.timeout(590)
 def test_a_quick_examination_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
-    doctor_command.main(["--quick", "--output", str(tmp_path)])
+    doctor.main(["--quick", "--output", str(tmp_path)])
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["status"] != "failed"
     correctness = {part["name"]: part["findings"] for part in content["parts"]}["correctness"]
@@ -332,7 +332,7 @@ def test_what_cannot_be_written_is_printed(
         doctor_command, "examine", lambda chosen, folder, quick, found, say: found.extend(results()[:1])
     )
     with pytest.raises(SystemExit) as ended:
-        doctor_command.main(["--output", str(tmp_path)])
+        doctor.main(["--output", str(tmp_path)])
     assert ended.value.code == 1
     printed = capsys.readouterr().out
     assert f"{tmp_path / name} cannot be written (Is a directory)" in printed

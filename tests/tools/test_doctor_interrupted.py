@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import sys
-from lightning_asyncpp.tools.doctor import doctor_command, parts
+from lightning_asyncpp.tools.doctor import doctor, parts
 from tests.tools.doctor_machines import CPUS
 
 def command_of(task):
@@ -28,7 +28,7 @@ def command_of(task):
     return [sys.executable, *sys.argv[2:]]
 
 parts.command_of = command_of
-doctor_command.main(["--parts", "correctness", "--output", sys.argv[1]])
+doctor.main(["--parts", "correctness", "--output", sys.argv[1]])
 """
 
 

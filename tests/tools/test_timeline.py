@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from lightning_asyncpp.pipeline.recording.trace import Span
 from lightning_asyncpp.pipeline.schedule import Kind
-from lightning_asyncpp.pipeline.trace import Span
-from lightning_asyncpp.tools.bench.bench_command import main
+from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.draw import draw_schedules
 from lightning_asyncpp.tools.bench.timeline import Axis, Panel, draw_timelines
 

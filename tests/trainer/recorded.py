@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.recording.clock import ClockOffset, clock_offset
-from lightning_asyncpp.pipeline.trace import Trace
+from lightning_asyncpp.pipeline.recording.clock_offsets import ClockOffset, clock_offset
+from lightning_asyncpp.pipeline.recording.trace import Trace
 from lightning_asyncpp.tools.bench.harness.stage_layers import SleepingLayer, Sleeps
 from tests.pipeline.cases import DIM
 from tests.pipeline.fake_device import lagging_clock

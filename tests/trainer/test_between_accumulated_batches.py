@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_asyncpp.pytorch.module_first import after_own_update
+from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
 from tests.trainer.delays import delayed, train
 from tests.trainer.pool import Pools
 from tests.trainer.projections import Draws, Projected, PutsOtherMemory, Shrinks

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_asyncpp.storage.reading import load, verify
+from lightning_asyncpp.storage.loading import load, verify
 from tests.trainer.pool import Pools, TrainerPool
 from tests.trainer.reference import joined_weights
 from tests.trainer.runs import Run, fit

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_asyncpp.cli import main
-from lightning_asyncpp.storage.reading import load, verify
+from lightning_asyncpp.storage.loading import load, verify
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import arrays, fit

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from lightning_asyncpp import GPTModule, PipelineTrace
 from lightning_asyncpp.models import GPTConfig
-from lightning_asyncpp.pytorch.pipeline_module import PipelineModule
 from lightning_asyncpp.tools.trace.recorded_run import read_run
 from lightning_asyncpp.tools.trace.run_summary import summarise
 from lightning_asyncpp.tools.trace.run_table import table
+from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 from tests.pipeline.cases import DIM
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle

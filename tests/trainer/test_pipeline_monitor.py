@@ -13,9 +13,9 @@ from lightning.fabric.utilities import measure_flops
 
 from lightning_asyncpp import ConfigurationError, GPTModule, PipelineMonitor, PipelineTrace
 from lightning_asyncpp.models import GPTConfig
+from lightning_asyncpp.pipeline.recording.trace import Span, Wait
 from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
-from lightning_asyncpp.pipeline.trace import Span, Wait
-from lightning_asyncpp.pytorch.window import StageWindow, StalenessError
+from lightning_asyncpp.trainer.callbacks.pipeline_monitor import StageWindow, StalenessError
 from tests.trainer.pool import Pools
 from tests.trainer.recorded import SleepingNet
 from tests.trainer.runs import Net, Run, fit

@@ -20,12 +20,16 @@ from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch.utils.data import SequentialSampler
 from torchmetrics import MeanMetric
 
-from lightning_asyncpp.data.samplers import generators_of
 from lightning_asyncpp.private_names import PrivateNameError
-from lightning_asyncpp.pytorch import private
-from lightning_asyncpp.pytorch.last_link import link_when_written
-from lightning_asyncpp.pytorch.logged_state import load_logged_state, logged_state
-from lightning_asyncpp.pytorch.metric_states import load_metric_states, metric_states
+from lightning_asyncpp.strategies.resumable_loader import generators_of
+from lightning_asyncpp.trainer import private
+from lightning_asyncpp.trainer.resume.epoch_metrics import (
+    load_logged_state,
+    load_metric_states,
+    logged_state,
+    metric_states,
+)
+from lightning_asyncpp.trainer.resume.last_link import link_when_written
 
 DDP = DDPStrategy()
 

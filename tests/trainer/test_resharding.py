@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 
-from lightning_asyncpp.storage.reading import load, verify
+from lightning_asyncpp.storage.loading import load, verify
 from tests.storage.same import assert_same
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle, plain_module

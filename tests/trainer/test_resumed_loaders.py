@@ -14,7 +14,7 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
-from lightning_asyncpp.data.resumable_loader import COMBINED_GOES_ON
+from lightning_asyncpp.strategies.resumable_loader import COMBINED_GOES_ON
 from tests.trainer.pool import Pools
 from tests.trainer.resumable import Showing, fit_showing, write_litdata
 from tests.trainer.runs import Run

@@ -1,11 +1,20 @@
-"""Nested batches and outputs: walking over their tensors."""
+"""Nested batches and outputs: walking over their tensors, and joining those of micro-batches.
+
+Nested batches and outputs: walking over their tensors.
+
+Joining what a step returned for the micro-batches of a batch into what it would have returned for the batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from itertools import chain
+from numbers import Real
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -72,3 +81,105 @@ def _like_mapping(tree: Mapping, items: dict) -> Any:
         return type(tree)(items)  # type: ignore[call-arg]
     except TypeError:
         return items
+
+
+T = TypeVar("T")
+
+
+def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Join the results of the micro-batches, in their order.
+
+    * Tensors and numpy arrays are concatenated along their first dimension. Where the other dimensions differ, as
+      after padding to the longest of each micro-batch, the list of the micro-batches' tensors comes instead.
+    * Tensors without dimensions and numbers are averaged with the weights; integers come as floats, booleans are no
+      numbers.
+    * Mappings are merged key by key into a dictionary. It has the keys of all micro-batches; the value of a key is
+      merged from those that have it.
+    * Named tuples are merged entry by entry.
+    * Lists and tuples that hold tensors or arrays, at any depth, and tuples that hold other containers, are merged
+      entry by entry: ``return names, scores``. If they have different lengths, they are concatenated.
+    * Other lists and tuples, such as one string, number or list of strings per sample, are concatenated.
+    * ``None`` everywhere is ``None``. Anything else (strings, booleans, objects, results of different kinds) comes as
+      the list of the micro-batches' results.
+
+    Lists and tuples keep their type.
+
+    Args:
+        results: one per micro-batch that had samples.
+        weights: as many, in any unit; averages leave out what has none, unless nothing has.
+    """
+    if not results or all(result is None for result in results):
+        return None
+    for kind, merge in _KINDS.items():
+        if all(isinstance(result, kind) for result in results):
+            return merge(results, weights)
+    return list(results)
+
+
+def _merge_tensors(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor | list[Tensor]:
+    if all(tensor.ndim == 0 for tensor in tensors):
+        weighed = _weighed(tensors, weights)
+        total = sum(weight for _, weight in weighed)
+        return torch.stack([tensor.detach() * (weight / total) for tensor, weight in weighed]).sum()
+    # torch.cat takes tensors of shape (0,) beside those of any other shape.
+    fit_together = _same_rows([tensor for tensor in tensors if tensor.shape != (0,)])
+    return torch.cat(list(tensors)) if fit_together else list(tensors)
+
+
+def _merge_arrays(arrays: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray | list[np.ndarray]:
+    return np.concatenate(arrays) if _same_rows(arrays) else list(arrays)
+
+
+def _same_rows(arrays: Sequence[Tensor] | Sequence[np.ndarray]) -> bool:
+    return all(array.ndim for array in arrays) and len({tuple(array.shape[1:]) for array in arrays}) <= 1
+
+
+def _merge_numbers(numbers: Sequence[Any], weights: Sequence[float]) -> float | list[Any]:
+    if any(isinstance(number, bool) for number in numbers):
+        return list(numbers)
+    weighed = _weighed(numbers, weights)
+    return sum(float(number) * weight for number, weight in weighed) / sum(weight for _, weight in weighed)
+
+
+def _weighed(values: Sequence[T], weights: Sequence[float]) -> list[tuple[T, float]]:
+    # A mean over nothing is NaN, and 0 times NaN is too.
+    return [(v, w) for v, w in zip(values, weights) if w] or [(value, 1.0) for value in values]
+
+
+def _merge_mappings(mappings: Sequence[Mapping], weights: Sequence[float]) -> dict:
+    merged = {}
+    for key in dict.fromkeys(chain.from_iterable(mappings)):
+        having = [(mapping[key], weight) for mapping, weight in zip(mappings, weights) if key in mapping]
+        merged[key] = merge_outputs([value for value, _ in having], [weight for _, weight in having])
+    return merged
+
+
+def _merge_sequences(sequences: Sequence[Any], weights: Sequence[float]) -> Any:
+    first = sequences[0]
+    same_length = len({len(sequence) for sequence in sequences}) == 1
+    if same_length and any(_is_structure(sequence) for sequence in sequences):
+        merged = [merge_outputs(entries, weights) for entries in zip(*sequences)]
+        return type(first)(*merged) if is_named_tuple(first) else type(first)(merged)
+    joined = chain.from_iterable(sequences)
+    return list(joined) if is_named_tuple(first) else type(first)(joined)
+
+
+def _is_structure(sequence: Any) -> bool:
+    if is_named_tuple(sequence) or _holds_tensors(sequence):
+        return True
+    # A step that returns several things returns a tuple; a list of lists is one list per sample.
+    return isinstance(sequence, tuple) and any(isinstance(entry, (tuple, list, Mapping)) for entry in sequence)
+
+
+def _holds_tensors(tree: Any) -> bool:
+    return isinstance(tree, (Tensor, np.ndarray)) or any(_holds_tensors(child) for child in children_of(tree))
+
+
+_KINDS: dict[type, Callable[[Sequence[Any], Sequence[float]], Any]] = {
+    Tensor: _merge_tensors,
+    np.ndarray: _merge_arrays,
+    Real: _merge_numbers,
+    Mapping: _merge_mappings,
+    tuple: _merge_sequences,
+    list: _merge_sequences,
+}

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import different_calls, lost_peers
+from lightning_asyncpp.pipeline.host_copies import as_bytes, on_host, pieces_on_host
 from lightning_asyncpp.pipeline.ranks.agreement import exchange_bytes
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.wire.host_copies import as_bytes, on_host, pieces_on_host
-from lightning_asyncpp.storage.tree import (
+from lightning_asyncpp.storage.nested import (
     STORED,
     entries_of,
     entry_bytes,

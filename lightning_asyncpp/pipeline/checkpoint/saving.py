@@ -23,14 +23,13 @@ from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_skeletons
 from lightning_asyncpp.pipeline.checkpoint.state import facts
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.failures.at_exit import AtExit, uncaught
+from lightning_asyncpp.pipeline.failures.cause import AtExit, uncaught
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.storage.index import Shard
-from lightning_asyncpp.storage.paths import local_path
-from lightning_asyncpp.storage.sharded import Target, commit, give_up, new_target, shard_name, write_shard
-from lightning_asyncpp.storage.tree import merged
+from lightning_asyncpp.storage.names import local_path
+from lightning_asyncpp.storage.nested import merged
+from lightning_asyncpp.storage.sharded import Shard, Target, commit, give_up, new_target, shard_name, write_shard
 
 
 class Files(Protocol):

@@ -10,19 +10,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_stages
-from lightning_asyncpp.pipeline.checkpoint.optimizer_state import (
+from lightning_asyncpp.pipeline.cut.partition import Partition
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.optimizers.configured import name_of
+from lightning_asyncpp.pipeline.optimizers.state_by_name import (
     BY_PARAMETER,
     by_parameter,
     keep_states_once,
     load_by_parameter,
 )
-from lightning_asyncpp.pipeline.cut.partition import Partition
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.optimizers.naming import name_of
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.tied_state import keep_once
-from lightning_asyncpp.storage.tree import merged
+from lightning_asyncpp.storage.nested import merged
 
 OLDER, MASTERS = "older_weights", "masters"
 

@@ -11,18 +11,20 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.cut.elsewhere import Home, OtherStage, OtherTensor, leave_placeholders
-from lightning_asyncpp.pipeline.cut.materialize import materialize
-from lightning_asyncpp.pipeline.cut.second_names import (
+from lightning_asyncpp.pipeline.cut.elsewhere import (
+    Home,
+    OtherStage,
+    OtherTensor,
     SecondName,
     Uses,
     home_before,
     homes_of,
+    leave_placeholders,
     second_names,
     use_in,
     uses_of,
 )
-from lightning_asyncpp.pipeline.cut.statistics import counting_layers
+from lightning_asyncpp.pipeline.cut.materialize import materialize
 from lightning_asyncpp.pipeline.cut.units import (
     Unit,
     collective_problems,
@@ -31,7 +33,7 @@ from lightning_asyncpp.pipeline.cut.units import (
     pipeline_units,
     spread,
 )
-from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
+from lightning_asyncpp.pipeline.cut.whole_model import WholeModel, counting_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.by_position import without_memory
 from lightning_asyncpp.pipeline.randomness import derive, seed_generators

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer
-from lightning_asyncpp.pipeline.cut.statistics import StatisticsLayout
 from lightning_asyncpp.pipeline.cut.units import Unit
+from lightning_asyncpp.pipeline.cut.whole_model import StatisticsLayout
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from lightning_asyncpp.pipeline import background
 from lightning_asyncpp.pipeline.errors import PeerLostError, is_noise, peer_lost
-from lightning_asyncpp.pipeline.failures import background
 from lightning_asyncpp.pipeline.failures.guard import Guard
 from lightning_asyncpp.pipeline.ranks.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.pipeline.wire.transport import Transport

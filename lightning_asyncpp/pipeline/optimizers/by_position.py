@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
-from lightning_asyncpp.pipeline.optimizers.nothing_to_train import is_placeholder
+from lightning_asyncpp.pipeline.optimizers.configured import is_placeholder, optimizers_in
 from lightning_asyncpp.pipeline.optimizers.probe import aside
 
 _NAMES_ALONE = ("params", "param_names", "name")

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_asyncpp.pipeline.optimizers.small_copy import Kind, NotExaminedError, SmallCopy, has_memory, step_hooks
-from lightning_asyncpp.pipeline.random_states import random_states, set_random_states
+from lightning_asyncpp.pipeline.randomness import random_states, set_random_states
 
 _STEPS = 6
 _SEED = 20_000

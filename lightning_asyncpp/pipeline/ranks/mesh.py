@@ -18,9 +18,8 @@ from typing import Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.ranks.process_groups import disjoint_groups, neighbour_options, new_group
-from lightning_asyncpp.pipeline.wire.host_copies import HostCopy
-from lightning_asyncpp.pipeline.wire.host_work import HostWork
+from lightning_asyncpp.pipeline.host_copies import HostCopy
+from lightning_asyncpp.pipeline.ranks.process_groups import HostWork, disjoint_groups, neighbour_options, new_group
 
 Placement = Literal["pipeline_within_node", "pipeline_across_nodes"]
 """Which ranks are neighbours: the stages of a replica, or the replicas of a stage."""

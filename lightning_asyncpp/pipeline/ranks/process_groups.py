@@ -1,16 +1,26 @@
-"""Process groups: made by all ranks together, in as few calls as the backend allows.
+"""Process groups, made by all ranks together, and messages on them that can be asked whether they are done.
+
+Process groups: made by all ranks together, in as few calls as the backend allows.
 
 With NCCL every new group splits the communicator of all ranks, and all of them take part, whoever is in it: groups that
 have no rank in common are made by one split.
+
+A message over gloo that can be asked whether it is done.
+
+``isend`` and ``irecv`` of gloo say so only to whoever waits for them: ``is_completed()`` of theirs stays false until
+then. Who polled them would keep what was sent for ever, and never take up what has arrived. So a thread waits.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from lightning_asyncpp.pipeline import background
 
 
 def new_group(
@@ -92,3 +102,38 @@ def unbind_default_group() -> None:
     world = dist.group.WORLD
     if dist.is_initialized() and world is not None and "nccl" not in dist.get_backend_config(world):
         world.bound_device_id = None
+
+
+class HostWork:
+    """Stands for the ``Work`` of a send or a receive of host data.
+
+    Args:
+        work: of gloo, which nobody else waits for; or what begins it, to be called in the thread.
+    """
+
+    def __init__(self, work: dist.Work | Callable[[], dist.Work]) -> None:
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        # The thread alone keeps gloo's object, which keeps the tensor: both go when it is done.
+        background.run(lambda: self._wait(work), "host-work")
+
+    def is_completed(self) -> bool:
+        """Whether it is done, or failed."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait until it is done.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        self._done.wait()
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+
+    def _wait(self, work: dist.Work | Callable[[], dist.Work]) -> None:
+        try:
+            (work() if callable(work) else work).wait()
+        except BaseException as error:  # raised again for whoever waits
+            self._error = error
+        self._done.set()

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.step.ambient import GRADIENTS, REFUSED, REFUSED_ONCE, Setting, Travelling
-from lightning_asyncpp.pipeline.step.call_digest import NOT_LOOKED_AT, differ, digest
+from lightning_asyncpp.pipeline.step.model_call import NOT_LOOKED_AT, differ, digest
 from lightning_asyncpp.pipeline.step.model_in_step import ModelInStep
 
 _NOTHING = nullcontext()

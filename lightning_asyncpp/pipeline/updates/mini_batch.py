@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.errors import lost_peers
+from lightning_asyncpp.pipeline.host_copies import Reading
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.updates.buckets import Gradients
 from lightning_asyncpp.pipeline.updates.control_message import (
     ControlMessage,
     ControlSum,
@@ -22,10 +22,9 @@ from lightning_asyncpp.pipeline.updates.control_message import (
     Payload,
     StopFlags,
 )
-from lightning_asyncpp.pipeline.updates.reduction import Reduction
+from lightning_asyncpp.pipeline.updates.reduction import Gradients, Reduction
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients
-from lightning_asyncpp.pipeline.wire.reading import Reading
 
 
 @dataclass(eq=False)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.cut.ties import Tie, names_on
 from lightning_asyncpp.pipeline.errors import lost_peers
+from lightning_asyncpp.pipeline.host_copies import HostCopy, empty_on_host
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.updates.buckets import Bucket, Gradients
-from lightning_asyncpp.pipeline.wire.host_copies import HostCopy, empty_on_host
-from lightning_asyncpp.pipeline.wire.host_work import HostWork
+from lightning_asyncpp.pipeline.ranks.process_groups import HostWork
+from lightning_asyncpp.pipeline.updates.reduction import Bucket, Gradients
 
 _TAG = 5
 _MOST_TAGS = 16  # of other messages

@@ -15,19 +15,18 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.batches.batch_output import no_weight_text
-from lightning_asyncpp.pipeline.clocks import HOST
 from lightning_asyncpp.pipeline.cut.ties import names_on, trained_on
 from lightning_asyncpp.pipeline.errors import NonFiniteGradientError, lost_peers
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.recording.clocks import HOST
+from lightning_asyncpp.pipeline.recording.trace import Beside, Recorded, Wait
 from lightning_asyncpp.pipeline.runner.common import StageRunner
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
-from lightning_asyncpp.pipeline.trace import Beside, Recorded, Wait
-from lightning_asyncpp.pipeline.updates.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
 from lightning_asyncpp.pipeline.updates.clipping import gradient_norm
 from lightning_asyncpp.pipeline.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
-from lightning_asyncpp.pipeline.updates.reduction import Reduction
+from lightning_asyncpp.pipeline.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients, tags_of
 from lightning_asyncpp.pipeline.weights import WeightVersions

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ProtocolError
 from lightning_asyncpp.pipeline.ranks.mesh import Groups, Mesh
-from lightning_asyncpp.pipeline.ranks.neighbours import connect_neighbours
 from lightning_asyncpp.pipeline.wire.handover import Inbox, Outbox, Way
 from lightning_asyncpp.pipeline.wire.header import TensorInfo
-from lightning_asyncpp.pipeline.wire.link import NO_TIMEOUT
+from lightning_asyncpp.pipeline.wire.link import NO_TIMEOUT, connect_neighbours
 
 
 class DeviceTensors:

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_asyncpp.pipeline import background
 from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError, is_noise, peer_lost
-from lightning_asyncpp.pipeline.failures import background
 from lightning_asyncpp.pipeline.ranks.mesh import started
 from lightning_asyncpp.pipeline.wire.header import TensorInfo
 from lightning_asyncpp.pipeline.wire.link import Link

@@ -1,4 +1,11 @@
-"""The header in front of every activation: what comes, how much it weighs, and which batch it belongs to.
+"""The header in front of every activation, with the order in memory of what follows.
+
+In which order the dimensions of a tensor lie in memory, which has to survive a cut.
+
+A product of matrices is rounded otherwise, and a convolution is slower, where its input lies otherwise in memory than
+it would in a single process: transposed, or with the channels last.
+
+The header in front of every activation: what comes, how much it weighs, and which batch it belongs to.
 
 A beginning of fixed length announces how long the rest is: descriptions of the tensors, and what was around them.
 """
@@ -15,9 +22,32 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_asyncpp.pipeline.batches.structure import MAX_STRUCTURE_BYTES
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError, different_calls
-from lightning_asyncpp.pipeline.wire.boundary import MAX_STRUCTURE_BYTES
-from lightning_asyncpp.pipeline.wire.memory_order import Order, as_stored, empty, order_of
+
+Order = tuple[int, ...]
+"""Dimensions, the one with the largest stride first; empty: as they are numbered, which nearly all tensors are."""
+
+
+def order_of(tensor: Tensor) -> Order:
+    """The order of a tensor, which may have gaps; a copy without any is what travels."""
+    if tensor.is_contiguous():
+        return ()
+    order = tuple(tensor.dim_order())
+    return () if order == tuple(range(tensor.ndim)) else order
+
+
+def as_stored(tensor: Tensor, order: Order) -> Tensor:
+    """A view with the dimensions as they lie in memory: contiguous if ``order`` is the tensor's and it has no gaps."""
+    return tensor.permute(order) if order else tensor
+
+
+def empty(shape: Sequence[int], order: Order, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor whose dimensions lie so in memory."""
+    if not order:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_permuted(shape, order, dtype=dtype, device=device)
+
 
 MAX_TENSORS = 256
 MAX_DIMENSIONS = 8
@@ -79,10 +109,10 @@ class Header:
         weight: the micro-batch's weight w_k.
         fingerprint: of the first stage's micro-batch; 0 where it was not taken.
         tensors: what follows.
-        structure: what was around several tensors, as :func:`lightning_asyncpp.pipeline.wire.boundary.take_apart` wrote
+        structure: what was around several tensors, as :func:`lightning_asyncpp.pipeline.batches.structure.take_apart` wrote
             it; or why the stage before failed.
         around: what the user's step has set around the model, of :mod:`lightning_asyncpp.pipeline.step.ambient`.
-        call: of the arguments that the model was called with, of :mod:`lightning_asyncpp.pipeline.step.call_digest`.
+        call: of the arguments that the model was called with, of :mod:`lightning_asyncpp.pipeline.step.model_call`.
     """
 
     k: int

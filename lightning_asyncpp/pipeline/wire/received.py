@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.wire.memory_order import as_stored, order_of
+from lightning_asyncpp.pipeline.wire.header import as_stored, order_of
 
 with torch.inference_mode(False):
     # What the nodes hang on: autograd visits only what leads to a leaf that needs a gradient. It gets none.

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls, different_ends
+from lightning_asyncpp.pipeline.host_copies import HostCopy
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours, connect_neighbours
 from lightning_asyncpp.pipeline.wire.device_tensors import DeviceTensors
 from lightning_asyncpp.pipeline.wire.header import BEGINNING_BYTES, MAX_HEADER_BYTES, Header, TensorInfo
-from lightning_asyncpp.pipeline.wire.host_copies import HostCopy
-from lightning_asyncpp.pipeline.wire.link import Bytes, Frame, Link
+from lightning_asyncpp.pipeline.wire.link import Bytes, Frame, Link, Neighbours, connect_neighbours
 
 _ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED = 1, 2, 3, 4, 5, 6, 7
 _MAX_SUM_BYTES = 2**24

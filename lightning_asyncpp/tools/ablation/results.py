@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_asyncpp.durable import write_durably
+from lightning_asyncpp.storage.durable import write_durably
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, CellKey, CurvePoint, Open, Run
 
 RESULT = "result.json"

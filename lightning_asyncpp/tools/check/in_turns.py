@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import PeerLostError
+from lightning_asyncpp.pipeline.host_copies import HostCopy
 from lightning_asyncpp.pipeline.randomness import generator_states, preserved_generators, set_generator_states
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
-from lightning_asyncpp.pipeline.wire.host_copies import HostCopy
-from lightning_asyncpp.pipeline.wire.link import Link
+from lightning_asyncpp.pipeline.wire.link import Link, Neighbours
 
 T = TypeVar("T")
 _PAUSE_SECONDS = 1e-3

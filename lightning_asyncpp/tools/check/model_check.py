@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
+from lightning_asyncpp.pipeline.batches.micro_batch import loss_of
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
 from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.ranks.neighbours import Neighbours
 from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
 from lightning_asyncpp.pipeline.updates.clipping import clip_by_norm
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
 from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
+from lightning_asyncpp.pipeline.wire.link import Neighbours
 from lightning_asyncpp.pipeline.wire.transport import Transport
 from lightning_asyncpp.tools.check.check_report import CheckReport, WholeBatches, difference_in_change, is_loud
 from lightning_asyncpp.tools.check.in_turns import run_in_turns

@@ -27,12 +27,11 @@ from lightning_asyncpp.pipeline.cut.units import (
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.by_position import may_go_by_position, options_of, position_problems
-from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
+from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers, optimizers_in
 from lightning_asyncpp.pipeline.optimizers.fitness import stage_problems
-from lightning_asyncpp.pipeline.optimizers.nothing_to_train import EmptyOptimizers
 from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
-from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems
 from lightning_asyncpp.tools.check.trial import StepOf, copied, name_of, network_of
+from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problems
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from lightning_asyncpp.storage.errors import StorageError
-from lightning_asyncpp.storage.reading import verify
+from lightning_asyncpp.storage.loading import verify
+from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.tools.checkpoint.contents import describe, size_on_disk, table
 from lightning_asyncpp.tools.checkpoint.convert import Request, convert
 from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser, verify_parser

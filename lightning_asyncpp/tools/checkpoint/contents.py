@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.batches import tree
-from lightning_asyncpp.pipeline.checkpoint.optimizer_state import BY_PARAMETER
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT, PIPELINE, TRAINER, WEIGHTS, Origin, origin_of
 from lightning_asyncpp.pipeline.checkpoint.state import MASTERS, OLDER
-from lightning_asyncpp.storage.errors import StorageError
-from lightning_asyncpp.storage.index import files_of, is_sharded, read_index
-from lightning_asyncpp.storage.reading import load
+from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
+from lightning_asyncpp.storage.loading import load
+from lightning_asyncpp.storage.names import StorageError
+from lightning_asyncpp.storage.sharded import files_of, is_sharded, read_index
 
 _STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
 

@@ -11,12 +11,20 @@ import torch
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 
-from lightning_asyncpp.durable import usual_mode
-from lightning_asyncpp.storage.errors import StorageError
-from lightning_asyncpp.storage.index import is_sharded, read_index
-from lightning_asyncpp.storage.reading import damages, load, verify
-from lightning_asyncpp.storage.sharded import commit, give_up, new_target, shard_name, without_aliases, write_shard
-from lightning_asyncpp.storage.tree import STORED, put_together, stored_in, take_apart
+from lightning_asyncpp.storage.durable import usual_mode
+from lightning_asyncpp.storage.loading import damages, load, verify
+from lightning_asyncpp.storage.names import StorageError
+from lightning_asyncpp.storage.nested import STORED, put_together, stored_in, take_apart
+from lightning_asyncpp.storage.sharded import (
+    commit,
+    give_up,
+    is_sharded,
+    new_target,
+    read_index,
+    shard_name,
+    without_aliases,
+    write_shard,
+)
 from lightning_asyncpp.storage.whole import save_file, written_beside
 from lightning_asyncpp.tools.checkpoint.contents import Contents, contents_of, model_of, tensors_of
 

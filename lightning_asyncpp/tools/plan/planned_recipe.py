@@ -21,15 +21,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
 from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
 from lightning_asyncpp.pipeline.settings import PipelineSettings, problems_of_precision
-from lightning_asyncpp.pytorch.base import PipelineStrategy
-from lightning_asyncpp.pytorch.pipeline_module import PipelineModule
-from lightning_asyncpp.pytorch.refusals import module_problems, optimizer_problems, trainer_problems
-from lightning_asyncpp.tools.instantiating import instantiated
+from lightning_asyncpp.trainer.base import PipelineStrategy
+from lightning_asyncpp.trainer.pipeline_module import PipelineModule
+from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problems, trainer_problems
 
 _STEPS = 1000
 """Length of a run whose recipe gives none in updates: schedules of the learning rate need one, memory does not."""

@@ -16,15 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline import foreach
+from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.cut.ties import names_on, trained_on
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.runner.common import Flight, Task
 from lightning_asyncpp.pipeline.runner.stages import stage_runner
-from lightning_asyncpp.pipeline.updates.buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, plan_buckets
-from lightning_asyncpp.pipeline.updates.reduction import Reduction
+from lightning_asyncpp.pipeline.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
 from lightning_asyncpp.pipeline.weights import WeightVersions, lent, writing
 from lightning_asyncpp.pipeline.wire.header import Header
 from lightning_asyncpp.pipeline.wire.transport import Arrival

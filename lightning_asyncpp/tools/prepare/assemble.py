@@ -27,7 +27,7 @@ from lightning_asyncpp.data.token_dataset import (
     count_sequences,
     write_metadata,
 )
-from lightning_asyncpp.durable import checksum, replace_durably
+from lightning_asyncpp.storage.durable import checksum, replace_durably
 from lightning_asyncpp.tools.prepare.pieces import VALIDATION, Record, Work
 from lightning_asyncpp.tools.prepare.source_files import SourceFile
 

@@ -32,7 +32,7 @@ from lightning_asyncpp.data.replica import replica_environment
 from lightning_asyncpp.data.source import load_tokenizer
 from lightning_asyncpp.data.token_dataset import CHUNK_BYTES, smallest_dtype
 from lightning_asyncpp.data.tokenizer import Tokenizer
-from lightning_asyncpp.durable import checksum, replace_durably
+from lightning_asyncpp.storage.durable import checksum, replace_durably
 from lightning_asyncpp.tools.prepare.source_files import Documents, read_documents
 from lightning_asyncpp.tools.prepare.work_plan import Plan, read_plan
 

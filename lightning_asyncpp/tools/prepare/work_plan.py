@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import HUB, is_hub_name
 from lightning_asyncpp.data.token_dataset import PARTIAL, PLAN
-from lightning_asyncpp.durable import write_durably
+from lightning_asyncpp.storage.durable import write_durably
 from lightning_asyncpp.tools.prepare.source_files import SourceFile, Span, in_one_line
 
 _DATASET = re.compile(re.escape(HUB) + "datasets/[^/]+/[^/]+")

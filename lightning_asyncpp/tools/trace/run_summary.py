@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_asyncpp.pipeline.recording.trace import Beside, Span, utilisation
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
-from lightning_asyncpp.pipeline.trace import Beside, Span, utilisation
 from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.trace.causes import (
     WORK,

@@ -21,11 +21,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp import cli
+from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.tools.ablation.recipe.cell_config import strategy_config, training_config, with_places
 from lightning_asyncpp.tools.ablation.recipe.recipe import ALONE, ClassConfig, Correction, OptimizerGrid, Recipe
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import write_yaml
-from lightning_asyncpp.tools.instantiating import instantiated
 
 # Lines of the parser's messages that repeat the value or the annotation instead of saying what is wrong.
 _REMARK = re.compile(

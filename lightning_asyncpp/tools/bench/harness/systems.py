@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
-from lightning_asyncpp.pipeline.trace import Trace
+from lightning_asyncpp.pipeline.recording.trace import Trace
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy, PipelineMonitor, PipelineTrace, SyncPipelineStrategy
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.stage_layers import LayerFactory, make_optimizer

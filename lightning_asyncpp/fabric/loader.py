@@ -1,0 +1,122 @@
+"""Training data of a loop over Fabric, which goes on where a checkpoint was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.strategies.resumable_loader import (
+    ResumableLoader,
+    is_stateful,
+    problems_in_mid_epoch,
+    problems_with_workers,
+    set_epoch,
+    shuffle_by_epoch,
+)
+from lightning_asyncpp.strategies.stage_loader import PlaceholderBatch, PlaceholderLoader
+
+_PLACE = "place_in_fabric"
+_RAW = (
+    "what fabric.setup_dataloaders was given does not know how far the stages of a pipeline have come: put what it"
+    " returned into the state that is saved and loaded"
+)
+
+
+class FabricLoader(ResumableLoader):
+    """What a loop over Fabric iterates: in a state for ``fabric.save`` it says where it is.
+
+    After ``fabric.load`` the next loop over it reads the rest of its epoch, and those after it read the next ones. In
+    which epoch it is, it counts itself: Fabric, which tells samplers, counts from the start of the process.
+
+    Args:
+        loader: of this replica; on a middle stage a :class:`PlaceholderLoader`.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader, lambda: 0)
+        self._epoch, self._is_over = -1, True  # of the newest iteration
+        self._newest: object = None
+        self._rest: Mapping[str, Any] | None = None
+        self._given = loader.loader if isinstance(loader, PlaceholderLoader) else loader
+        shuffle_by_epoch(self._given, shuffle=True)
+        if is_stateful(self._given):
+            self._given.state_dict = self._given.load_state_dict = _refuse
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is: after the last batch that the loop has got, or between two epochs."""
+        if self._rest is not None:  # loaded, and not gone on from yet
+            return dict(self._rest)
+        if self._resumed is not None:
+            return {**self._resumed[0], "is_over": True}
+        return {_PLACE: 1, "epoch": self._epoch, "is_over": self._is_over, **super().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`.
+
+        Raises:
+            ConfigurationError: it is another's, or the loader cannot go on in the middle of an epoch.
+        """
+        if _PLACE not in state:
+            raise ConfigurationError(_RAW)
+        in_mid_epoch = problems_in_mid_epoch(self._given, state) if self._has_rest(state) else []
+        if problems := [*problems_with_workers(self._given, state), *in_mid_epoch]:
+            raise ConfigurationError(
+                f"{'; '.join(problems)}. The checkpoint was written after batch {state['batches']} of an epoch: write"
+                " them at an epoch's end, or leave the loader out of the state"
+            )
+        self._rest = state
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over an epoch, or the rest of the one in which the checkpoint was written."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._epoch, self._is_over = int(rest["epoch"]), bool(rest["is_over"])
+        goes_on = rest is not None and not self._is_over
+        if rest is not None and not (goes_on and self._has_rest(rest)):
+            self.resume(rest, ended=True)
+            if goes_on:  # nothing is left of its epoch; the next iteration is the next one's
+                self._is_over = True
+                return
+        elif rest is not None:
+            self.resume(rest, ended=False)
+        self._epoch, self._is_over = self._epoch + (not goes_on), False
+        self._newest = newest = object()
+        try:
+            yield from self._batches_of_epoch(int(rest["batches"]) if rest is not None and goes_on else 0)
+        finally:
+            if newest is self._newest:  # an older one may be given up later
+                self._is_over = True
+
+    def _batches_of_epoch(self, begun: int) -> Iterator[Any]:
+        if not isinstance(self.loader, PlaceholderLoader):
+            set_epoch(self.loader, self._epoch)
+            yield from super().__iter__()
+            return
+        for number in range(begun, len(self.loader)):
+            self._batches = number + 1
+            yield PlaceholderBatch()
+
+    def _has_rest(self, state: Mapping[str, Any]) -> bool:
+        """Whether batches are left of the epoch in which a state was saved."""
+        if state["is_over"] or state["exhausted"]:
+            return False
+        length = self.length
+        return length is None or int(state["batches"]) < length
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise ConfigurationError(_RAW)
+
+
+def resumable(loader: Any, given: Any) -> FabricLoader:
+    """A loader that goes on where a checkpoint was, with the attributes (``dataset``, ``batch_size``) of the one given.
+
+    Args:
+        loader: what this rank iterates.
+        given: what the user gave.
+    """
+    wrapped = FabricLoader(loader)
+    attributes = {name: value for name, value in vars(given).items() if name not in ("state_dict", "load_state_dict")}
+    vars(wrapped).update({**attributes, **vars(wrapped)})  # Fabric's wrapper shows those that are here
+    return wrapped

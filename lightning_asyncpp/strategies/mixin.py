@@ -1,0 +1,217 @@
+"""What the Trainer's and Fabric's strategies share: connecting, cutting, seeding, and collectives that cannot hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
+from lightning_asyncpp.pipeline.cut.partition import Partition
+from lightning_asyncpp.pipeline.cut.partition_choice import Example, choose_partition
+from lightning_asyncpp.pipeline.errors import lost_peers
+from lightning_asyncpp.pipeline.randomness import seed_of_run
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, broadcast
+from lightning_asyncpp.pipeline.ranks.interfaces import use_interface
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.ranks.process_groups import unbind_default_group
+from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.private_names import required
+from lightning_asyncpp.strategies.arguments import PipelineArguments
+from lightning_asyncpp.strategies.process_group import (
+    QUEUES_VARIABLE,
+    backend_of,
+    join_again,
+    queue_warning,
+    store_listening_on,
+)
+
+T = TypeVar("T")
+
+
+class PipelineStrategyMixin:
+    """Comes before one of Lightning's DDP strategies, whose launchers and process group it uses.
+
+    Attributes:
+        delay: of the gradients, in updates: 1 or 0.
+        session: the pipeline.
+        checkpoints: writes them.
+        interface: the network interface that the user named for connections.
+        step_name: what messages call the user's step.
+        outside_step: where a collective that is refused inside the user's step can go instead.
+    """
+
+    applies_statistics = True  # a module need not look after its StatisticsLayers itself
+    delay: ClassVar[int]
+    session: PipelineSession
+    checkpoints: CheckpointWriter
+    interface: str | None
+    step_name: ClassVar[str]
+    outside_step: ClassVar[str]
+
+    def _make_session(self, arguments: PipelineArguments) -> None:
+        """Keep what the arguments say of the pipeline.
+
+        Raises:
+            ConfigurationError: arguments are wrong whatever the number of processes is; names all of them.
+        """
+        self.interface = arguments.interface
+        self.session = PipelineSession(arguments.settings(self.delay), arguments.timeout)
+        sharded = arguments.state_dict_type == "sharded"
+        self.checkpoints = CheckpointWriter(self.session, sharded, arguments.async_checkpoints)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Lightning's question for names: they are registered by importing the package."""
+
+    def setup_environment(self) -> None:
+        """Start the process group and connect the mesh, on the interface to be used; a collective call.
+
+        Raises:
+            ConfigurationError: there is no such interface, or the settings do not fit the number of ranks.
+        """
+        # Before ranks wait for each other: one that failed in the midst of it would leave the others waiting.
+        self.session.settings.resolved(self.num_nodes * self.num_processes)  # type: ignore[attr-defined]
+        purpose = "choose the backend for stages that share a GPU"
+        given = required(self, "_process_group_backend", purpose)
+        self._process_group_backend = backend_of(self.parallel_devices, given)  # type: ignore[attr-defined]
+        chosen = required(self, "_get_process_group_backend", "let torchrun start a run again")()
+        with self._on_interface():
+            join_again(chosen, self.root_device, self.session.timeout)  # type: ignore[attr-defined]
+            super().setup_environment()  # type: ignore[misc]
+        unbind_default_group()
+        self.session.watch.guard.children = launched_processes(self)
+        mesh = self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
+        if mesh.num_stages > 1 and (warning := queue_warning(self.root_device, os.environ.get(QUEUES_VARIABLE))):  # type: ignore[attr-defined]
+            rank_zero_warn(warning)
+        if mesh.num_stages == 1:
+            rank_zero_warn(
+                f"{type(self).__name__} has one stage, and cuts nothing: devices={mesh.world_size} was given or found"
+                f" for data_parallel_size={mesh.num_replicas}; devices={2 * mesh.num_replicas} makes two stages"
+            )
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks, in a group that a rank which fails leaves (``failures/failure_watch.py``)."""
+        self._check_collective("barrier")
+        if (group := self._host_group()) is None:
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+            return
+        with self.session.watch.collective(), lost_peers():
+            dist.barrier(group=group)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object of rank ``src`` on all ranks; like :meth:`barrier` it does not wait for a failed one."""
+        self._check_collective("broadcast")
+        if self._host_group() is None:
+            result: T = super().broadcast(obj, src)  # type: ignore[misc]
+            return result
+        with self.session.watch.collective():
+            return broadcast(self._mesh, obj, src)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks, stacked along a new first dimension."""
+        self._check_collective("all_gather")
+        with self.session.watch.collective():
+            gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        return gathered
+
+    @contextmanager
+    def _on_interface(self) -> Iterator[None]:
+        """Nothing listens elsewhere than on the interface that was named, or than on loopback on a single machine."""
+        strategy: Any = self
+        given, size = strategy.cluster_environment, strategy.num_processes
+        on_one_machine = strategy.num_nodes == 1 and given.world_size() <= size
+        addresses = use_interface(self.interface, on_one_machine)
+        given.set_global_rank(given.node_rank() * size + given.local_rank())  # as Lightning is about to do
+        timeout = self.session.timeout
+        with store_listening_on(given, addresses, given.global_rank(), on_one_machine, timeout) as environment:
+            strategy.cluster_environment = environment
+            try:
+                yield
+            finally:
+                strategy.cluster_environment = given
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self.session.mesh is not None, "the processes are not launched yet"
+        return self.session.mesh
+
+    def _host_group(self) -> dist.ProcessGroup | None:
+        mesh = self.session.mesh
+        return mesh.groups.host if mesh is not None and mesh.groups is not None else None
+
+    def _check_collective(self, name: str) -> None:
+        self.session.check_collective(name, self.step_name, self.outside_step)
+
+    def _cut(
+        self,
+        model: nn.Module,
+        root: nn.Module | None = None,
+        example: Example | None = None,
+        averages: Sequence[AveragedModel] = (),
+    ) -> None:
+        """Reduce the model to this rank's stage; what fails on one rank is raised on all.
+
+        Rank 0 chooses how many layers each stage gets, and the run's seed: that of ``seed_everything``, or a new one.
+
+        Args:
+            model: what is cut.
+            root: the module around it.
+            example: to measure its layers with, if the partition needs that.
+            averages: of it, which are no part of ``root``.
+        """
+        seed, partition, error = seed_of_run(), None, None
+        if self._mesh.rank == 0:
+            try:
+                partition = self._choose_partition(model, example, seed)
+            except Exception as caught:
+                error = caught
+        seed, partition = self.broadcast((seed, partition))
+        if partition is not None:
+            try:
+                self.session.cut(model, seed, torch.device("cpu"), root, partition, averages)
+            except Exception as caught:
+                error = caught
+        agree_on_error(self._mesh, error)
+        if partition is not None and partition.remark:
+            rank_zero_warn(partition.remark)
+
+    def _choose_partition(self, model: nn.Module, example: Example | None, seed: int) -> Partition:
+        session, mesh = self.session, self._mesh
+        if session.partition is not None and session.stage is not None and session.stage.model is model:
+            return session.partition  # another training of what is cut already
+        return choose_partition(model, mesh.stage, mesh.num_stages, session.settings.partition, example, seed)
+
+
+def register(registry: Any, **strategies: type) -> None:
+    """Make strategies known to one of Lightning's registries, under the names that they are given here."""
+    for name, strategy in strategies.items():
+        if name not in registry:
+            registry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
+
+
+def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep torch from warning that a scheduler stepped before the optimizer: the first mini-batch has no update yet."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def launched_processes(strategy: Any) -> list[subprocess.Popen]:
+    """The launcher's own list of the processes that it started; empty where others start them.
+
+    Raises:
+        PrivateNameError: the launcher keeps no such list by now.
+    """
+    purpose = "leave no process behind"
+    launcher = strategy.launcher
+    if launcher is None or required(strategy, "_start_method", purpose) != "popen":
+        return []
+    processes: list[subprocess.Popen] = required(launcher, "procs", purpose)
+    return processes

@@ -1,0 +1,388 @@
+"""What the Trainer strategies share: an ordinary LightningModule, cut over pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_asyncpp.pipeline.batches.batch_output import or_nan
+from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
+from lightning_asyncpp.pipeline.cut.averages import averages_in
+from lightning_asyncpp.pipeline.cut.partition_choice import Example
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers
+from lightning_asyncpp.pipeline.optimizers.steps import OneGradient
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.pipeline.updates.clipping import clip_values
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
+from lightning_asyncpp.strategies.arguments import for_ddp, takes
+from lightning_asyncpp.strategies.mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.strategies.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
+from lightning_asyncpp.trainer import private
+from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArguments
+from lightning_asyncpp.trainer.evaluation import EvaluationSteps
+from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
+from lightning_asyncpp.trainer.hooks.collectives import Collectives
+from lightning_asyncpp.trainer.hooks.conductor import Conductor
+from lightning_asyncpp.trainer.hooks.placeholder_hooks import PlaceholderHooks
+from lightning_asyncpp.trainer.hooks.stale_reads import StaleReads
+from lightning_asyncpp.trainer.launching import Launching
+from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
+from lightning_asyncpp.trainer.module_facts import (
+    HiddenExample,
+    grouping_problems,
+    leave_alone,
+    modules_example,
+    warn_of_state_dict,
+)
+from lightning_asyncpp.trainer.refusals import (
+    NOTHING_TO_STEP,
+    OPTIMIZER_ERRORS,
+    module_problems,
+    optimizer_problems,
+    trainer_problems,
+    without_gradients,
+)
+from lightning_asyncpp.trainer.resume.last_link import link_when_written
+from lightning_asyncpp.trainer.resume.loop_state import accumulate_as_scheduled
+from lightning_asyncpp.trainer.resume.progress import Progress
+
+TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
+_WHERE_TO_CHANGE = (
+    "in on_train_batch_end of the LightningModule, which comes once its batch's own update has been applied, or in"
+    " optimizer.register_step_post_hook(...), which runs with every update"
+)
+
+
+class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy):
+    """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
+
+    The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
+    to the Trainer's hooks. Arguments: :class:`~lightning_asyncpp.trainer.arguments.TrainerArguments`.
+    """
+
+    # PipelineModule leaves its layers on the meta device for a strategy that says so.
+    materializes_stages = True
+
+    step_name = "a *_step method"
+    outside_step = "to a hook such as on_train_batch_end"
+
+    @takes(TrainerArguments)
+    def __init__(self, arguments: TrainerArguments) -> None:
+        super().__init__(**for_ddp(TrainersDDPArguments, arguments))
+        self._make_session(arguments)
+        self.session.where_to_change = _WHERE_TO_CHANGE
+        self.progress = Progress(arguments.inexact_resume)
+        self.session.watch.guard.is_torn_down = True
+        self.step_metrics = StepMetrics(self.session, self._set_loss)
+        self._placeholder_hooks = PlaceholderHooks([])
+        self._only_moves_batches = True
+        self._batch_ends: BatchEnds | None = None
+        self._stale_reads: StaleReads | None = None
+        self._hidden_example: HiddenExample | None = None
+        self._conductor: Conductor | None = None
+        self._loss: Tensor = torch.zeros(())
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module
+        leave_alone(module)
+        weight_dtype = self.session.settings.weight_dtype
+        agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
+        self._cut(
+            self._network(), root=module, example=self._example(),
+            averages=tuple(averages_in(trainer.callbacks)),  # type: ignore[attr-defined]
+        )  # fmt: skip
+        self._hidden_example = HiddenExample(module) if self._mesh.num_stages > 1 else None
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        hooks = [module, trainer.datamodule]  # type: ignore[attr-defined]
+        self._only_moves_batches = not any(is_overridden(name, of) for name in TRANSFER_HOOKS for of in hooks)
+        training = trainer.state.fn == TrainerFn.FITTING
+        self.progress.forget()
+        self.session.start(UserHooks.of(module, forward_context=self._forward_context), self.root_device, training)
+        rank_zero_info(f"Pipeline: {self.session.describe()}")
+        self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
+        drain, meets_gradients = self.drain, self._batch_ends.meets_gradients
+        self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients, self.progress)
+        self._conductor.install(trainer)
+        self._batch_ends.install(trainer)
+        self.step_metrics.connect(trainer, module, self.in_epoch_end)
+        self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
+        if training:
+            private.run_validations_in(trainer, self.progress.validations.apart)
+            self._warn_without_delay(trainer.max_steps)
+            if owners := without_gradients(module, trainer.callbacks):  # type: ignore[attr-defined]
+                rank_zero_warn(
+                    f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
+                    " while an update is applied; look at them in on_before_optimizer_step"
+                )
+            link_when_written(trainer, self.checkpoints.then)
+            self.setup_optimizers(trainer)
+            unfit = optimizer_problems(self.optimizers, module)
+            assert self.session.stage is not None
+            unfit += grouping_problems(self.optimizers, module, self.session.stage)
+            agree_on_problems(self._mesh, unfit)
+            self._attach_optimizer(trainer)
+            self._stale_reads = StaleReads(module, self.session)
+            self._stale_reads.install(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Make the optimizer; what one rank cannot make, all of them report.
+
+        Lightning's advice on several optimizers, manual optimization, would be refused next.
+        """
+        error: Exception | None = None
+        try:
+            with EmptyOptimizers():  # one without a parameter may be the second of two, which is what is wrong then
+                super().setup_optimizers(trainer)
+        except Exception as caught:
+            known = (text for sign, text in OPTIMIZER_ERRORS if sign in str(caught))
+            error = next((ConfigurationError(text) for text in known), caught)
+        agree_on_error(self._mesh, error)
+
+    def _attach_optimizer(self, trainer: L.Trainer) -> None:
+        optimizer = self.optimizers[0]
+        self.session.attach(optimizer, self._step_optimizer, with_closure=True)
+        mark_as_stepped(optimizer)
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
+
+    def _warn_without_delay(self, max_steps: int) -> None:
+        start = self.session.settings.synchronous_start
+        if 0 <= max_steps <= start:
+            rank_zero_warn(
+                f"synchronous_start={start} is no less than max_steps={max_steps}: all of this training is synchronous"
+            )
+
+    def _forward_context(self) -> AbstractContextManager[Any]:
+        return self.precision_plugin.forward_context()
+
+    def _progress_state(self) -> dict[str, Any]:
+        return self.progress.state(self._module.trainer, self._module, self.step_metrics.state_dict(self._module))
+
+    def _example(self) -> Example | None:
+        assert self.session.resolved is not None
+        parts = self.session.resolved.micro_batches
+        return modules_example(self._module, self._network(), parts, self.precision_plugin, self.root_device)
+
+    def _network(self) -> Module:
+        network = self._module.model
+        assert isinstance(network, Module)
+        return network
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning's question whether samplers must be told the replica."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self.session.mesh
+        if mesh is None:
+            return {"num_replicas": self.session.settings.data_parallel_size, "rank": 0}
+        return {"num_replicas": mesh.num_replicas, "rank": mesh.replica}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        mesh, trainer = self._mesh, self._module.trainer
+        needs_data, transport = mesh.is_first or mesh.is_last, self.session.running().runner.transport
+        follow = None if transport is None else lambda: Next(transport.follow_loaded())
+        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, needs_data, follow)
+        loader = self.progress.training_loader(loader, trainer) if trainer.training else loader
+        if transport is not None and mesh.is_first and mesh.num_stages > 2:
+            return AnnouncingLoader(loader, transport.announce_loaded)
+        return loader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; the module's own hooks see no placeholder."""
+        if has_placeholder(batch):
+            return batch
+        engine = self.session.engine
+        if engine is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with engine.runner.around.watching_transfer():
+            moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._only_moves_batches:
+            engine.host_batch.moved(batch, moved)
+        return moved
+
+    @property
+    def batch_weight(self) -> float | None:
+        """What the micro-batches of the newest batch weigh together, on the last stage; None elsewhere."""
+        return self.step_metrics.batch_weight if self._mesh.is_last else None
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.progress.draw_as_before()
+        accumulate_as_scheduled(self._module.trainer)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.session.running()
+        if private.begins_accumulation(self._module.trainer):
+            engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
+        with self._engine_works(), self.session.user_step():
+            output = self.session.run(args[0], self._user_step("training_step", args, kwargs))
+        if not self._mesh.is_last:
+            return self._loss.clone()
+        loss = output.mean_loss(engine.runner.hooks.loss_reduction)
+        self.step_metrics.add_batch(loss, output)
+        self._loss = or_nan(loss, self.root_device)
+        return {**output.beside_loss(), "loss": self._loss.clone()}
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The engine ran the backwards; what is left are the hooks around them."""
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        return self.precision_plugin.post_backward(closure_loss, self._module)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the batch, file its ticket, and apply the update of the batch before."""
+        assert self._batch_ends is not None
+        self.session.check_optimizer(optimizer)
+        with self._engine_works():
+            result = closure()
+            if not self.session.running().accumulating:
+                raise ConfigurationError(NOTHING_TO_STEP)
+            self.session.close(self.step_metrics.payload(), note=self._module.trainer.global_step)
+            self._receive(self.session.apply_due(self._batch_ends.call_late))
+        return result
+
+    def drain(self) -> None:
+        """Finish what is in flight and apply every update; changes the clock, never the trajectory."""
+        if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
+            self._batch_ends.check_drain()
+            with self._engine_works():
+                self._receive(self.session.drain(self._batch_ends.call_late))
+
+    def _engine_works(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._stale_reads is None else self._stale_reads.paused()
+
+    def _receive(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            if not update.message.finite:
+                rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
+        self.step_metrics.receive(updates)
+
+    def _set_loss(self, loss: float) -> None:
+        """Remember the newest loss that all ranks know; off the last stage it is what ``outputs`` holds."""
+        if not self._mesh.is_last:
+            self._loss = torch.full((), loss, device=self.root_device)
+
+    def _step_optimizer(self, update: Update) -> None:
+        """Clip and step, with the user's hooks around it; they see the ``global_step`` that their gradient's batch saw.
+
+        It is the note that the mini-batch was closed with.
+        """
+        with private.at_global_step(self._module.trainer, update.ticket.note):
+            once = OneGradient(self.optimizers[0])
+            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=once)
+            once.check_called()
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.session.clip(float(clip_val))
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_values(self.precision_plugin.main_params(optimizer), float(clip_val))
+
+    def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float], Any]:
+        function = getattr(self._module, name)
+
+        def step(micro_batch: Any, weight: float) -> Any:
+            self.step_metrics.start_recording(weight)
+            try:
+                return function(micro_batch, *args[1:], **kwargs)
+            finally:
+                self.step_metrics.stop_recording()
+
+        return step
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._started_others:
+            return  # no rank failed here, and the next ones begin anew
+        if self._conductor is None or not self._conductor.preemption.ended:  # else all ranks end together
+            self.session.watch.fail(exception)
+
+    @override
+    def teardown(self) -> None:
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
+        self.step_metrics.disconnect()
+        self._placeholder_hooks.release()
+        if self._stale_reads is not None:
+            self._stale_reads.release()
+        if self._batch_ends is not None:
+            self._batch_ends.release()
+        if self._hidden_example is not None:
+            self._hidden_example.release()
+        try:
+            try:
+                self.checkpoints.close()
+            finally:
+                self.session.leave()
+            if self._conductor is not None:
+                self._conductor.preemption.requeue()
+            with _without_meta_tensors(self.lightning_module):
+                super().teardown()  # moves the module to the host
+            if self.session.engine is not None and self.session.watch.failure is None:
+                self.session.engine.weights.to_host()
+            if self.lightning_module is not None:
+                warn_of_state_dict(self.lightning_module)
+        finally:
+            self.session.watch.guard.release()
+
+
+@contextmanager
+def _without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
+    """Hide a network that was refused before it was materialised: moving it to the CPU would hide the reason."""
+    network = getattr(module, "model", None)
+    if module is None or not isinstance(network, Module) or not any(p.is_meta for p in network.parameters()):
+        yield
+        return
+    module.model = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.model = network

@@ -1,0 +1,317 @@
+"""How well a pipeline runs, in the progress bar and the logger: from the spans of the last batches.
+
+The last batches of a stage, from its spans: how much of the time was work, and how old gradients are.
+
+How well a pipeline runs, in the progress bar and the logger.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.recording.clocks import HOST, Clock, Moment, has_passed
+from lightning_asyncpp.pipeline.recording.trace import Follower, Span, Wait
+from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
+from lightning_asyncpp.strategies.recording import follow
+from lightning_asyncpp.trainer.base import PipelineStrategy
+from lightning_asyncpp.trainer.callbacks.tokens_per_second import TokensPerSecond, log_on_rank_zero
+
+
+class StalenessError(RuntimeError):
+    """Did this mini-batch run on the weights that the schedule promises?"""
+
+
+@dataclass
+class BatchTimes:
+    """One batch on one stage.
+
+    Attributes:
+        elapsed: from the end of the batch before to its own end, in seconds.
+        work: of that inside forwards and backwards.
+        underway: from complete gradients to the end of waiting for their updates, in seconds.
+        exposed: of that waited.
+    """
+
+    elapsed: float = 0.0
+    work: float = 0.0
+    underway: float = 0.0
+    exposed: float = 0.0
+
+
+class StageWindow:
+    """The last batches of this stage.
+
+    Args:
+        stage: this stage, for messages.
+        rule: which weights it is to run on.
+        size: number of batches that are averaged.
+
+    Attributes:
+        staleness: updates by which the gradients of the newest mini-batch are too old, on the mean; None if unknown.
+    """
+
+    def __init__(self, stage: int, rule: StalenessRule, size: int) -> None:
+        self.stage, self.rule = stage, rule
+        self.staleness: float | None = None
+        self._batches: deque[BatchTimes] = deque(maxlen=size)
+        self._ends: dict[int, int] = {}  # mini-batch -> one past its last micro-batch
+        self._backwards: deque[tuple[int, float]] = deque(maxlen=4096)  # micro-batch, end
+
+    def add(self, mini_batch: int, end: int, elapsed: float | None, spans: Iterable[Span]) -> None:
+        """Take in a batch.
+
+        Args:
+            mini_batch: that it belongs to.
+            end: one past its last micro-batch.
+            elapsed: in seconds; None if it is not known, because a validation came before it.
+            spans: that ended since the batch before.
+
+        Raises:
+            StalenessError: a forward ran on other weights than promised.
+        """
+        self._ends = {t: e for t, e in self._ends.items() if t > mini_batch - 4} | {mini_batch: end}
+        batch = BatchTimes(elapsed or 0.0)
+        ages = []
+        for span in spans:
+            if span.kind is Kind.FORWARD:
+                ages += self._age(mini_batch, span)
+            elif span.kind is Kind.BACKWARD:
+                self._backwards.append((span.index, span.end))
+            elif span.kind is Wait.AGREEMENT:
+                batch.exposed += span.end - span.start
+                batch.underway += span.end - min(self._completed(span), span.start)
+            if span.kind in (Kind.FORWARD, Kind.BACKWARD):
+                batch.work += span.end - span.start
+        self.staleness = sum(ages) / len(ages) if ages else None
+        if elapsed is not None:
+            self._batches.append(batch)
+
+    @property
+    def bubble(self) -> float | None:
+        """Share of the time in which this stage ran neither a forward nor a backward."""
+        elapsed = sum(batch.elapsed for batch in self._batches)
+        return 1 - sum(batch.work for batch in self._batches) / elapsed if elapsed > 0 else None
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the time between complete gradients and their updates in which this stage did not wait for them."""
+        underway = sum(batch.underway for batch in self._batches)
+        return 1 - sum(batch.exposed for batch in self._batches) / underway if underway > 0 else None
+
+    def _age(self, mini_batch: int, span: Span) -> list[int]:
+        if span.version < 0:
+            return []
+        promised = self.rule.version(mini_batch)
+        if span.version != promised:
+            raise StalenessError(
+                f"micro-batch {span.index} of mini-batch {mini_batch} ran on W{span.version} on stage {self.stage}, not"
+                f" on W{promised}: its gradient is {mini_batch - span.version} updates old instead of"
+                f" {mini_batch - promised}; please report this"
+            )
+        return [mini_batch - span.version]
+
+    def _completed(self, wait: Span) -> float:
+        """When the last backward of the mini-batch ended whose update was waited for."""
+        end = self._ends.get(wait.index)
+        if end is None:
+            return wait.start
+        # From the newest on, which is one of the last few; backwards run in the order of their micro-batches.
+        return next((time for k, time in reversed(self._backwards) if k < end), wait.start)
+
+
+_DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
+_END_SECONDS = 1.0
+"""How long the end of a training waits for a device to come to what was launched."""
+
+
+class _Batch(NamedTuple):
+    """A batch whose spans may be still to come, on a device.
+
+    Attributes:
+        mini_batch: that it belongs to.
+        end: one past its last micro-batch.
+        seconds: that it took, by the host's clock; None if the clock stood still.
+        since, until: the same by the clock of the spans.
+        recorded: the position in the trace behind its spans.
+    """
+
+    mini_batch: int
+    end: int
+    seconds: float | None
+    since: Moment
+    until: Moment
+    recorded: int
+
+
+class PipelineMonitor(TokensPerSecond):
+    """Logs throughput and how well the pipeline is used, averaged over the last batches.
+
+    - ``tokens_per_second``: of all replicas, as ``TokensPerSecond``; for modules with ``micro_batch_weight``.
+    - ``mfu``: share of the devices' peak that the model's own operations use (0 to 1).
+    - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward (0 to 1): that of a
+      flush, but also updates, the loader and the trainer's own work.
+    - ``update_hidden``: share of the time between a complete gradient and its update in which the last stage does not
+      wait for the other ranks (0 to 1).
+    - ``gradient_staleness``: updates by which gradients are too old: 1 from the second mini-batch on when asynchronous
+      (after a synchronous start), else 0.
+
+    On a GPU the last three are known when it has come to the end of a batch: usually a batch or two later.
+
+    Every rank looks at its own stage; nothing is exchanged. Rank 0, the last stage of the first replica, logs what it
+    sees. Every rank raises if a micro-batch ran on other weights than the schedule promises.
+
+    ``mfu`` needs the module's ``flops_per_batch`` (floating-point operations of a forward and its backward of the whole
+    model, for the batch of one replica) or ``flops_per_token``; and a device whose peak Lightning knows, or
+    ``peak_flops``. ``measure_flops`` of ``lightning.fabric.utilities`` counts them on the meta device.
+
+    Args:
+        window: number of batches that are averaged.
+        every_n_batches: log after every so many batches: logging costs the last stage more than measuring does.
+        peak_flops: operations per second that one device can do at most; default: what Lightning knows of it.
+
+    Raises:
+        ConfigurationError: an argument makes no sense, or the strategy is none of a pipeline's.
+    """
+
+    def __init__(self, window: int = 20, every_n_batches: int = 10, peak_flops: float | None = None) -> None:
+        problems = [
+            f"{name}={value!r} must be at least 1"
+            for name, value in (("window", window), ("every_n_batches", every_n_batches))
+            if value < 1
+        ]
+        if peak_flops is not None and not peak_flops > 0:
+            problems.append(f"peak_flops={peak_flops!r} must be above 0, in operations per second of one device")
+        if problems:
+            raise ConfigurationError.from_problems(problems)
+        super().__init__(window)
+        self.every_n_batches = every_n_batches
+        self.peak_flops = peak_flops
+        self._peak: float | None = None
+        self._counts_tokens = False
+        self._follower: Follower | None = None
+        self._stage: StageWindow | None = None
+        self._mini_batch = 0
+        self._window = window
+        self._clock: Clock = HOST
+        self._since: Moment = 0.0
+        self._unread: deque[_Batch] = deque()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a strategy that has no stages."""
+        if not isinstance(trainer.strategy, PipelineStrategy):
+            raise ConfigurationError(
+                f"PipelineMonitor watches the stages of a pipeline, but {type(trainer.strategy).__name__} has none; use"
+                " TokensPerSecond instead, or strategy='async_pipeline'"
+            )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Follow what this stage does."""
+        super().on_train_start(trainer, pl_module)
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipelineStrategy)
+        engine = strategy.session.running()
+        self._counts_tokens = callable(getattr(pl_module, "micro_batch_weight", None))
+        self._peak = self.peak_flops or _known_peak(trainer, pl_module)
+        self._follower = follow(engine)
+        self._clock = engine.runner.clock
+        self._unread.clear()
+        self._stage = StageWindow(engine.mesh.stage, engine.schedule.stage_rule, self._window)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note which mini-batch it is, and start the clock if it is stopped."""
+        if self._last_end is None:
+            self._since = self._clock.now()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._mini_batch = trainer.strategy.session.running().mini_batch  # type: ignore[attr-defined]
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take in what the stage did since the end of the batch before, and log."""
+        assert self._follower is not None
+        elapsed = self._measure(trainer, pl_module, batch)
+        end = trainer.strategy.session.running().next_forward  # type: ignore[attr-defined]
+        seconds, now = self._batches[-1][0] if elapsed else None, self._clock.now()
+        self._unread.append(_Batch(self._mini_batch, end, seconds, self._since, now, self._follower.recorded))
+        self._since = now
+        self._read(self._follower)
+        if trainer.is_global_zero and elapsed and (batch_idx + 1) % self.every_n_batches == 0:
+            for name, value in self._metrics(trainer, pl_module).items():
+                if value is not None:
+                    log_on_rank_zero(pl_module, name, value)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take in what is left, and let go of the stage."""
+        if self._unread and self._follower is not None:
+            has_passed(self._clock, self._unread[-1].until, _END_SECONDS)
+            self._read(self._follower)
+        self._let_go()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Let go of the stage."""
+        self._let_go()
+
+    def _read(self, follower: Follower) -> None:
+        """Take in the batches that have ended where they are computed."""
+        assert self._stage is not None
+        while self._unread and (until := self._clock.when(self._unread[0].until)) is not None:
+            batch = self._unread.popleft()
+            seconds, since = batch.seconds, self._clock.when(batch.since)
+            if self._clock is not HOST and since is not None and seconds is not None:
+                seconds = until - since
+            self._stage.add(batch.mini_batch, batch.end, seconds, follower.take(batch.recorded))
+
+    def _metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
+        assert self._stage is not None
+        return {
+            "tokens_per_second": self.rate if self._counts_tokens else None,
+            "mfu": self._mfu(trainer, pl_module),
+            "bubble": self._stage.bubble,
+            "update_hidden": self._stage.hidden,
+            "gradient_staleness": self._stage.staleness,
+        }
+
+    def _tokens(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> float:
+        # Middle stages have no batch, and nobody asks them.
+        counts = self._counts_tokens and trainer.is_global_zero
+        return super()._tokens(trainer, pl_module, batch) if counts else 0.0
+
+    def _mfu(self, trainer: L.Trainer, pl_module: L.LightningModule) -> float | None:
+        per_batch, per_token = (getattr(pl_module, name, None) for name in ("flops_per_batch", "flops_per_token"))
+        mesh = trainer.strategy.session.mesh  # type: ignore[attr-defined]
+        seconds = sum(batch_seconds for batch_seconds, _ in self._batches)
+        if self._peak is None or seconds <= 0:
+            return None
+        if per_batch is not None:
+            done = float(per_batch) * len(self._batches) * mesh.num_replicas
+        elif per_token is not None and self._counts_tokens:
+            done = float(per_token) * sum(tokens for _, tokens in self._batches)
+        else:
+            return None
+        return float(done / seconds / (self._peak * mesh.world_size))
+
+    def _let_go(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
+            self._follower = None
+
+
+def _known_peak(trainer: L.Trainer, pl_module: L.LightningModule) -> float | None:
+    """Operations per second of this device at the run's precision, if Lightning knows them."""
+    dtype = _DTYPES.get(str(trainer.precision).partition("-")[0])
+    if dtype is None or pl_module.device.type not in ("cuda", "xla"):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_available_flops(pl_module.device, dtype)

@@ -1,0 +1,173 @@
+"""A callback that lets a model write while it is trained, also one that lies on the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_asyncpp.data import TextDataModule, Tokenizer
+from lightning_asyncpp.data.source import load_tokenizer
+from lightning_asyncpp.data.tokenizer import prompt_tokens
+from lightning_asyncpp.models import GPTConfig
+from lightning_asyncpp.models.sampling import NextLogits, Sampling, generate_tokens
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.trainer.gpt_module import GPTModule
+
+
+class SampleText(Callback):
+    """After every validation, writes how the model continues some prompts: to TensorBoard, or else to the screen.
+
+    All ranks take part: each token is a forward of the whole pipeline and a broadcast, which training waits for. What
+    the run trains is not changed by it.
+
+    Args:
+        prompts: what to continue; an empty one stands for the beginning of a document.
+        max_new_tokens: most tokens per prompt.
+        temperature: what logits are divided by; 0 takes the most likely token.
+        top_k: draw among so many of the most likely tokens; ``None`` for all.
+        top_p: draw among the most likely tokens that together have this probability; ``None`` for all.
+        seed: of the draws, the same at every validation.
+        tokenizer: ``"byte"`` or the path of a tokenizer.json; ``None`` for that of the trainer's ``TextDataModule``.
+        every_n_validations: validations from one writing to the next.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str] = ("",),
+        max_new_tokens: int = 100,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        tokenizer: str | None = None,
+        every_n_validations: int = 1,
+    ) -> None:
+        self.sampling = Sampling(temperature, top_k, top_p, seed)
+        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if max_new_tokens < 1 or every_n_validations < 1 or not self.prompts:
+            raise ValueError(
+                f"SampleText needs prompts, and numbers of at least 1: prompts={self.prompts!r},"
+                f" max_new_tokens={max_new_tokens!r}, every_n_validations={every_n_validations!r}"
+            )
+        self.max_new_tokens = max_new_tokens
+        self.tokenizer_name = tokenizer
+        self.every_n_validations = every_n_validations
+        self._validations = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before training starts, what cannot be sampled from.
+
+        Raises:
+            ConfigurationError: with all reasons.
+        """
+        problems = []
+        if not isinstance(pl_module, GPTModule):
+            problems.append(f"SampleText samples from a GPTModule, not from a {type(pl_module).__name__}: leave it out")
+        datamodule = _datamodule(trainer)
+        known = isinstance(datamodule, TextDataModule) and "tokenizer" in datamodule.state_dict()
+        if self.tokenizer_name is None and not known:
+            problems.append(
+                "SampleText knows no tokenizer: set its tokenizer to 'byte' or the path of a tokenizer.json, or train"
+                " on a TextDataModule that has one"
+            )
+        if isinstance(pl_module, GPTModule) and not problems:
+            problems = self._unsuitable(self._tokenizer(trainer), pl_module.config)
+        if problems:
+            raise ConfigurationError.from_problems(problems)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Continue the prompts; rank 0 writes the texts."""
+        if trainer.sanity_checking:
+            return
+        self._validations += 1
+        if self._validations % self.every_n_validations:
+            return
+        assert isinstance(pl_module, GPTModule)
+        tokenizer = self._tokenizer(trainer)
+        texts = [self._continued(trainer, pl_module, tokenizer, prompt) for prompt in self.prompts]
+        if trainer.is_global_zero:
+            _write(trainer, texts)
+
+    def _unsuitable(self, tokenizer: Tokenizer, config: GPTConfig) -> list[str]:
+        """Which prompts the model cannot continue."""
+        problems = []
+        for prompt in self.prompts:
+            tokens = prompt_tokens(tokenizer, prompt)
+            if len(tokens) > config.context_length:
+                problems.append(
+                    f"SampleText: the prompt {prompt!r} has {len(tokens)} tokens, and the model sees context_length="
+                    f"{config.context_length}: shorten it"
+                )
+            if max(tokens) >= config.vocab_size:
+                problems.append(
+                    f"SampleText: the prompt {prompt!r} has the token {max(tokens)}, and the model has vocab_size="
+                    f"{config.vocab_size}: it needs the tokenizer of the data that it is trained on"
+                )
+        return problems
+
+    def _tokenizer(self, trainer: L.Trainer) -> Tokenizer:
+        if self.tokenizer_name is not None:
+            return load_tokenizer(self.tokenizer_name)
+        datamodule = _datamodule(trainer)
+        assert isinstance(datamodule, TextDataModule)
+        return datamodule.tokenizer
+
+    def _continued(self, trainer: L.Trainer, module: GPTModule, tokenizer: Tokenizer, prompt: str) -> str:
+        agree: Callable[[int], int] = trainer.strategy.broadcast
+        start = prompt_tokens(tokenizer, prompt)
+        tokens = generate_tokens(
+            _next_logits(trainer, module),
+            start,
+            module.config.context_length,
+            self.max_new_tokens,
+            self.sampling,
+            end=tokenizer.end_of_document,
+            vocab_size=tokenizer.vocab_size,
+            agree=agree,
+        )
+        new = [token for token in tokens if token != tokenizer.end_of_document]
+        # Decoded behind the prompt: some tokenizers leave the first space of a text out.
+        whole, shown = (tokenizer.decode(torch.tensor(ids)) for ids in (start + new, start))
+        return prompt + whole[len(shown) :]
+
+
+def _next_logits(trainer: L.Trainer, module: GPTModule) -> NextLogits:
+    """Run the model as it lies, on one process or on stages: logits on the last one, ``None`` elsewhere."""
+
+    def last_logits(tokens: Tensor) -> Tensor:
+        assert module.model is not None
+        logits: Tensor = module.model(tokens)[:, -1]
+        return logits
+
+    through_stages: Callable[..., Tensor | None] | None = getattr(trainer.strategy, "evaluation_step", None)
+
+    def next_logits(tokens: Tensor) -> Tensor | None:
+        tokens = tokens.to(module.device)
+        if through_stages is not None:
+            return through_stages(last_logits, tokens)
+        with trainer.precision_plugin.forward_context(), torch.no_grad():
+            return last_logits(tokens)
+
+    return next_logits
+
+
+def _write(trainer: L.Trainer, texts: Sequence[str]) -> None:
+    boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    for number, text in enumerate(texts):
+        for board in boards:
+            # Indented by four, so that TensorBoard's Markdown shows the text as it is.
+            shown = "\n".join(f"    {line}" for line in text.splitlines())
+            board.experiment.add_text(f"sample_{number}", shown, trainer.global_step)
+        if not boards:
+            rank_zero_info(f"step {trainer.global_step}, sample {number}: {text}")
+
+
+def _datamodule(trainer: L.Trainer) -> L.LightningDataModule | None:
+    datamodule: L.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+    return datamodule

@@ -1,0 +1,231 @@
+"""A GPT as a LightningModule: next-token loss, auxiliary losses of experts, optimizer and learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal
+
+import torch.nn.functional as F
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_asyncpp.auxiliary import Collected, collecting
+from lightning_asyncpp.models import GPT, GPTConfig, start_from
+from lightning_asyncpp.models.execution import ActivationCheckpointing, execution_problems
+from lightning_asyncpp.models.opening import start_problems
+from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
+from lightning_asyncpp.pipeline.optimizers.steps import watch_steps
+from lightning_asyncpp.trainer.pipeline_module import PipelineModule
+
+IGNORED = -100
+
+
+def default_optimizer(parameters: Any) -> Optimizer:
+    """Muon for the matrices of the blocks, AdamW for the rest."""
+    from lightning_asyncpp.optim import MuonAdamW
+
+    return MuonAdamW(parameters)
+
+
+class GPTModule(PipelineModule):
+    """Pretrains a :class:`~lightning_asyncpp.models.GPT` on batches of tokens, (batch, time + 1) int64.
+
+    Tokens of -100 are padding: they are read as token 0 and do not count as targets.
+
+    With experts, the loss that is differentiated has their auxiliary losses added; ``train_loss`` is without them. The
+    biases of the router learn once per update, and what it counted is logged (docs/moe.md): the strategies of this
+    package do both, and under any other one this module does.
+
+    Args:
+        config: the model's shape; a mapping of its fields will do.
+        optimizer: makes the optimizer from the named parameters of this process's stage; ``None`` for ``MuonAdamW``
+            with its defaults.
+        warmup_steps: updates over which the learning rate rises linearly to the optimizer's.
+        decay: what follows the warm-up: ``"cosine"`` falls to ``min_lr_ratio``, ``"constant"`` stays.
+        min_lr_ratio: last learning rate of the cosine, as a share of the highest one.
+        total_steps: number of the last update of the cosine; ``None`` for the end of the run (``max_steps``, or else
+            ``max_epochs`` times the batches of an epoch).
+        activation_checkpointing: what the blocks keep for the backward: ``"none"``: everything; ``"block"``: their
+            inputs; ``"selective"``: the results of matrix products and of attention. The rest is computed once more.
+        compile_blocks: compile each block with ``torch.compile``; a mapping has arguments for it.
+        initial_weights: weights to start training from instead of random ones: a folder of Hugging Face `transformers`
+            (config.json and safetensors) or a checkpoint of this package. Every stage reads its own tensors alone, in
+            fp32. The sizes of ``config`` must be theirs; ``context_length`` and ``dropout`` may differ.
+    """
+
+    may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"warmup_steps", "decay", "min_lr_ratio", "total_steps"})
+    """Arguments that may be others as ``asyncpp fit --ckpt_path`` goes on with a run: it can be made longer."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,  # Lightning's OptimizerCallable
+        warmup_steps: int = 0,
+        decay: Literal["cosine", "constant"] = "cosine",
+        min_lr_ratio: float = 0.1,
+        total_steps: int | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile_blocks: bool | dict[str, Any] = False,
+        initial_weights: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = _as_config(config)
+        self.optimizer = optimizer or default_optimizer
+        self.warmup_steps = warmup_steps
+        self.decay = decay
+        self.min_lr_ratio = min_lr_ratio
+        self.total_steps = total_steps
+        self.activation_checkpointing = activation_checkpointing
+        self.compile_blocks = compile_blocks
+        self.initial_weights = initial_weights
+        self._counted = Collected()
+        if problems := self._wrong_arguments():
+            raise ValueError("GPTModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        # A checkpoint holds plain values only: it can then be read without unpickling code. How the blocks are computed
+        # is no part of what was trained, and it has weights of its own, wherever those are that training began with.
+        self.save_hyperparameters(ignore=["optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"])
+        self.hparams["config"] = asdict(self.config)
+
+    def build_model(self) -> nn.Module:
+        """Return the GPT."""
+        model = GPT(self.config, self.activation_checkpointing, self.compile_blocks)
+        if self.initial_weights is not None:
+            start_from(model, self.initial_weights)
+        return model
+
+    @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a forward and its backward per token, for ``PipelineMonitor``."""
+        return self.config.flops_per_token()
+
+    def micro_batch_weight(self, micro_batch: Tensor) -> float:
+        """Number of targets that count in ``micro_batch`` (batch, time + 1)."""
+        return float((micro_batch[:, 1:] != IGNORED).sum())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the mean loss of ``batch`` (batch, time + 1), in nats per target, and auxiliary losses added to it."""
+        with collecting() as said:
+            loss = self._mean_loss(batch)
+            if self._counts_itself:
+                for layer, counts in said.take_statistics().items():
+                    self._counted.add(layer, counts)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss + said.total_loss()
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Take the step, and let routers learn from the batches of an update that is applied."""
+        stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with watch_steps(stepped) as steps:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if not self._counts_itself:
+            return
+        counted, self._counted = self._counted, Collected()
+        if steps.taken:
+            assert self.model is not None
+            counts = MiniBatchCounts(self.model)
+            counts.counted = counted
+            counts.update()
+            self.log_dict(counts.metrics)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Log and return the mean loss of ``batch`` (batch, time + 1), in nats per target."""
+        loss = self._mean_loss(batch)
+        self.log("val_loss", loss, prog_bar=True)
+        return loss
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Log and return the mean loss of ``batch`` (batch, time + 1), in nats per target."""
+        loss = self._mean_loss(batch)
+        self.log("test_loss", loss)
+        return loss
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the mean loss of each sequence of ``batch`` (batch, time + 1): (batch,) fp32, in nats per target."""
+        losses, counts = self._losses(batch)
+        return losses.sum(dim=1) / counts.clamp_min(1)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Build the optimizer over this stage's parameters, with their names, and the schedule, stepped per update."""
+        assert self.model is not None
+        optimizer = self.optimizer(self.model.named_parameters())
+        scheduler = LambdaLR(optimizer, self._learning_rate_factor())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def _counts_itself(self) -> bool:
+        """Whether this module sums what routers count and lets them learn from it: a Trainer's strategy does not.
+
+        Without a Trainer whoever calls the steps collects the counts; nobody would call this module's optimizer_step.
+        """
+        if self.config.moe is None or self._trainer is None:
+            return False
+        return not getattr(self.trainer.strategy, "applies_statistics", False)
+
+    def _mean_loss(self, batch: Tensor) -> Tensor:
+        losses, counts = self._losses(batch)
+        # Without any target the mean is 0, and not 0 / 0, which would reach the gradient.
+        return losses.sum() / counts.sum().clamp_min(1)
+
+    def _losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each target, (batch, time) fp32, and the number of targets of each sequence, (batch,)."""
+        assert self.model is not None
+        inputs, targets = batch[:, :-1], batch[:, 1:]  # (batch, time) each
+        logits = self.model(inputs.clamp_min(0))  # (batch, time, vocab_size)
+        losses = F.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        return losses.view(targets.shape), (targets != IGNORED).sum(dim=1)
+
+    def _learning_rate_factor(self) -> Callable[[int], float]:
+        """Return the learning rate of an update as a share of the optimizer's; updates count from 0."""
+        warmup, least = self.warmup_steps, self.min_lr_ratio
+        total = self._last_step() if self.decay == "cosine" else None
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            if total is None:
+                return 1.0
+            progress = min(1.0, (step - warmup) / max(1, total - warmup))
+            return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * progress))
+
+        return factor
+
+    def _last_step(self) -> int:
+        if self.total_steps is not None:
+            return self.total_steps
+        steps = self.trainer.max_steps if self.trainer.max_steps > 0 else self.trainer.estimated_stepping_batches
+        if not math.isfinite(steps) or steps <= 0:
+            raise ValueError("decay='cosine' needs an end: set total_steps, or max_steps of the Trainer; or 'constant'")
+        return int(steps)
+
+    def _wrong_arguments(self) -> list[str]:
+        problems = []
+        if self.warmup_steps < 0:
+            problems.append(f"warmup_steps={self.warmup_steps!r}: must be at least 0")
+        if self.decay not in ("cosine", "constant"):
+            problems.append(f"decay={self.decay!r}: must be 'cosine' or 'constant'")
+        if not 0 <= self.min_lr_ratio <= 1:
+            problems.append(f"min_lr_ratio={self.min_lr_ratio!r}: must be between 0 and 1")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            problems.append(f"total_steps={self.total_steps!r}: must be above warmup_steps={self.warmup_steps!r}")
+        if self.initial_weights is not None:
+            found = start_problems(self.config, self.initial_weights)
+            problems += [f"initial_weights={self.initial_weights!r}: {problem}" for problem in found]
+        return problems + execution_problems(self.activation_checkpointing, self.compile_blocks)
+
+
+def _as_config(config: GPTConfig | Mapping[str, Any]) -> GPTConfig:
+    # A checkpoint gives back the mapping that was saved.
+    return GPTConfig(**config) if isinstance(config, Mapping) else config

@@ -1,0 +1,239 @@
+"""The callback that stands first in line: what others read after a batch, weights or metrics, it has made ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.pipeline.change_guard import Untouched
+from lightning_asyncpp.pipeline.cut.averages import averaged_by_hand, copy_that_changes
+from lightning_asyncpp.pipeline.engine import Engine
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.ranks.agreement import StopRounds, batches_behind, exchange
+from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.trainer import private
+from lightning_asyncpp.trainer.hooks.batch_ends import HOOK
+from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
+from lightning_asyncpp.trainer.preemption import Preemption, save_nothing_on_exception, save_on_exception_again
+from lightning_asyncpp.trainer.resume.epoch_metrics import load_metric_states, metric_states
+from lightning_asyncpp.trainer.resume.loop_state import ResumedLoops
+from lightning_asyncpp.trainer.resume.progress import Progress
+
+
+class Conductor(Callback):
+    """Drains the pipeline when what follows a batch reads weights or metrics, and logs what became known.
+
+    A run that is told to end (SIGTERM, SIGUSR1) ends on all ranks after the same batch: of training, by the control
+    message, or of an evaluation, by flags of its own.
+
+    Args:
+        trainer: whose callbacks it stands in front of, once it is installed.
+        session: the pipeline, started.
+        step_metrics: what its steps logged.
+        drain: finishes what is in flight and applies every update.
+        meets_gradients: whether what follows this batch may change weights that gradients in flight are taken at.
+        progress: of this rank.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        session: PipelineSession,
+        step_metrics: StepMetrics,
+        drain: Callable[[], None],
+        meets_gradients: Callable[[], bool],
+        progress: Progress,
+    ) -> None:
+        self.session = session
+        self.step_metrics = step_metrics
+        self.drain = drain
+        self._meets_gradients = meets_gradients
+        self._progress = progress
+        self.preemption = Preemption(trainer, self.request_stop)
+        mesh, settings = session.running().mesh, session.running().settings
+        self._rounds = StopRounds(mesh, batches_behind(mesh.num_stages, settings.micro_batches))
+        self._resumed = ResumedLoops(trainer, progress)
+        self._evaluated_before = 0
+        self._metrics_before: Mapping[str, Any] = {}
+        self._copies: Untouched | None = None
+        self._is_preempted = False  # all ranks know
+        self._stopping = False
+
+    def install(self, trainer: L.Trainer) -> None:
+        """Stand in front of the trainer's callbacks and take over what Lightning does per batch, and on signals."""
+        callbacks = [c for c in trainer.callbacks if not isinstance(c, Conductor)]  # type: ignore[attr-defined]
+        trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
+        save_on_exception_again(trainer)
+        private.replace_sigterm_broadcast(trainer)
+        private.replace_signal_handlers(trainer, self.preemption.receive, self._resumed.before_training)
+        private.replace_step_logging(trainer, lambda: self.at_end_of_batch(trainer))
+
+    def request_stop(self) -> None:
+        """Ask all ranks to end after a common batch; nothing that a signal's handler must not do."""
+        if self.session.engine is not None:
+            self.session.engine.updates.requested.interrupted = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Go on with the metrics of a run that was resumed, and mend what Lightning counts in it."""
+        if (recorded := self._progress.begin(trainer, pl_module)) is not None:
+            self.step_metrics.load_state_dict(recorded)
+        self._resumed.at_start()
+        averages = self.session.averages
+        self._copies = None if averages is None else averages.watched()
+        if self._copies is not None:
+            self._copies.note()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Begin an epoch."""
+        self._progress.begin_epoch()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the last update brought; drain if anything that follows needs it.
+
+        Raises:
+            ConfigurationError: a whole copy of the model, which the module keeps, has changed.
+        """
+        self._check_copies()
+        self.step_metrics.log_received()
+        engine = self.session.running()
+        if self._must_drain(trainer, batch_idx):
+            self.drain()
+            self.step_metrics.log_received()
+        if engine.updates.agreed.interrupted:
+            self._is_preempted = True
+            if not _is_finished(trainer, batch_idx):
+                private.set_received_sigterm(trainer)  # Lightning ends the run after this batch, or after its epoch
+        if engine.updates.agreed.finished:
+            self._stopping = trainer.should_stop = True
+
+    def at_end_of_batch(self, trainer: L.Trainer) -> None:
+        """Hold back a stop that a callback of this rank alone may have decided on, until all ranks know of it."""
+        if trainer.should_stop and not self._stopping:
+            trainer.should_stop = False
+            self.session.running().updates.requested.finished = True
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); log what is left of the epoch."""
+        self.drain()
+        self._progress.remember_if_cut_short(trainer, pl_module, self.step_metrics.state_dict(pl_module))
+        self.step_metrics.log_rest_of_epoch()
+        self.step_metrics.log_metric_objects(training=True)
+        self._resumed.at_epoch_end()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Leave out the validation of a run that ends: a resumed one begins with it."""
+        self._resumed.at_validation()
+        self._evaluated_before = self.session.running().evaluated
+        self._metrics_before = map_tensors(lambda tensor: tensor.clone(), metric_states(pl_module))
+        if self._is_preempted:
+            raise SIGTERMException
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """End after this batch if all ranks do."""
+        self._stop_evaluation_if_agreed(self.step_metrics.ends_loader(batch_idx, dataloader_idx))
+
+    on_test_batch_end = on_validation_batch_end
+
+    def on_predict_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """End after this batch if all ranks do."""
+        self._stop_evaluation_if_agreed(ends_loader=False)
+
+    def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """End here if all ranks do."""
+        self._stop_evaluation_if_agreed(ends_loader=True, after_batch=False)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Log torchmetrics objects of loaders without a length; end here if all ranks do."""
+        self._stop_evaluation_if_agreed(ends_loader=True, after_batch=False)
+        self.step_metrics.log_metric_objects(training=False)
+
+    on_test_epoch_end = on_validation_epoch_end
+
+    def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End a run that all ranks agreed to end; after a failure, let no callback save."""
+        engine = self.session.engine
+        agreed = isinstance(exception, SIGTERMException) and self._is_preempted
+        if not agreed or engine is None or not engine.idle:
+            self.session.watch.fail(averaged_by_hand(exception, HOOK, self.session.averages) or exception)
+            save_nothing_on_exception(trainer)
+            return
+        if trainer.validating and not trainer.sanity_checking:
+            self._undo_validation(engine, pl_module)
+        try:
+            signals = [int(text) for text in exchange(engine.mesh, str(self.preemption.received))]
+            self.preemption.end(exception, signals)  # type: ignore[arg-type]
+        except BaseException as error:
+            self.session.watch.fail(error)
+            raise
+
+    def _undo_validation(self, engine: Engine, module: LightningModule) -> None:
+        """Leave no trace of a validation that is abandoned: it is run again as a whole."""
+        engine.evaluated = self._evaluated_before  # from which random numbers of an evaluation are derived
+        self._progress.validations.forget_last()
+        load_metric_states(module, self._metrics_before)
+
+    def _stop_evaluation_if_agreed(self, ends_loader: bool, after_batch: bool = True) -> None:
+        engine = self.session.running()
+        requested = engine.updates.requested.interrupted
+        agreed = after_batch and self._rounds.after_batch(requested)
+        if ends_loader and not agreed:
+            engine.end_evaluation()  # before this rank waits for all others
+        if agreed or (ends_loader and self._rounds.finish(requested)):
+            self._is_preempted = True
+            raise SIGTERMException
+
+    def _check_copies(self) -> None:
+        if self._copies is None or self.session.averages is None:
+            return
+        if changed := self._copies.changed():
+            copies = [n for n in self.session.averages.copies if any(name.startswith(f"{n}.") for name in changed)]
+            raise ConfigurationError(copy_that_changes(copies))
+        self._copies.note()
+
+    def _must_drain(self, trainer: L.Trainer, batch_idx: int) -> bool:
+        engine = self.session.running()
+        last = _is_last(trainer, batch_idx)
+        done = _has_all_steps(trainer)
+        stopping = engine.updates.agreed.interrupted or engine.updates.agreed.finished
+        saving = any(private.checkpoint_is_due(c, trainer.global_step) for c in trainer.checkpoint_callbacks)
+        plateau = any(c.reduce_on_plateau and c.interval == "step" for c in trainer.lr_scheduler_configs)
+        reading = last or done or saving or plateau or private.validation_is_due(trainer)
+        return reading or stopping or self._meets_gradients()
+
+
+def _is_last(trainer: L.Trainer, batch_idx: int) -> bool:
+    return bool(trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches)
+
+
+def _has_all_steps(trainer: L.Trainer) -> bool:
+    return trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+
+
+def _is_finished(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Whether no training batch follows this one."""
+    epochs = trainer.max_epochs
+    is_last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
+    return _has_all_steps(trainer) or (is_last_epoch and _is_last(trainer, batch_idx))

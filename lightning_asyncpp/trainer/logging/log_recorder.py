@@ -1,0 +1,371 @@
+"""``self.log`` inside micro-batches: gathered on the last stage, known to every rank with the update, logged once.
+
+The values of a batch travel in the control message of its mini-batch, as numbers at agreed places. What stands where
+(the schema) is exchanged only when it changes. Every rank then logs the same value under the same name, so callbacks
+that decide on a metric decide alike everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.host_copies import Reading
+
+_HEAD = 4  # schema, loss, weight of the loss, the first micro-batch whose loss is NaN (from 1, 0 for none)
+_ABSENT = -1.0  # in place of a weight: the batch did not log this name
+_REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What ``self.log`` was told about a name."""
+
+    name: str
+    reduction: str
+    prog_bar: bool
+    logger: bool | None
+    on_step: bool
+    on_epoch: bool
+    add_dataloader_idx: bool = True
+
+
+@dataclass
+class Accumulator:
+    """Values of one name over micro-batches."""
+
+    reduction: str
+    value: float | None = None
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        """Take in a value that stands for ``weight`` (samples, tokens)."""
+        self.weight += weight
+        if self.value is None:
+            self.value = value * weight if self.reduction == "mean" else value
+        elif self.reduction == "mean":
+            self.value += value * weight
+        elif self.reduction == "sum":
+            self.value += value
+        else:
+            self.value = min(self.value, value) if self.reduction == "min" else max(self.value, value)
+
+    def result(self) -> float:
+        """The value so far."""
+        assert self.value is not None
+        if self.reduction == "mean":
+            return self.value / self.weight if self.weight else float("nan")
+        return self.value
+
+
+class Row(NamedTuple):
+    """What one call of ``self.log`` recorded; the value stays where it was computed."""
+
+    entry: Entry
+    value: Tensor | float
+    weight: float
+
+
+@dataclass
+class Recorded:
+    """What was logged in a mini-batch.
+
+    Attributes:
+        places: name -> what it is, in the order of a payload.
+        values: name -> its values so far.
+        rows: further values, some of them on the device.
+    """
+
+    places: dict[str, Entry]
+    values: dict[str, Accumulator]
+    rows: list[Row]
+
+    @property
+    def schema(self) -> str:
+        """Names and options in the order of the payload, as JSON."""
+        return _encode_schema(tuple(self.places.values()))
+
+    def tensors(self) -> list[Tensor]:
+        """What :meth:`settle` and :meth:`encode` need the numbers of."""
+        return [row.value for row in self.rows if isinstance(row.value, Tensor)]
+
+    def settle(self, numbers: Sequence[float]) -> None:
+        """Add the rows to the values.
+
+        A micro-batch whose value is NaN is left out where others of the batch have a number: that of the whole batch
+        would be one.
+
+        Args:
+            numbers: those of :meth:`tensors`.
+        """
+        of_tensors = iter(numbers)
+        values = [float(next(of_tensors) if isinstance(row.value, Tensor) else row.value) for row in self.rows]
+        with_number = {row.entry.name for row, value in zip(self.rows, values) if not math.isnan(value)}
+        for (entry, _, weight), value in zip(self.rows, values):
+            if not math.isnan(value) or entry.name not in with_number:
+                self.values.setdefault(entry.name, Accumulator(entry.reduction)).add(value, weight)
+        self.rows = []
+
+    def encode(self, numbers: Sequence[float], loss: float, weight: float, nan: float) -> list[float]:
+        """The beginning of a payload: its head, and the values in their places.
+
+        Args:
+            numbers: those of :meth:`tensors`.
+            loss, weight, nan: of the mini-batch.
+        """
+        self.settle(numbers)
+        payload = [schema_number(self.schema), loss, weight, nan]
+        for name in self.places:
+            logged = self.values.get(name)
+            payload += [0.0, _ABSENT] if logged is None else [logged.result(), logged.weight]
+        return payload
+
+
+@dataclass
+class LogRecorder:
+    """Takes the place of ``LightningModule.log`` while a micro-batch runs.
+
+    Attributes:
+        on_step, on_epoch: what they default to in the step that runs.
+        entries: name -> what was logged, in order of appearance.
+        values: name -> its values.
+        metrics: name -> the torchmetrics object logged under it.
+        weight: of the micro-batch that runs.
+        slots: how many names fit.
+    """
+
+    on_step: bool
+    on_epoch: bool
+    entries: dict[str, Entry] = field(default_factory=dict)
+    values: dict[str, Accumulator] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    metric_entries: dict[str, Entry] = field(default_factory=dict)
+    weight: float = 0.0
+    slots: float = math.inf
+    _pending: list[Row] = field(default_factory=list)
+    _places: dict[str, Entry] = field(default_factory=dict)  # names so far, in the order of a payload
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Record a value; arguments as in :meth:`lightning.pytorch.LightningModule.log`.
+
+        ``sync_dist`` is implied: the value is always reduced over micro-batches and replicas.
+        """
+        entry = _entry(
+            name, _reduction(name, reduce_fx), prog_bar, logger,
+            self.on_step if on_step is None else on_step, self.on_epoch if on_epoch is None else on_epoch,
+            add_dataloader_idx,
+        )  # fmt: skip
+        if isinstance(value, Metric):
+            self._log_metric_object(entry, value)
+            return
+        check_loggable(name, value)
+        if name not in self.entries and len(self.entries) >= self.slots:
+            raise ConfigurationError(f"more names are logged in one batch than metric_slots={self.slots}: raise it")
+        known = self.entries.setdefault(name, entry)
+        if known is not entry and known != entry:
+            raise ConfigurationError(f"self.log({name!r}, ...) was called twice with different arguments")
+        kept = value.detach() if isinstance(value, Tensor) else float(value)
+        self._pending.append(Row(entry, kept, float(self.weight if batch_size is None else batch_size)))
+
+    def _log_metric_object(self, entry: Entry, metric: Metric) -> None:
+        """Keep the object for the epoch's end; its value on this micro-batch is one like any other."""
+        self.metrics[entry.name], self.metric_entries[entry.name] = metric, entry
+        value = getattr(metric, "_forward_cache", None)
+        if entry.on_step and isinstance(value, Tensor) and value.numel() == 1:
+            name = f"{entry.name}_step" if entry.on_epoch else entry.name
+            self.log(name, value, entry.prog_bar, entry.logger, on_step=True, on_epoch=False)
+
+    def settle(self) -> None:
+        """Turn what was recorded into numbers; waits for the device once."""
+        recorded = self._recorded({})
+        recorded.settle([number for (number,) in Reading(recorded.tensors()).get()])
+        self._pending.clear()
+
+    def _recorded(self, places: dict[str, Entry]) -> Recorded:
+        rows = [row for row in self._pending if row.weight or row.entry.reduction != "mean"]
+        return Recorded(places, self.values, rows)
+
+    def clear(self) -> None:
+        """Forget the values; names and torchmetrics objects stay."""
+        self._pending.clear()
+        self.values.clear()
+        self.entries.clear()
+
+    def take(self, other: LogRecorder) -> None:
+        """Go on with what another one recorded, after :meth:`clear`; the other is cleared."""
+        self.entries.update(other.entries)
+        self.values.update(other.values)
+        self._pending += other._pending
+        self.metrics.update(other.metrics)
+        self.metric_entries.update(other.metric_entries)
+        other.clear()
+        other.metrics.clear()
+        other.metric_entries.clear()
+
+    def state_dict(self, modules: Mapping[str, Any]) -> dict[str, Any]:
+        """What was recorded and not sent on yet; torchmetrics objects by their names.
+
+        Args:
+            modules: name -> module, that object among them.
+        """
+        self.settle()
+        name_of = {id(module): name for name, module in modules.items()}
+        return {
+            "entries": [asdict(entry) for entry in self.entries.values()],
+            "values": {name: asdict(accumulator) for name, accumulator in self.values.items()},
+            "metrics": {
+                name: {"object": name_of[id(metric)], "entry": asdict(self.metric_entries[name])}
+                for name, metric in self.metrics.items()
+                if id(metric) in name_of
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` returned."""
+        self.entries = {fields["name"]: Entry(**fields) for fields in state["entries"]}
+        self.values = {name: Accumulator(**fields) for name, fields in state["values"].items()}
+        for name, saved in state["metrics"].items():
+            if isinstance(metric := modules.get(saved["object"]), Metric):
+                self.metrics[name], self.metric_entries[name] = metric, Entry(**saved["entry"])
+
+    def hand_over(self, slots: int) -> Recorded:
+        """Hand over what was recorded, with its places in a payload of ``slots`` names, and forget it.
+
+        A name keeps its place in batches that do not log it: what is logged now and then changes the schema once.
+        """
+        recorded = self._recorded({})
+        present = {name: self.entries[name] for name in (*self.values, *(row.entry.name for row in recorded.rows))}
+        together = self._places | present
+        recorded.places = self._places = together if len(together) <= slots else present
+        self._pending, self.values = [], {}
+        self.clear()
+        return recorded
+
+
+def check_loggable(name: str, value: Any) -> None:
+    """Refuse what is no single number.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not isinstance(value, (Tensor, numbers.Number)) or (isinstance(value, Tensor) and value.numel() != 1):
+        raise ConfigurationError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a Metric")
+
+
+def number(name: str, computed: Any) -> float:
+    """What a Metric computed, as it is logged.
+
+    Raises:
+        ConfigurationError: it is no single number.
+    """
+    if (isinstance(computed, Tensor) and computed.numel() != 1) or not isinstance(computed, (Tensor, numbers.Number)):
+        what = (
+            f"a tensor of shape {tuple(computed.shape)}"
+            if isinstance(computed, Tensor)
+            else f"a {type(computed).__name__}"
+        )
+        raise ConfigurationError(
+            f"self.log({name!r}, ...): compute() of the Metric returned {what}, but a number is logged: log the entries"
+            " of compute() by their own names in on_*_epoch_end, where rank 0's count for all"
+        )
+    return float(computed)  # type: ignore[arg-type]
+
+
+# Made once, not in every micro-batch.
+_entry = lru_cache(maxsize=256)(Entry)
+
+
+@lru_cache(maxsize=256)
+def _encode_schema(entries: tuple[Entry, ...]) -> str:
+    return json.dumps([asdict(entry) for entry in entries])
+
+
+def payload_length(slots: int) -> int:
+    """Length of the vector that carries up to ``slots`` values."""
+    return _HEAD + 2 * slots
+
+
+def schema_number(schema: str) -> int:
+    """A number that stands for a schema; 0 is the empty one's."""
+    return 0 if schema == "[]" else zlib.crc32(schema.encode()) + 1
+
+
+def decode_schema(schema: str) -> list[Entry]:
+    """Read what :meth:`LogRecorder.schema` wrote."""
+    return [Entry(**fields) for fields in json.loads(schema)]
+
+
+def combine(payload: Tensor, layouts: Sequence[Sequence[Entry]]) -> list[tuple[Entry, float, float]]:
+    """Values of a mini-batch over the replicas that logged them.
+
+    Args:
+        payload: shape (replicas, payload length).
+        layouts: what stands at the places, for each replica.
+
+    Returns:
+        For every entry its value and the weight that it stands for.
+    """
+    rows: dict[Entry, list[tuple[float, float]]] = {}
+    for row, entries in zip(payload.tolist(), layouts):
+        for index, entry in enumerate(entries):
+            value, weight = row[_HEAD + 2 * index : _HEAD + 2 * index + 2]
+            if weight != _ABSENT:
+                rows.setdefault(entry, []).append((value, weight))
+    combined = []
+    for entry, values in rows.items():
+        accumulator = Accumulator(entry.reduction)
+        for value, weight in [pair for pair in values if not math.isnan(pair[0])] or values:  # as over micro-batches
+            accumulator.add(value, weight)
+        combined.append((entry, accumulator.result(), accumulator.weight))
+    return combined
+
+
+def counted_entry(name: str) -> Entry:
+    """How a metric is logged that layers counted."""
+    return Entry(name, "mean", prog_bar=False, logger=True, on_step=True, on_epoch=False)
+
+
+def mean_loss(payload: Tensor) -> float:
+    """Weighted mean of the replicas' losses, without those that are NaN, which have no weight."""
+    weight = float(payload[:, 2].sum())
+    losses = payload[:, 1].masked_fill(payload[:, 2] == 0, 0.0)
+    return float((losses * payload[:, 2]).sum()) / weight if weight else float("nan")
+
+
+def nan_micro_batch(payload: Tensor) -> int:
+    """Which micro-batch of a replica was the first whose loss is NaN, from 1; 0 if none was."""
+    return next((int(place) for place in payload[:, 3].tolist() if place), 0)
+
+
+def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:
+    text = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", repr(reduce_fx))
+    text = "mean" if text == "avg" else text
+    if text not in _REDUCTIONS:
+        raise ConfigurationError(f"self.log({name!r}, reduce_fx={text!r}): use one of {', '.join(_REDUCTIONS)}")
+    return text

@@ -1,0 +1,97 @@
+"""``self.log`` and the counts of layers where no pipeline is, logged as one logs them.
+
+Logs what layers counted in a training step, where no pipeline does.
+
+``self.log`` in a training step that runs once per micro-batch: logged once per batch, as for the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import Callback, LightningModule
+
+from lightning_asyncpp.trainer.logging.log_recorder import LogRecorder
+
+
+class StatisticsLog(Callback):
+    """Logs metrics at the end of a training batch; in ``optimizer_step``, where they are made, Lightning allows none.
+
+    Attributes:
+        metrics: name -> value, to be logged once.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: Mapping[str, float] = {}
+
+    def install(self, trainer: L.Trainer) -> None:
+        """Stand among the trainer's callbacks, once."""
+        others = [c for c in trainer.callbacks if not isinstance(c, StatisticsLog)]  # type: ignore[attr-defined]
+        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the update of this batch brought."""
+        if self.metrics:
+            pl_module.log_dict(dict(self.metrics))
+            self.metrics = {}
+
+
+class MicroBatchLog:
+    """Records what micro-batches log and logs the batch's values: weighted means, or as ``reduce_fx`` says.
+
+    Args:
+        module: whose ``log`` it is.
+        replicas: number of data-parallel processes; with several, values are reduced over them.
+    """
+
+    def __init__(self, module: LightningModule, replicas: int) -> None:
+        self._module, self._replicas = module, replicas
+        self._recorder = LogRecorder(on_step=True, on_epoch=False)
+
+    @contextmanager
+    def recording(self, weight: float) -> Iterator[None]:
+        """Record what is logged meanwhile as that of a micro-batch of weight ``weight``."""
+        self._recorder.weight = weight
+        with _replaced(self._module, self._recorder.log):
+            yield
+
+    def log_batch(self) -> None:
+        """Log what was recorded since the last call; call it where the training step may log."""
+        recorder, several = self._recorder, self._replicas > 1
+        recorder.settle()
+        for name, values in recorder.values.items():
+            entry = recorder.entries[name]
+            self._module.log(
+                name, values.result(), prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
+                on_epoch=entry.on_epoch, reduce_fx=entry.reduction, sync_dist=several,
+                batch_size=values.weight,  # type: ignore[arg-type]  # a weight need not be whole
+            )  # fmt: skip
+        for name, metric in recorder.metrics.items():
+            entry = recorder.metric_entries[name]
+            if entry.on_epoch:
+                epoch = f"{name}_epoch" if entry.on_step else name
+                self._module.log(
+                    epoch, metric, prog_bar=entry.prog_bar, logger=entry.logger, on_step=False, on_epoch=True
+                )
+            if entry.on_epoch and entry.on_step:  # callbacks find it under its plain name, too
+                self._module.log(name, metric, logger=False, on_step=False, on_epoch=True)
+        recorder.clear()
+        recorder.metrics.clear()
+        recorder.metric_entries.clear()
+
+
+@contextmanager
+def _replaced(module: LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    own = module.__dict__.get("log")
+    module.log = log  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.log
+        if own is not None:
+            module.log = own  # type: ignore[method-assign]

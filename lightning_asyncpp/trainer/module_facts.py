@@ -1,0 +1,146 @@
+"""What is asked of a LightningModule before and after it is cut.
+
+A LightningModule's ``example_input_array`` under a pipeline: what layers are measured with, and kept from others.
+
+Whether a module's ``configure_optimizers`` gives a stage's parameters what it would give them in the whole model.
+
+A module that a pipeline has left behind: its ``state_dict()`` holds one stage, which may be taken for the whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, device, nn
+from torch.optim import Optimizer
+
+from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.partition_choice import Example, example_of
+from lightning_asyncpp.pipeline.cut.stage import Stage
+from lightning_asyncpp.pipeline.cut.ties import names_on
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.optimizers.by_position import (
+    asked_again,
+    may_go_by_position,
+    options_of,
+    position_problems,
+)
+from lightning_asyncpp.pipeline.step.model_call import ModelCall
+
+
+def modules_example(
+    module: LightningModule, network: nn.Module, micro_batches: int, precision: Precision, device: device
+) -> Example | None:
+    """The call of ``network`` that the module's ``example_input_array`` leads to; None without one.
+
+    The module's ``forward`` is run up to its call of the network; without one, the example is the network's own.
+    """
+
+    def through(*args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        return ModelCall(network).capture(lambda: module(*args, **kwargs))
+
+    has_forward = type(module).forward is not LightningModule.forward
+    given = module.example_input_array
+    return example_of(given, micro_batches, precision, device, through if has_forward else None)
+
+
+class HiddenExample:
+    """Takes ``example_input_array`` from a module while it is cut: the summary and loggers would run the whole with it.
+
+    Args:
+        module: whose example it is.
+
+    Raises:
+        ConfigurationError: the module computes it, so that it cannot be taken away.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module, self._example = module, module.example_input_array
+        try:
+            self._set(None)
+        except AttributeError:
+            raise ConfigurationError(
+                f"example_input_array of {type(module).__name__} is a property that cannot be set: the summary and"
+                " loggers would run the whole model with it, of which each rank has one stage; assign it in __init__"
+                " instead (self.example_input_array = ...)"
+            ) from None
+
+    def release(self) -> None:
+        """Give it back; may be called twice."""
+        if self._example is not None:
+            self._set(self._example)
+
+    def _set(self, example: Any) -> None:
+        self._module.example_input_array = example
+
+
+def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, stage: Stage) -> list[str]:
+    """What is wrong with the groups of a stage that trains for the first time: they go by the position of parameters.
+
+    Args:
+        optimizers: as configure_optimizers made them.
+        module: with the stage in it.
+        stage: as it was cut.
+    """
+    layers = stage.layers_elsewhere
+    trained = [parameter for parameter in stage.parameters.values() if parameter.requires_grad]
+    if not layers or not optimizers or not may_go_by_position(optimizers, trained):
+        return []
+    # What stages share has another name in the whole; their copies are compared with each other.
+    shared = {stage.parameters[name] for name in names_on(stage.index, stage.whole.ties)}
+    names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p not in shared}
+    try:
+        again = asked_again(module, stage.model, layers, module.configure_optimizers)
+    except Exception as error:
+        warnings.warn(
+            "configure_optimizers makes several groups of parameters, or leaves some out. Whether it gives this stage's"
+            f" what it would give them in the whole model was not looked at, for it raised {type(error).__name__}:"
+            f" {error}",
+            stacklevel=2,
+        )
+        return []
+    return position_problems(options_of(optimizers, names), options_of(again, names))
+
+
+_left_behind: WeakSet[nn.Module] = WeakSet()
+_hooked: WeakSet[nn.Module] = WeakSet()
+
+
+def warn_of_state_dict(module: LightningModule) -> None:
+    """From now on say what is missing when somebody takes the ``state_dict()`` of a cut module or its network; once."""
+    if not any(isinstance(layer, OtherStage) for layer in module.modules()):
+        return
+    for part in _parts(module):
+        if part not in _hooked:
+            part.register_state_dict_pre_hook(_warn)
+            _hooked.add(part)
+        _left_behind.add(part)
+
+
+def leave_alone(module: LightningModule) -> None:
+    """Say nothing any more: a strategy takes care of the module again, or of all stages."""
+    for part in _parts(module):
+        _left_behind.discard(part)
+
+
+def _parts(module: LightningModule) -> list[nn.Module]:
+    network = getattr(module, "model", None)
+    return [module, network] if isinstance(network, nn.Module) else [module]
+
+
+def _warn(module: nn.Module, prefix: str, *_: Any) -> None:
+    """Before a ``state_dict()``; with a prefix it is part of another module's."""
+    if prefix or module not in _left_behind:
+        return
+    _left_behind.discard(module)
+    rank_zero_warn(
+        f"state_dict() of {type(module).__name__} holds the layers of this rank's pipeline stage alone: for all of them"
+        " call trainer.strategy.full_state_dict() on every rank, which gathers them on rank 0, or"
+        " trainer.save_checkpoint(path)"
+    )

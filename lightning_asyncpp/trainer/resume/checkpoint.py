@@ -1,0 +1,230 @@
+"""The Trainer's checkpoints of a pipeline: what all stages hold, in one file or sharded, and handed back to each."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import Strategy
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_asyncpp.pipeline.checkpoint.apart import APART, Names
+from lightning_asyncpp.pipeline.checkpoint.gathering import gather_by_rank
+from lightning_asyncpp.pipeline.checkpoint.origin import FABRIC, PIPELINE, TRAINER, origin_of
+from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
+from lightning_asyncpp.pipeline.checkpoint.state import (
+    facts,
+    gather_model_state,
+    gather_optimizer_state,
+    gather_pipeline_state,
+    load_optimizer_state,
+    load_pipeline_state,
+    rank_to_follow,
+    stage_model_state,
+    stage_optimizer_state,
+    stage_pipeline_state,
+)
+from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage, held_here
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
+from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.tied_state import check_copies
+from lightning_asyncpp.strategies.checkpoint_io import check_whole
+from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
+from lightning_asyncpp.trainer.module_facts import leave_alone
+from lightning_asyncpp.trainer.resume.kept_apart import Given, hand_back, unite_stages
+from lightning_asyncpp.trainer.resume.progress import PROGRESS, Progress
+
+_PREFIX = "model."
+_PARTS = ("state_dict", "optimizer_states")
+_CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
+_WEIGHTS = frozenset(("state_dict", _CURRENT))
+
+
+class TrainerCheckpoints(Strategy):
+    """Lets a Trainer read its own checkpoints alone; comes before the strategy that it is mixed into."""
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file that a Trainer wrote.
+
+        Raises:
+            ConfigurationError: something else wrote it; with what reads it.
+        """
+        content = super().load_checkpoint(checkpoint_path, weights_only)
+        origin = origin_of(content)
+        if origin.writer == TRAINER:
+            return content
+        weights = "the entry of the model" if origin.writer == FABRIC else "them"
+        raise ConfigurationError(
+            f"ckpt_path={str(checkpoint_path)!r} {origin.description}. The Trainer goes on from its own checkpoints; to"
+            f" begin with weights from elsewhere, load {weights} into self.model (load_state_dict) before training, and"
+            " leave ckpt_path out"
+        )
+
+
+class PipelineCheckpoints(TrainerCheckpoints):
+    """Saves the whole run, and loads this stage's part of one.
+
+    Attributes:
+        session: the pipeline.
+        checkpoints: writes them.
+        progress: what goes on with a run beside its weights.
+        step_metrics: what its steps logged.
+    """
+
+    session: PipelineSession
+    checkpoints: CheckpointWriter
+    progress: Progress
+    step_metrics: StepMetrics
+    _given: Given | None = None  # the weights of the checkpoint that is being made
+
+    @property
+    @abstractmethod
+    def _module(self) -> LightningModule:
+        """The user's module."""
+
+    @abstractmethod
+    def _network(self) -> Module:
+        """What was cut: the module's ``model``."""
+
+    @abstractmethod
+    def _progress_state(self) -> dict[str, Any]:
+        """How far this rank has come beside its weights."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Finish what is in flight and apply every update."""
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
+        return self._state_dict(gather_model_state)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = self._state_dict(stage_model_state if self.checkpoints.sharded else gather_model_state)
+        self._given = Given(dict(state), frozenset(self._module.state_dict()))
+        self.step_metrics.log_before_save()
+        return state
+
+    def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        self.session.running()
+        leave_alone(self._module)
+        self.drain()
+        return of_stages(self.session, self._module.state_dict())
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.session.running()
+        state = stage_optimizer_state if self.checkpoints.sharded else gather_optimizer_state
+        return state(self.session, optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write the whole run: one file on rank 0, or every stage its part of a folder; a collective call.
+
+        Raises:
+            StorageError: it cannot be written; what had its name is intact.
+        """
+        is_training = self.session.optimizer is not None and "optimizer_states" in checkpoint  # else weights only
+        mesh, sharded = self.session.running().mesh, self.checkpoints.sharded
+        parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint} if sharded else {}
+        given, self._given = self._given, None
+        apart = unite_stages(mesh, self._module.trainer, checkpoint, None if sharded else given)
+        progress = gather_by_rank(mesh, self._progress_state()) if is_training else []
+        of_ranks = {PROGRESS: progress, **({APART: apart} if apart else {})}
+        if sharded:
+            if is_training:
+                parts[PIPELINE] = {**stage_pipeline_state(self.session), **(of_ranks if self.is_global_zero else {})}
+            self.checkpoints.save_folder(filepath, parts, checkpoint)
+            return
+        if is_training:
+            checkpoint[PIPELINE] = {**gather_pipeline_state(self.session), **of_ranks}
+        self.checkpoints.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self.checkpoints.remove(partial(self.checkpoint_io.remove_checkpoint, filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self.checkpoints.settle()
+        check_whole(checkpoint_path, self.checkpoint_io, self.session.mesh)
+        content = super().load_checkpoint(checkpoint_path, weights_only)
+        partition = facts(self.session)["partition"]
+        hand_back(self.session.running().mesh, self._names_in(content), content, partition)
+        if self.session.optimizer is not None:
+            self._resume_progress(content)
+        if self._averages_weights():
+            for name in _WEIGHTS & content.keys():
+                content[name] = self._of_this_stage(content[name])  # the callback loads all that it finds
+        return content
+
+    def _averages_weights(self) -> bool:
+        """Whether a callback of Lightning averages weights, and will take them up from a checkpoint."""
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        return self.session.optimizer is not None and any(isinstance(c, WeightAveraging) for c in callbacks)
+
+    def _entry_of_weights(self, content: Mapping[str, Any]) -> str:
+        """Where the weights are that are trained; an averaging callback puts others into their place."""
+        return _CURRENT if self._averages_weights() and _CURRENT in content else "state_dict"
+
+    def _of_this_stage(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Without the entries of layers, and of averages of them, that other stages hold."""
+        is_here = held_here(self._module)
+        return {name: value for name, value in state.items() if is_here(name)}
+
+    def _names_in(self, content: Mapping[str, Any]) -> Names:
+        """Where names of a checkpoint's weights are: here or on another stage."""
+        whole = {name.removeprefix(_PREFIX) for name in content["state_dict"] if name.startswith(_PREFIX)}
+        elsewhere = tuple(f"{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
+        there = {name for name in whole if name.startswith(elsewhere)}
+        return Names(whole - there, there)
+
+    def _resume_progress(self, content: Mapping[str, Any]) -> None:
+        state = content.get(PIPELINE)
+        if state is None:
+            return
+        mesh, replicas = self.session.running().mesh, state["data_parallel_size"]
+        changes = []
+        if replicas != mesh.num_replicas:
+            changes.append(
+                f"data_parallel_size={mesh.num_replicas}, and the checkpoint was written with {replicas}: replicas read"
+                " other parts of the data"
+            )
+        own = state[PROGRESS][rank_to_follow(mesh, state)]
+        self.progress.resume(own, content["loops"]["fit_loop"], changes)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        weights = checkpoint[self._entry_of_weights(checkpoint)]
+        state = self._of_this_stage(weights)
+        error: Exception | None = None
+        try:
+            check_copies(weights, self.session.whole_model.same)
+            self._module.load_state_dict(state, strict=strict)
+        except (RuntimeError, ConfigurationError) as caught:
+            error = caught
+        engine = self.session.running()
+        agree_on_error(engine.mesh, error)
+        if self.session.optimizer is None:
+            engine.weights.restore(0, None)
+        else:
+            load_pipeline_state(self.session, checkpoint.get(PIPELINE))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            load_optimizer_state(self.session, optimizer, state)
