@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from tests.pipeline.cases import DIM, make_model
-from tests.trainer.main_process import outcome_of, run
+from tests.trainer.launching.main_process import outcome_of, run
 from tests.trainer.runs import arrays
 
 

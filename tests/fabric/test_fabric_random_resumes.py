@@ -17,7 +17,7 @@ from tests.fabric.runs import go_through
 from tests.pipeline.compare import assert_same_norms, weights_of
 from tests.pipeline.runs import run_oracle
 from tests.trainer.pool import Pools
-from tests.trainer.test_random_resumes import assert_same_rows, drawn
+from tests.trainer.resume.test_random_resumes import assert_same_rows, drawn
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 

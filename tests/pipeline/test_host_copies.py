@@ -9,7 +9,7 @@ import torch
 
 from lightning_asyncpp.pipeline.host_copies import HostCopy, pieces_on_host
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from tests.pipeline.failures import run_ranks
+from tests.pipeline.failures.failing_cases import run_ranks
 
 
 def test_pieces_hold_all_elements_in_order() -> None:

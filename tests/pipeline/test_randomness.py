@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from tests.pipeline.failures import Run
+from tests.pipeline.failures.failing_cases import Run
 
 
 def run_of_one_stage() -> Run:

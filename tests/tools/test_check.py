@@ -24,7 +24,7 @@ from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.wire.header import TensorInfo
 from lightning_asyncpp.tools.check import check
 from tests.pipeline.cases import DIM, make_model
-from tests.trainer.mistakes import (
+from tests.trainer.failures.mistakes import (
     CallsTwice,
     CompiledInPlace,
     Lazy,

@@ -14,7 +14,7 @@ from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.tools.check import CheckReport
 from tests.pipeline.cases import DIM
 from tests.tools.test_check import batches
-from tests.trainer.mistakes import Manual, ParameterOutside, SeveralEvaluationsPerStep, TwoOptimizers
+from tests.trainer.failures.mistakes import Manual, ParameterOutside, SeveralEvaluationsPerStep, TwoOptimizers
 from tests.trainer.modules import BatchNormNet, NoisyNet, WeighingNet
 from tests.trainer.runs import Net, Run
 

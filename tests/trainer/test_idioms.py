@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.trainer.delays import delayed
+from tests.trainer.delayed_gradient.delays import delayed
 from tests.trainer.idioms.entry import REFUSED, Idiom
 from tests.trainer.idioms.page import PAGE, TABLE, page
 from tests.trainer.pool import Pools

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.resumable import Showing, fit_showing, write_litdata
+from tests.trainer.resume.resumable import Showing, fit_showing, write_litdata
+from tests.trainer.resume.test_exact_resume import EPOCHS, run_of
 from tests.trainer.runs import Run
-from tests.trainer.test_exact_resume import EPOCHS, run_of
 
 LAST = {"save_last": True, "save_top_k": 0}  # written when the training has ended
 EPOCH_ENDS = {"save_top_k": -1, "filename": "last", "save_on_train_epoch_end": True}

@@ -14,9 +14,9 @@ from torch import nn
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from tests.pipeline.cases import DIM
-from tests.pipeline.test_optimizers_examined import Sam
-from tests.trainer import mistakes as m
-from tests.trainer.delays import delayed, train
+from tests.pipeline.optimizers.test_optimizers_examined import Sam
+from tests.trainer.delayed_gradient.delays import delayed, train
+from tests.trainer.failures import mistakes as m
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Net, Run, fit, fit_and_hear

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
+from tests.trainer.resume.test_checkpoints import TRAINER, ResumableNet, saving
 from tests.trainer.runs import Net, Run, Samples, fit
-from tests.trainer.test_checkpoints import TRAINER, ResumableNet, saving
 
 RUN = Run(
     ResumableNet, "async", {"micro_batches": 4, "weight_dtype": "bf16"}, optimizer="muon", error_feedback=True,

@@ -1,0 +1,189 @@
+"""Whatever happens to one rank, all processes end, soon, with an exit code that says so and the cause on record."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = str(Path(__file__).with_name("failing_script.py"))
+PLAIN = [sys.executable, SCRIPT]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", SCRIPT]
+LAUNCHERS = [pytest.param(PLAIN, id="lightning"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)]
+SECONDS = 30
+HEARTBEAT = 4.0  # busy machines let a process wait for seconds
+
+
+class Launched:
+    """A running script and the processes of its ranks, found by an argument that is unique to it."""
+
+    def __init__(self, command: list[str], folder: Path, where: str, heartbeat: float) -> None:
+        self.folder = folder
+        self._output = (folder / "output").open("w")
+        env = {k: v for k, v in os.environ.items() if k not in ("PL_GLOBAL_SEED",)}
+        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [*command, str(folder), where, str(heartbeat)], stdout=self._output, stderr=self._output, env=env,
+            start_new_session=True, cwd=folder,
+        )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def error(self, rank: int) -> str:
+        """What ended the script of a rank, as its user sees it."""
+        path = self.folder / f"{rank}.error"
+        assert path.exists(), f"rank {rank} did not say why it ended:\n{self.output}"
+        return path.read_text()
+
+    def alive(self) -> list[int]:
+        """Process ids of everything that was started with our folder as an argument; zombies do not count."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and str(self.folder).encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def pid_of(self, rank: int, patience: float = 150.0) -> int:
+        """The process of a rank, once all ranks train."""
+        end = time.monotonic() + patience
+        while not all((self.folder / f"{r}.pid").exists() for r in range(3)):
+            assert time.monotonic() < end, f"training did not start:\n{self.output}"
+            assert self.process.poll() is None, f"ended before it trained:\n{self.output}"
+            time.sleep(0.05)
+        return int((self.folder / f"{rank}.pid").read_text())
+
+    def ended(self, seconds: float = SECONDS) -> int:
+        """Wait until no process is left; the exit code of the first one."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None or self.alive():
+            assert time.monotonic() < end, f"still alive after {seconds} s: {self.alive()}\n{self.output}"
+            time.sleep(0.1)
+        return int(self.process.returncode)
+
+    def kill(self) -> None:
+        for pid in self.alive():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=10)
+        self._output.close()
+
+
+@contextmanager
+def launched(command: list[str], folder: Path, where: str = "nowhere", heartbeat: float = 60.0) -> Iterator[Launched]:
+    run = Launched(command, folder, where, heartbeat)
+    try:
+        yield run
+    finally:
+        run.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -> None:
+    """Rank 0 is the process that launched the others, where Lightning did."""
+    with launched(command, tmp_path) as run:
+        os.kill(run.pid_of(rank), signal.SIGKILL)
+        assert run.ended() != 0
+        text = f"rank {rank} (stage {2 - rank}) is gone: its process ended without an error of its own (killed,"
+        assert text in run.error(0 if rank else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a stopped process cannot be found")
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_a_stopped_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -> None:
+    with launched(command, tmp_path, heartbeat=HEARTBEAT) as run:
+        os.kill(run.pid_of(rank), signal.SIGSTOP)
+        assert run.ended(60) != 0
+        text = f"rank {rank} (stage {2 - rank}) is gone: no sign of life for {HEARTBEAT:g} s"
+        assert text in run.error(0 if rank else 1)
+        if command is PLAIN and rank:
+            assert text in run.output.rstrip().splitlines()[-1], "below all that other ranks have said"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    ("where", "rank"), [("loss", 0), ("callback", 0), ("layer", 2), ("loader", 2), ("middle", 1), ("optimizer", 1)]
+)
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_an_exception_on_one_rank_ends_all(command: list[str], where: str, rank: int, tmp_path: Path) -> None:
+    with launched(command, tmp_path, where) as run:
+        assert run.ended(180) != 0
+        mistake = "ArithmeticError: the user's own mistake"
+        assert run.error(0).rstrip().splitlines()[-1].strip() == mistake, "users look at rank 0"
+        assert "in _late" in run.error(0) or where not in ("layer", "middle"), "with the place in their code"
+        if rank:
+            assert f"PeerLostError: rank {rank} (stage {2 - rank}) failed first: {mistake}\n" in run.error(0)
+        if command is PLAIN:
+            assert run.output.rstrip().endswith(f"rank {rank} (stage {2 - rank}) failed first: {mistake}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(("where", "last"), [("twice", "rank 2 (stage 0) failed first: "), ("caught", "")])
+def test_what_stands_last_is_the_failure_that_was_not_caught(where: str, last: str, tmp_path: Path) -> None:
+    """A script catches what ended its first training, on rank 0, and trains again."""
+    with launched(PLAIN, tmp_path, where) as run:
+        assert (run.ended(180) != 0) == bool(last), run.output
+        said = [line for line in run.output.splitlines() if line.startswith("asyncpp: ")]
+        assert said == [f"asyncpp: {last}ArithmeticError: the user's own mistake"] * bool(last)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_a_script_that_ends_in_a_run_on_all_ranks_ends_well(command: list[str], tmp_path: Path) -> None:
+    with launched(command, tmp_path, "exits") as run:
+        assert run.ended(180) == 0, run.output
+        assert "failed" not in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_a_script_that_ends_in_a_run_on_one_rank_has_failed(command: list[str], tmp_path: Path) -> None:
+    with launched(command, tmp_path, "exits alone") as run:
+        assert run.ended(180) != 0
+        assert "rank 0 (stage 2) failed first: SystemExit: 0 on this rank, while others go on: call" in run.error(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_slow_rank_is_not_missed(tmp_path: Path) -> None:
+    with launched(PLAIN, tmp_path, "slow", HEARTBEAT) as run:
+        assert run.ended(240) == 0, run.output
+        assert "is gone" not in run.output
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_sigterm_ends_all_after_a_common_batch(command: list[str], tmp_path: Path) -> None:
+    with launched(command, tmp_path) as run:
+        run.pid_of(0)
+        os.kill(run.process.pid, signal.SIGTERM)
+        code = run.ended()
+        steps = [(tmp_path / f"{rank}.step").read_text() for rank in range(3)]
+        assert len(set(steps)) == 1, steps
+        assert steps[0].endswith("SIGTERMException")
+        assert f"Stopped by SIGTERM after step {steps[0].split()[0]}; nothing was saved" in run.output
+        if command is PLAIN:  # torchrun ends with its own account
+            assert code == 143
+            assert "Traceback" not in run.output

@@ -1,0 +1,208 @@
+"""What users do around an update: it means what it means under ``delayed_gradient``, or is refused on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanSquaredError
+
+from tests.trainer.delayed_gradient.delays import delayed, train
+from tests.trainer.pool import Pools
+from tests.trainer.projections import Projected, PutsOtherMemory, project
+from tests.trainer.reference import assert_equal_weights, joined_weights
+from tests.trainer.runs import Net, Run, fit, loader, make_trainer, val_loaders
+
+
+class ProjectsInTheStep(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: project(self.parameters()))
+        return optimizer
+
+
+class ProjectsBeforeValidating(Net):
+    def on_validation_start(self) -> None:
+        if self.trainer.training or self.trainer.validating:
+            project(self.parameters())
+
+
+CASES: dict[str, tuple[type[Net], int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # module, stages, of the run, of the Trainer, of both strategies
+    "feedback": (Projected, 2, {"correction": "feedback"}, {"gradient_clip_val": 0.4}, {}),
+    "prediction": (Projected, 3, {"correction": "prediction-ahead"}, {"accumulate_grad_batches": 2}, {}),
+    "synchronous start": (Projected, 2, {}, {}, {"synchronous_start": 2}),
+    "other memory": (PutsOtherMemory, 2, {}, {"accumulate_grad_batches": 2}, {}),
+    "after the step": (ProjectsInTheStep, 3, {"correction": "feedback"}, {}, {}),
+    "before a validation": (ProjectsBeforeValidating, 2, {}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("intervals", [(2, 5), pytest.param((1, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CASES)
+def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(
+    pools: Pools, name: str, intervals: tuple[int, ...]
+) -> None:
+    module, stages, of_run, trainer, options = CASES[name]
+    run = Run(module, "async", {"micro_batches": 3} | options, dropout=0.2, val_samples=(9,), **of_run)
+    for interval in intervals[-1:] if name == "before a validation" else intervals:
+        run = replace(run, trainer={"max_epochs": 2, "val_check_interval": interval} | trainer)
+        emulated = train(delayed(run, delay=1, micro_batches=3, **options))
+        assert_equal_weights(joined_weights(pools.run(stages, fit, run), stages), emulated["weights"])
+
+
+def test_changed_weights_of_a_fresh_last_stage(pools: Pools) -> None:
+    run = Run(Projected, "async", {"micro_batches": 3, "fresh_last_stage": True, "partition": "uniform"})
+    run = replace(run, trainer={"max_epochs": 2})
+    emulated = train(delayed(run, delay="fresh_last_stage", stages=2, micro_batches=3, partition="uniform"))
+    assert_equal_weights(joined_weights(pools.run(2, fit, run), 2), emulated["weights"])
+
+
+class Writes(L.Callback):
+    """Changes weights where no strategy can tell what the change is to mean."""
+
+    def __init__(self, past_versions: bool) -> None:
+        self.past_versions = past_versions
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for parameter in module.parameters():
+            (parameter.data if self.past_versions else parameter.detach()).clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("past_versions", [False, True])
+def test_changes_while_an_update_is_outstanding_are_refused(pools: Pools, past_versions: bool) -> None:
+    run = Run(Net, options={"micro_batches": 3}, callbacks=((Writes, {"past_versions": past_versions}),))
+    for outcome in pools.outcomes(3, fit, run):
+        assert outcome.error == "ConfigurationError"
+        assert "changed outside the optimizer's step" in outcome.message
+        assert "on_train_batch_end of the LightningModule" in outcome.message
+
+
+class Saves(Net):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+
+
+def test_a_module_that_gathers_between_two_updates_is_refused(pools: Pools) -> None:
+    for outcome in pools.outcomes(2, fit, Run(Saves, options={"micro_batches": 2})):
+        assert outcome.error == "ConfigurationError"
+        assert "in the middle of the next batch" in outcome.message
+
+
+class Counts(Net):
+    """What hooks around an update see: a name, the step, the epoch, the learning rate."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.seen: list[tuple[str, int, int, float]] = []
+
+    def see(self, name: str) -> None:
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.seen.append((name, self.trainer.global_step, self.current_epoch, round(rate, 6)))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.see("before step")
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.see("clipping")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see(f"end of {batch_idx}")
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        made["optimizer"].register_step_pre_hook(lambda *_: self.see("pre hook"))
+        made["optimizer"].register_step_post_hook(lambda *_: self.see("post hook"))
+        return made
+
+
+def fit_seen(run: Run) -> list[tuple[str, int, int, float]]:
+    L.seed_everything(run.seed, verbose=False)
+    module = Counts(run)
+    make_trainer(run).fit(module, loader(run), val_loaders(run))
+    return module.seen
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_of_an_update_see_the_step_of_its_batch(pools: Pools, accumulate: int) -> None:
+    run = Run(Counts, "async", {"micro_batches": 3}, scheduler="decay-step", val_samples=(9,))
+    run = replace(run, trainer={"max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": accumulate})
+    expected = fit_seen(delayed(run, delay=1, micro_batches=3))
+    for seen in pools.run(3, fit_seen, run):
+        assert seen == expected
+
+
+class StepsSometimes(Net):
+    """Lightning's page on optimizers: to step at arbitrary intervals."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        if batch_idx % 3 == 1:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_a_batch_without_a_step_belongs_to_no_update(pools: Pools, strategy: str) -> None:
+    run = Run(StepsSometimes, strategy, {"micro_batches": 3}, dropout=0.2, val_samples=(9,))
+    run = replace(run, trainer={"max_epochs": 2, "val_check_interval": 3})
+    emulated = train(delayed(run, delay=int(strategy == "async"), micro_batches=3))
+    for stages in (2, 3):
+        assert_equal_weights(joined_weights(pools.run(stages, fit, run), stages), emulated["weights"])
+
+
+def test_a_batch_without_a_step_is_dropped_as_in_a_single_process() -> None:
+    plain = train(Run(StepsSometimes, "plain"))
+    emulated = train(Run(StepsSometimes, "delayed", {"delay": 0, "micro_batches": 1}))
+    for name, weights in plain["weights"].items():
+        assert emulated["weights"][name] == pytest.approx(weights, abs=1e-6)
+
+
+class StepsTwice(Net):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        optimizer.step()
+
+
+def test_a_step_without_a_gradient_is_refused(pools: Pools) -> None:
+    outcomes = pools.outcomes(2, fit, Run(StepsTwice, options={"micro_batches": 2}))
+    assert all("came without a gradient" in outcome.message for outcome in outcomes)
+    with pytest.raises(Exception, match="came without a gradient"):
+        train(Run(StepsTwice, "delayed", {"micro_batches": 2}))
+
+
+class ZeroesInPlace(Net):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+def test_zeroing_in_place_changes_nothing(pools: Pools) -> None:
+    run = Run(Net, "async", {"micro_batches": 2}, trainer={"accumulate_grad_batches": 2})
+    expected = train(delayed(run, delay=1, micro_batches=2))["weights"]
+    run = replace(run, module=ZeroesInPlace)
+    assert_equal_weights(train(delayed(run, delay=1, micro_batches=2))["weights"], expected)
+    assert_equal_weights(joined_weights(pools.run(2, fit, run), 2), expected)
+
+
+class LogsMetric(Net):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.error: nn.Module = MeanSquaredError()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        output = self.model(batch["x"])
+        self.error(output, batch["y"])
+        self.log("error", self.error, on_step=True, on_epoch=True, prog_bar=True)  # type: ignore[arg-type]
+        return F.mse_loss(output, batch["y"])
+
+
+def test_a_metric_has_the_names_of_plain_lightning() -> None:
+    plain, emulated = (
+        train(Run(LogsMetric, strategy, options))
+        for strategy, options in (("plain", {}), ("delayed", {"micro_batches": 2}))
+    )
+    assert sorted(plain["callback_metrics"]) == sorted(emulated["callback_metrics"])
+    assert [sorted(m) for _, m in plain["records"]] == [sorted(m) for _, m in emulated["records"]]

@@ -1,0 +1,141 @@
+"""A module that changes its weights after every batch, where several batches share an update.
+
+After a batch without an update the change is part of the weights that the next update is applied to. The gradients of
+the batches that follow see it where they would see it in one process: without delay at once, else one update later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
+from tests.trainer.delayed_gradient.delays import delayed, train
+from tests.trainer.pool import Pools
+from tests.trainer.projections import Draws, Projected, PutsOtherMemory, Shrinks
+from tests.trainer.reference import assert_equal_weights, joined_weights
+from tests.trainer.runs import Net, Run, fit
+
+MODULES = {"projected": Projected, "other memory": PutsOtherMemory, "shrinks": Shrinks}
+DELAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # strategy, its options, those of the emulator
+    "async": ("async", {}, {"delay": 1}),
+    "sync": ("sync", {}, {"delay": 0}),
+    "synchronous start": ("async", {"synchronous_start": 2}, {"delay": 1, "synchronous_start": 2}),
+    "fresh last stage": (
+        "async",
+        {"fresh_last_stage": True, "partition": "uniform"},
+        {"delay": "fresh_last_stage", "partition": "uniform"},
+    ),
+}
+
+
+def accumulating(module: type[Net], strategy: str, options: dict[str, Any], accumulate: int = 2, **trainer: Any) -> Run:
+    run = Run(module, strategy, {"micro_batches": 3} | options, dropout=0.2, val_samples=(9,), samples=56)
+    return replace(run, trainer={"max_epochs": 2, "accumulate_grad_batches": accumulate} | trainer)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("delays", DELAYS)
+def test_every_change_means_what_it_means_in_one_process(pools: Pools, delays: str, stages: int) -> None:
+    strategy, options, emulated = DELAYS[delays]
+    if delays == "fresh last stage":
+        if stages == 1:
+            pytest.skip("one stage is the last")
+        emulated = emulated | {"stages": stages}
+    modules = {**MODULES, "draws": Draws}
+    for (name, module), accumulate in zip(modules.items(), (2, 3, 2, 3)):
+        run = accumulating(module, strategy, options, accumulate)
+        expected = train(delayed(run, micro_batches=3, **emulated))["weights"]
+        for interval in (1, 7):
+            run = replace(run, trainer=run.trainer | {"val_check_interval": interval})
+            results = pools.run(stages, fit, run)
+            try:
+                assert_equal_weights(joined_weights(results, stages), expected)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, validated every {interval} batches: {error}") from None
+
+
+@pytest.mark.parametrize("delays", DELAYS)
+def test_with_replicas_as_well(pools: Pools, delays: str) -> None:
+    strategy, options, emulated = DELAYS[delays]
+    if delays == "fresh last stage":
+        emulated = emulated | {"stages": 2}
+    run = accumulating(Draws, strategy, options | {"data_parallel_size": 2}, val_check_interval=2)
+    run = replace(run, shuffle=True, samples=80)
+    first, second = pools.run(2, fit, delayed(run, micro_batches=3, **emulated))
+    assert_equal_weights(second["weights"], first["weights"])
+    results = pools.run(4, fit, run)
+    for replica in (results[:2], results[2:]):
+        assert_equal_weights(joined_weights(replica, 2), first["weights"])
+
+
+@pytest.mark.parametrize("module", MODULES.values())
+def test_without_delay_it_is_what_lightning_does(module: type[Net]) -> None:
+    # An even number of batches: of a last one alone Lightning takes half the gradient.
+    run = replace(accumulating(module, "plain", {}), options={}, dropout=0.0, samples=64)
+    plain = train(run)["weights"]
+    assert_equal_weights(train(delayed(run, delay=0))["weights"], plain)
+    for name, weights in train(delayed(run, delay=0, micro_batches=1))["weights"].items():
+        assert weights == pytest.approx(plain[name], abs=1e-5)
+
+
+class Clamps(L.Callback):
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+def fit_clamped(run: Run, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """With a callback that comes after its batch's own update, on some ranks alone."""
+    elsewhere = torch.distributed.is_initialized() and torch.distributed.get_rank() not in ranks
+    callbacks = () if elsewhere else ((lambda: after_own_update(Clamps()), {}),)
+    return fit(replace(run, callbacks=callbacks))
+
+
+def test_callbacks_after_their_own_update_need_not_be_on_all_ranks(pools: Pools) -> None:
+    run = accumulating(Net, "async", {})
+    emulated = fit_clamped(delayed(run, delay=1, micro_batches=3), (0,))["weights"]
+    assert_equal_weights(joined_weights(pools.run(2, fit_clamped, run, (0, 1)), 2), emulated)
+    results = pools.run(2, fit_clamped, run, (1,))  # rank 1 is the first stage, which has gradients in flight
+    assert max(abs(weights).max() for weights in results[1]["weights"].values()) < 0.3
+
+
+class ClampsOnce(L.Callback):
+    """Changes weights at one moment, where no strategy can tell which gradients are to see it."""
+
+    def __init__(self, hook: str, batch: int, past_versions: bool = False) -> None:
+        self.batch, self.past_versions = batch, past_versions
+        setattr(self, hook, self._clamp)
+
+    def _clamp(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            for parameter in module.parameters():
+                (parameter.data if self.past_versions else parameter.detach()).clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hook", "batch"),
+    [
+        ("async", "on_train_batch_end", 0),  # the first mini-batch, whose weights are the newest
+        ("async", "on_train_batch_start", 1),
+        ("async", "on_train_batch_end", 2),
+        ("sync", "on_train_batch_end", 2),
+        ("sync", "on_before_backward", 1),
+    ],
+)
+@pytest.mark.parametrize("past_versions", [False, True])
+def test_other_changes_between_two_batches_are_refused(
+    pools: Pools, strategy: str, hook: str, batch: int, past_versions: bool
+) -> None:
+    callback = (ClampsOnce, {"hook": hook, "batch": batch, "past_versions": past_versions})
+    run = replace(accumulating(Net, strategy, {}), callbacks=(callback,))
+    for outcome in pools.outcomes(3, fit, run):
+        assert outcome.error == "ConfigurationError"
+        assert "changed outside the optimizer's step while" in outcome.message
+        assert "on_train_batch_end of the LightningModule" in outcome.message

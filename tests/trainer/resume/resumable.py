@@ -1,0 +1,150 @@
+"""Loaders that go on in mid-epoch, and a module whose training shows everything that a resume could lose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
+from litdata.streaming import Cache
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics import MeanSquaredError
+
+from tests.pipeline.cases import make_model
+from tests.trainer.logging.evaluations import may_have_children
+from tests.trainer.runs import Net, Run, Samples, make_trainer, report
+
+
+class NumberedSamples(Dataset):
+    """Samples that know their number; ``noisy`` ones are drawn upon with the process's own random numbers."""
+
+    def __init__(self, count: int, noisy: bool) -> None:
+        self.samples, self.noisy = Samples(count), noisy
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = self.samples[index]
+        if self.noisy:
+            sample["x"] = sample["x"] + 0.01 * (torch.rand(()) + random.random() + float(np.random.rand()))
+        return {**sample, "number": torch.tensor(index)}
+
+
+def write_litdata(folder: Path, count: int) -> None:
+    """The samples as a litdata dataset of several chunks."""
+    samples = NumberedSamples(count, noisy=False)
+    cache = Cache(str(folder), chunk_size=5)
+    for index in range(count):
+        cache[index] = samples[index]
+    cache.done()
+    cache.merge()
+
+
+def training_loader(run: Run, kind: str, folder: str, samples: Callable[[int, bool], Dataset] = NumberedSamples) -> Any:
+    """A loader by words: ``plain``, ``stateful`` (torchdata's), ``litdata``; ``noisy``, ``workers``, ``two``, ..."""
+    if "two" in kind:
+        few = replace(run, samples=2 * run.batch_size)
+        loaders = [training_loader(each, kind.replace("two", ""), folder, samples) for each in (run, few)]
+        return CombinedLoader(loaders, "max_size")
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"} if "workers" in kind else {}
+    if "generator" in kind:
+        workers["generator"] = torch.Generator().manual_seed(5)
+    if "litdata" in kind:
+        data: Any = StreamingDataset(folder, shuffle=True, drop_last=False)
+        if "combined" in kind:
+            again = StreamingDataset(folder, shuffle=True, drop_last=False, seed=7)
+            data = CombinedStreamingDataset([data, again], seed=3, iterate_over_all="all" in kind)
+        return StreamingDataLoader(data, batch_size=run.batch_size, **workers)
+    make = StatefulDataLoader if "stateful" in kind else DataLoader
+    data = samples(run.samples, "noisy" in kind)
+    sampler = _sampler(run, kind, data)
+    if "batches" in kind:
+        return make(data, batch_sampler=BatchSampler(sampler, run.batch_size, drop_last=False), **workers)
+    return make(data, run.batch_size, shuffle=sampler is None, sampler=sampler, **workers)
+
+
+def _sampler(run: Run, kind: str, data: Any) -> Any:
+    """One of torch's, which have no state; by the words ``weighted`` or ``torchs``, and ``seeded``."""
+    seeded = torch.Generator().manual_seed(6) if "seeded" in kind else None
+    if "weighted" in kind:
+        return WeightedRandomSampler([1.0] * run.samples, run.samples, generator=seeded)
+    return RandomSampler(data, generator=seeded) if "torchs" in kind else None
+
+
+class Showing(Net):
+    """Logs in every way that has an epoch's value, draws random numbers in a hook, and notes what it was fed."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.error, self.val_error = MeanSquaredError(), MeanSquaredError()
+        self.numbers: list[list[int]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.numbers.append(batch["number"].tolist())
+        output = self.model(batch["x"])
+        loss = F.mse_loss(output, batch["y"])
+        self.error(output, batch["y"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        self.log("total", loss, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("highest", loss, reduce_fx="max", on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        output = self.model(batch["x"])
+        self.val_error(output, batch["y"])
+        self.log("val_loss", F.mse_loss(output, batch["y"]))
+        self.log("val_error", self.val_error)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("drawn", torch.rand(()) + random.random(), on_step=True, on_epoch=True)
+
+
+class DrawnNet(Showing):
+    """Around any of the engine's models; ``random_input`` draws upon the process's generators before it."""
+
+    def __init__(self, run: Run, random_input: bool = False, **model: bool) -> None:
+        super().__init__(run)
+        self.model = make_model(run.dropout, **model)
+        self.random_input = random_input
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        noise = 0.1 * torch.randn_like(batch["x"]) if self.random_input else 0.0
+        return super().training_step({**batch, "x": batch["x"] + noise}, batch_idx)
+
+
+class Marks(L.Callback):
+    """Notes how much had been logged when a checkpoint was saved, by step."""
+
+    def __init__(self) -> None:
+        self.logged: dict[int, int] = {}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.logged[trainer.global_step] = len(trainer.logger.records)  # type: ignore[union-attr]
+
+
+def fit_showing(
+    run: Run, kind: str, folder: str, *, make: Callable[[Run], Showing] = Showing,
+    callbacks: Sequence[L.Callback] = (), samples: Callable[[int, bool], Dataset] = NumberedSamples,
+) -> dict[str, Any]:  # fmt: skip
+    """Train, and report what was seen; ``numbers`` are those of micro-batches, on the last stage."""
+    L.seed_everything(run.seed, verbose=False)
+    module = make(run)
+    marks = Marks()
+    trainer = make_trainer(run, callbacks=[marks, *callbacks])
+    vals = DataLoader(NumberedSamples(9, False), batch_size=4) if run.val_samples else None
+    loader = training_loader(run, kind, folder, samples)
+    with may_have_children():
+        trainer.fit(module, loader, vals, ckpt_path=run.ckpt_path, weights_only=True)
+    return report(trainer, module) | {"numbers": module.numbers, "marks": marks.logged}

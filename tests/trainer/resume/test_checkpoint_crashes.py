@@ -1,0 +1,147 @@
+"""Real runs that are killed at any moment, or whose disk fails: a complete checkpoint is always there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_asyncpp.storage.loading import load, verify
+from tests.trainer.pool import Pools, TrainerPool
+from tests.trainer.reference import joined_weights
+from tests.trainer.resume.test_checkpoints import RUN, TRAINER, ResumableNet
+from tests.trainer.runs import Run, fit
+
+SHARDED = {"state_dict_type": "sharded"}
+BEHIND = {"async_checkpoints": True}
+FIRST = 10  # calls of fsync on rank 0 in the first sharded save, before which there is no checkpoint
+
+
+def run_of(folder: Path, epochs: int, **options: Any) -> Run:
+    """Keeps its newest checkpoint alone."""
+    keeping = {"dirpath": folder, "save_top_k": 1, "every_n_train_steps": 1, "filename": "{step}"}
+    trainer = TRAINER | {"max_epochs": epochs, "logger": False}
+    return replace(RUN, module=ResumableNet, callbacks=((ModelCheckpoint, keeping),), trainer=trainer, options=options)
+
+
+def killed(run: Run, folder: Path, after: float) -> None:
+    """Start a run of two stages, and kill both some seconds after its first checkpoint."""
+    pool = TrainerPool(2)
+    try:
+        for task in pool._tasks:
+            task.put((fit, (run,)))
+        deadline = time.monotonic() + 150
+        while not list(folder.glob("*.ckpt")):
+            assert time.monotonic() < deadline, "no checkpoint within 150 s"
+            time.sleep(0.005)
+        time.sleep(after)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))],
+)
+def test_killed_at_any_moment(seed: int, pools: Pools, tmp_path: Path) -> None:
+    """With ``save_top_k=1``, which removes the older one when the newer is complete."""
+    options = (SHARDED | BEHIND, BEHIND, SHARDED, {})[seed % 4]
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    run, link = run_of(folder, 1000, **options), folder / "last.ckpt"
+    run.callbacks[0][1]["save_last"] = "link"
+    killed(run, folder, random.Random(seed).uniform(0, 0.5))
+    found = [path for path in folder.glob("*.ckpt") if path != link]
+    assert 1 <= len(found) <= 3, found  # the one before, the newest, and one that was about to go
+    if link.is_symlink():  # else killed before the first was made
+        assert link.resolve() in [path.resolve() for path in found]
+    for path in found:
+        assert verify(path) == []
+        step = int(path.stem.partition("=")[2])
+        assert load(path)["global_step"] == step
+    newest = max(found, key=lambda path: int(path.stem.partition("=")[2]))
+    step = int(newest.stem.partition("=")[2])
+    resumed = replace(run_of(folder, -1, **options), ckpt_path=str(newest))
+    resumed = replace(resumed, trainer=resumed.trainer | {"max_steps": step + 2})
+    results = pools.run(2, fit, resumed)
+    assert results[0]["global_step"] == step + 2
+    assert joined_weights(results, 2)
+    assert verify(folder / f"step={step + 2}.ckpt") == []
+
+
+def fit_with_a_failing_disk(run: Run, rank: int, at: int) -> tuple[str, str]:
+    """One ``fsync`` on a rank fails; what the run came to there."""
+    fsync, calls = os.fsync, []
+
+    def fails(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == at and int(os.environ["RANK"]) == rank:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    os.fsync = fails  # type: ignore[assignment]
+    try:
+        fit(run)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        os.fsync = fsync
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "at", "options"),
+    [
+        (1, 2, SHARDED | BEHIND),
+        (0, 5, BEHIND),
+        pytest.param(1, 2, SHARDED, marks=pytest.mark.slow),
+        *(pytest.param(0, at, SHARDED | BEHIND, marks=pytest.mark.slow) for at in range(8, 18)),
+        *(pytest.param(0, at, SHARDED, marks=pytest.mark.slow) for at in range(8, 18)),
+        *(pytest.param(0, at, {}, marks=pytest.mark.slow) for at in (1, 2, 3)),
+    ],
+)
+def test_a_disk_that_fails(rank: int, at: int, options: dict[str, Any], pools: Pools, tmp_path: Path) -> None:
+    """The whole run ends with the cause, and what is there is whole."""
+    outcomes = pools.run(2, fit_with_a_failing_disk, run_of(tmp_path, 3, **options), rank, at, timeout=120)
+    assert outcomes[rank][0] == "StorageError"
+    for _, message in outcomes:
+        assert re.search(r"could not be written: OSError: .*Input/output error", message), outcomes
+    found = list(tmp_path.glob("*.ckpt"))
+    assert bool(found) == (rank == 1 or at > (FIRST if "state_dict_type" in options else 1))
+    for path in found:
+        assert verify(path) == []
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+@pytest.mark.parametrize("at", [5, 7], ids=["newest", "link"])
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (BEHIND, 1),
+        ({}, -1),
+        pytest.param(BEHIND, -1, marks=pytest.mark.slow),
+        pytest.param({}, 1, marks=pytest.mark.slow),
+    ],
+    ids=["behind-newest kept", "at once-all kept", "behind-all kept", "at once-newest kept"],
+)
+def test_the_link_to_the_last_checkpoint_leads_to_a_whole_one(
+    kept: int, options: dict[str, Any], at: int, pools: Pools, tmp_path: Path
+) -> None:
+    """Although the newest, here the second, or its link fails: a file and its folder are synced, then their link."""
+    run = run_of(tmp_path, 3, **options)
+    keeping = run.callbacks[0][1] | {"save_last": "link", "save_top_k": kept}
+    run = replace(run, callbacks=((ModelCheckpoint, keeping),))
+    outcomes = pools.run(2, fit_with_a_failing_disk, run, 0, at, timeout=120)
+    assert outcomes[0][0] in ("StorageError", "OSError")
+    assert "Input/output error" in outcomes[0][1]
+    assert os.readlink(tmp_path / "last.ckpt") == "step=1.ckpt"
+    assert verify(tmp_path / "last.ckpt") == []
+    assert not list(tmp_path.glob(".*.partial"))

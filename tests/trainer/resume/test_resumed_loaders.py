@@ -1,0 +1,166 @@
+"""Loaders, samplers and torchmetrics objects that keep to themselves where they are: resumed exactly, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import MeanSquaredError
+from torchmetrics.aggregation import RunningMean
+from torchmetrics.wrappers import MetricTracker, MinMaxMetric
+
+from lightning_asyncpp.strategies.resumable_loader import COMBINED_GOES_ON
+from tests.trainer.pool import Pools
+from tests.trainer.resume.resumable import Showing, fit_showing, write_litdata
+from tests.trainer.resume.test_exact_resume import EPOCHS, check, run_of
+from tests.trainer.runs import Run
+
+SAMPLERS = [
+    "stateful own sampler weighted noisy",
+    "stateful own sampler torchs seeded batches",
+]
+SLOW_SAMPLERS = [
+    "stateful own sampler torchs",
+    "stateful own sampler generator",
+    "stateful own sampler weighted seeded",
+    "stateful own sampler torchs seeded workers",
+    "stateful own sampler generator workers",
+]
+STEPS = [5, 7]  # the end of an epoch, and the middle of the next
+
+
+class Paired(Showing):
+    """Fed by two loaders, of which the second ends before the first; what it was fed of both is noted."""
+
+    def training_step(self, batch: list[dict[str, Tensor] | None], batch_idx: int) -> Tensor:
+        first, second = batch
+        assert first is not None
+        self.numbers.append([first["number"].tolist(), None if second is None else second["number"].tolist()])
+        loss = F.mse_loss(self.model(first["x"]), first["y"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(first["x"]))
+        return loss
+
+
+class Wrapping(Showing):
+    """Its wrappers of metrics keep the highest and lowest value, a window, and a metric for each epoch."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.range, self.window = MinMaxMetric(MeanSquaredError()), RunningMean(window=3)
+        self.tracker = MetricTracker(MeanSquaredError(), maximize=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.window.update(loss.detach())
+        for errors in (self.range, self.tracker):
+            errors.update(loss.detach(), torch.zeros(()))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        found = self.range.compute()
+        values = {"lowest": found["min"], "highest": found["max"], "newest": self.window.compute()}
+        self.log_dict({f"{name}_kept": value for name, value in values.items()})
+        self.log_dict({"best_epoch": self.tracker.best_metric(), "drawn_at_the_end": torch.rand(())})
+
+
+def check_refused(pools: Pools, run: Run, kind: str, folder: Path, message: str) -> None:
+    write_litdata(folder / "data", run.samples)
+    pools.run(2, fit_showing, run, kind, str(folder / "data"))
+    again = replace(run, callbacks=(), ckpt_path=str(folder / "step=3.ckpt"))
+    for outcome in pools.outcomes(2, fit_showing, again, kind, str(folder / "data")):
+        assert outcome.error == "ConfigurationError"
+        assert message in outcome.message
+        assert "after batch 3 of an epoch" in outcome.message
+
+
+@pytest.mark.parametrize("kind", [*SAMPLERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_SAMPLERS)])
+def test_a_sampler_without_a_state_orders_the_rest_of_an_epoch_as_before(
+    kind: str, pools: Pools, tmp_path: Path
+) -> None:
+    """With the numbers that it drew when the epoch began, from its generator or the process's."""
+    check(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, STEPS)
+
+
+def test_an_order_that_nothing_repeats_is_refused(pools: Pools, tmp_path: Path) -> None:
+    """A sampler of batches that is asked again with the first batch, and then draws from the process's generator."""
+    kind = "stateful own sampler torchs batches"
+    check_refused(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, "give the sampler in it a generator")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "stateful noisy workers",
+        pytest.param("stateful noisy workers own sampler", marks=pytest.mark.slow),
+        pytest.param("stateful generator", marks=pytest.mark.slow),
+    ],
+)
+def test_what_workers_draw_in_the_next_epoch(kind: str, pools: Pools, tmp_path: Path) -> None:
+    check(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, [5])
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [pytest.param("litdata combined", [1, 7, 8], marks=pytest.mark.slow), ("litdata combined all", [3, 9])],
+)
+@pytest.mark.skipif(not COMBINED_GOES_ON, reason="this litdata does not go on in such streams")
+def test_several_streams(kind: str, steps: list[int], pools: Pools, tmp_path: Path) -> None:
+    """All stages read all of them, and a run goes on in any epoch."""
+    run = run_of(tmp_path, kind, EPOCHS, samples=30)
+    whole = check(pools, run, kind, tmp_path, steps)
+    read = {number for batch in whole[0]["numbers"] for number in batch}
+    assert read == set(range(run.samples))
+
+
+@pytest.mark.skipif(bool(COMBINED_GOES_ON), reason="this litdata goes on in such streams")
+def test_several_streams_of_an_older_litdata_are_refused(pools: Pools, tmp_path: Path) -> None:
+    kind = "litdata combined"
+    check_refused(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, "install litdata>=0.2.76")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMBINED_GOES_ON, reason="this litdata does not go on in such streams at all")
+def test_several_streams_of_several_workers_are_refused(pools: Pools, tmp_path: Path) -> None:
+    """litdata does not go on where it was with them."""
+    kind = "litdata combined workers"
+    check_refused(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, "give its loader num_workers=1 or 0")
+
+
+def test_the_shorter_of_two_loaders_has_ended(pools: Pools, tmp_path: Path) -> None:
+    run = run_of(tmp_path, "two stateful", EPOCHS, samples=32)
+    check(pools, run, "two stateful", tmp_path, [1, 3], fit=partial(fit_showing, make=Paired))
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)], ids=["mid-epoch", "epoch's end"])
+def test_other_numbers_of_workers(step: int, pools: Pools, tmp_path: Path) -> None:
+    """torchdata's loader cannot read the state of another number; whoever accepts it begins the epoch anew."""
+    run = run_of(tmp_path, "stateful", EPOCHS)
+    whole = pools.run(2, fit_showing, run, "stateful", "")
+    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt"))
+    for outcome in pools.outcomes(2, fit_showing, again, "stateful workers", ""):
+        assert outcome.error == "ConfigurationError"
+        assert "num_workers=2, and torchdata's loader goes on with as many" in outcome.message
+    accepting = replace(again, options={"inexact_resume": True})
+    accepted = pools.run(2, fit_showing, accepting, "stateful workers", "")
+    assert accepted[0]["numbers"][-4:] == whole[0]["numbers"][-4:]
+
+
+@pytest.mark.slow
+def test_loaders_that_are_made_anew(pools: Pools, tmp_path: Path) -> None:
+    """A checkpoint says where the newest is."""
+    run = run_of(tmp_path, "stateful", EPOCHS | {"reload_dataloaders_every_n_epochs": 1})
+    check(pools, run, "stateful", tmp_path, [3, 5, 7])
+
+
+@pytest.mark.parametrize(("strategy", "stages"), [("async", 2), ("delayed", 1)])
+def test_wrappers_of_metrics(strategy: str, stages: int, pools: Pools, tmp_path: Path) -> None:
+    run = run_of(tmp_path, "stateful", EPOCHS, strategy=strategy)
+    check(pools, run, "stateful", tmp_path, [7], stages, partial(fit_showing, make=Wrapping))
