@@ -329,7 +329,7 @@ def test_what_cannot_be_written_is_printed(
 ) -> None:
     (tmp_path / name).mkdir()
     monkeypatch.setattr(
-        doctor_command, "examine", lambda chosen, folder, quick, found, say: found.extend(results()[:1])
+        doctor, "examine", lambda chosen, folder, quick, found, say: found.extend(results()[:1])
     )
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--output", str(tmp_path)])
