@@ -12,7 +12,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_asyncpp.fabric as _fabric
 from lightning_asyncpp.pipeline.cut.units import apply_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pytorch import (
+from lightning_asyncpp.strategies.mixin import register as _register
+from lightning_asyncpp.trainer import (
     AsyncPipelineStrategy,
     DelayedGradientStrategy,
     GPTModule,
@@ -23,7 +24,6 @@ from lightning_asyncpp.pytorch import (
     SyncPipelineStrategy,
     TokensPerSecond,
 )
-from lightning_asyncpp.strategies.mixin import register as _register
 from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
 
 if TYPE_CHECKING:

@@ -1,22 +1,4 @@
-"""Trainer strategies, and the base classes of modules made for them."""
+"""The former name of :mod:`lightning_asyncpp.trainer`, which scripts may import from."""
 
-from lightning_asyncpp.trainer.callbacks.pipeline_monitor import PipelineMonitor
-from lightning_asyncpp.trainer.callbacks.pipeline_trace import PipelineTrace
-from lightning_asyncpp.trainer.callbacks.sample_text import SampleText
-from lightning_asyncpp.trainer.callbacks.tokens_per_second import TokensPerSecond
-from lightning_asyncpp.trainer.delayed_gradient import DelayedGradientStrategy
-from lightning_asyncpp.trainer.gpt_module import GPTModule
-from lightning_asyncpp.trainer.pipeline_module import PipelineModule
-from lightning_asyncpp.trainer.strategy import AsyncPipelineStrategy, SyncPipelineStrategy
-
-__all__ = [
-    "AsyncPipelineStrategy",
-    "DelayedGradientStrategy",
-    "GPTModule",
-    "PipelineModule",
-    "PipelineMonitor",
-    "PipelineTrace",
-    "SampleText",
-    "SyncPipelineStrategy",
-    "TokensPerSecond",
-]
+from lightning_asyncpp.trainer import *  # noqa: F403
+from lightning_asyncpp.trainer import __all__ as __all__

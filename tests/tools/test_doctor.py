@@ -328,9 +328,7 @@ def test_what_cannot_be_written_is_printed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).mkdir()
-    monkeypatch.setattr(
-        doctor, "examine", lambda chosen, folder, quick, found, say: found.extend(results()[:1])
-    )
+    monkeypatch.setattr(doctor, "examine", lambda chosen, folder, quick, found, say: found.extend(results()[:1]))
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--output", str(tmp_path)])
     assert ended.value.code == 1

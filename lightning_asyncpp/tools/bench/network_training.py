@@ -26,9 +26,9 @@ from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pytorch import AsyncPipelineStrategy, PipelineTrace, SyncPipelineStrategy
 from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B
 from lightning_asyncpp.tools.processes import end_with_parent
+from lightning_asyncpp.trainer import AsyncPipelineStrategy, PipelineTrace, SyncPipelineStrategy
 
 TRACE = "trace"
 

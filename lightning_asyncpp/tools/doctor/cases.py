@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
-from lightning_asyncpp.pytorch import (
+from lightning_asyncpp.trainer import (
     AsyncPipelineStrategy,
     DelayedGradientStrategy,
     GPTModule,

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Callbacks for pipelines: how busy they are, what they do when, what the model writes."""

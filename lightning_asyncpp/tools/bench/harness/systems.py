@@ -35,7 +35,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
 from lightning_asyncpp.pipeline.recording.trace import Trace
-from lightning_asyncpp.pytorch import AsyncPipelineStrategy, PipelineMonitor, PipelineTrace, SyncPipelineStrategy
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.stage_layers import LayerFactory, make_optimizer
 from lightning_asyncpp.tools.bench.names import (
@@ -54,6 +53,7 @@ from lightning_asyncpp.tools.bench.names import (
     SYNC,
     ZBV,
 )
+from lightning_asyncpp.trainer import AsyncPipelineStrategy, PipelineMonitor, PipelineTrace, SyncPipelineStrategy
 
 _MAX_NORM = 1e-3  # so small that gradients are always scaled
 _CHUNKS = 2
