@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.change_guard import Untouched
+from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 

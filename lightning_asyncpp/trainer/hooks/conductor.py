@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.change_guard import Untouched
+from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.pipeline.cut.averages import averaged_by_hand, copy_that_changes
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
