@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_asyncpp.fabric as _fabric
 from lightning_asyncpp.pipeline.cut.units import apply_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.strategies.mixin import register as _register
+from lightning_asyncpp.strategy_parts.mixin import register as _register
 from lightning_asyncpp.trainer import (
     AsyncPipelineStrategy,
     DelayedGradientStrategy,

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_asyncpp import fabric, pytorch
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.strategies.arguments import _CHECKS as CHECKS
+from lightning_asyncpp.strategy_parts.arguments import _CHECKS as CHECKS
 
 STRATEGIES = [
     getattr(package, name)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_asyncpp.pipeline.batches.micro_batch import BY_NAME
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
-from lightning_asyncpp.strategies.arguments import DDPArguments, PipelineArguments
+from lightning_asyncpp.strategy_parts.arguments import DDPArguments, PipelineArguments
 
 SplitBatch = Callable[[Any, int], list[Any]]
 MicroBatchWeight = Callable[[Any], float]

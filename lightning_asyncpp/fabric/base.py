@@ -32,10 +32,10 @@ from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers, tr
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems
 from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
-from lightning_asyncpp.strategies.arguments import for_ddp, takes
-from lightning_asyncpp.strategies.mixin import PipelineStrategyMixin, mark_as_stepped
-from lightning_asyncpp.strategies.recording import Recorder, Window
-from lightning_asyncpp.strategies.stage_loader import stage_loader
+from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
+from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.strategy_parts.recording import Recorder, Window
+from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
 
 StepFunction = Callable[[Any], Any]
 

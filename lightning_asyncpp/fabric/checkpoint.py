@@ -40,10 +40,10 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.tied_state import check_copies
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.tied_state import check_copies
-from lightning_asyncpp.strategies.checkpoint_io import check_whole
+from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
 
 
 class CheckpointMixin(Strategy):

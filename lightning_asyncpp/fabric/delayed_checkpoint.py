@@ -15,7 +15,7 @@ from lightning_asyncpp.fabric.refusals import reserved
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.strategies.checkpoint_io import check_whole
+from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
 
 
 class DelayedCheckpoints(ParallelStrategy):

@@ -27,8 +27,8 @@ from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.steps import OneGradient
 from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
-from lightning_asyncpp.strategies.arguments import check_arguments, for_ddp, takes
-from lightning_asyncpp.strategies.delayed_mixin import DelayedStrategyMixin
+from lightning_asyncpp.strategy_parts.arguments import check_arguments, for_ddp, takes
+from lightning_asyncpp.strategy_parts.delayed_mixin import DelayedStrategyMixin
 
 
 class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrategy):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.strategies.resumable_loader import (
+from lightning_asyncpp.strategy_parts.resumable_loader import (
     ResumableLoader,
     is_stateful,
     problems_in_mid_epoch,
@@ -14,7 +14,7 @@ from lightning_asyncpp.strategies.resumable_loader import (
     set_epoch,
     shuffle_by_epoch,
 )
-from lightning_asyncpp.strategies.stage_loader import PlaceholderBatch, PlaceholderLoader
+from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderBatch, PlaceholderLoader
 
 _PLACE = "place_in_fabric"
 _RAW = (

@@ -20,6 +20,7 @@ from lightning_asyncpp.pipeline.cut.averages import Averages
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.cut.stage import Stage, cut
+from lightning_asyncpp.pipeline.cut.tied_state import tied_group_problems
 from lightning_asyncpp.pipeline.cut.units import cuda_graph_problems
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine
@@ -36,7 +37,6 @@ from lightning_asyncpp.pipeline.optimizers.steps import StepGuard
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, broadcast_tensor, exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.pipeline.tied_state import tied_group_problems
 from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import Update

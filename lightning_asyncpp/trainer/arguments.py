@@ -8,7 +8,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
-from lightning_asyncpp.strategies.arguments import DDPArguments, PipelineArguments
+from lightning_asyncpp.strategy_parts.arguments import DDPArguments, PipelineArguments
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,14 @@ from lightning_asyncpp.pipeline.optimizers.steps import OneGradient
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.updates.clipping import clip_values
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
-from lightning_asyncpp.strategies.arguments import for_ddp, takes
-from lightning_asyncpp.strategies.mixin import PipelineStrategyMixin, mark_as_stepped
-from lightning_asyncpp.strategies.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
+from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
+from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArguments
+from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
+from lightning_asyncpp.trainer.checkpoint.loop_state import accumulate_as_scheduled
+from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.collectives import Collectives
@@ -56,9 +59,6 @@ from lightning_asyncpp.trainer.refusals import (
     trainer_problems,
     without_gradients,
 )
-from lightning_asyncpp.trainer.resume.last_link import link_when_written
-from lightning_asyncpp.trainer.resume.loop_state import accumulate_as_scheduled
-from lightning_asyncpp.trainer.resume.progress import Progress
 
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 _WHERE_TO_CHANGE = (

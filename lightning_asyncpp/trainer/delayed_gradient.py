@@ -24,20 +24,20 @@ from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.steps import OneGradient, StepGuard
 from lightning_asyncpp.pipeline.randomness import derive
-from lightning_asyncpp.strategies.arguments import check_arguments, for_ddp, takes
-from lightning_asyncpp.strategies.delayed_mixin import DelayedStrategyMixin
+from lightning_asyncpp.strategy_parts.arguments import check_arguments, for_ddp, takes
+from lightning_asyncpp.strategy_parts.delayed_mixin import DelayedStrategyMixin
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import DelayArguments, TrainersDDPArguments
+from lightning_asyncpp.trainer.checkpoint.delayed_checkpoints import DelayedCheckpoints
+from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
+from lightning_asyncpp.trainer.checkpoint.loop_state import accumulate_as_scheduled
+from lightning_asyncpp.trainer.checkpoint.progress import Progress
+from lightning_asyncpp.trainer.checkpoint.validation_randomness import drawing_from
 from lightning_asyncpp.trainer.hooks.batch_ends import ModuleFirst
 from lightning_asyncpp.trainer.logging.whole_model_log import MicroBatchLog, StatisticsLog
 from lightning_asyncpp.trainer.module_facts import modules_example
 from lightning_asyncpp.trainer.preemption import StopOnSignal
 from lightning_asyncpp.trainer.refusals import NOTHING_TO_STEP, delayed_problems
-from lightning_asyncpp.trainer.resume.delayed_checkpoint import DelayedCheckpoints
-from lightning_asyncpp.trainer.resume.last_link import link_when_written
-from lightning_asyncpp.trainer.resume.loop_state import accumulate_as_scheduled
-from lightning_asyncpp.trainer.resume.progress import Progress
-from lightning_asyncpp.trainer.resume.validation_randomness import drawing_from
 
 
 class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrategy):

@@ -33,7 +33,7 @@ from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.resume.checkpoint import PipelineCheckpoints
+from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
 
 _WHOLE = "asyncpp_whole_model"
 _HOST = torch.device("cpu")

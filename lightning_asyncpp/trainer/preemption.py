@@ -28,8 +28,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.resume.loop_state import ResumedLoops, mark_validation_as_outstanding
-from lightning_asyncpp.trainer.resume.progress import Progress
+from lightning_asyncpp.trainer.checkpoint.loop_state import ResumedLoops, mark_validation_as_outstanding
+from lightning_asyncpp.trainer.checkpoint.progress import Progress
 
 
 def requeue_signal(trainer: L.Trainer) -> int | None:

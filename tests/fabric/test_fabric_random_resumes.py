@@ -16,8 +16,8 @@ from tests.fabric.random_resumes import Leg, chains, expected_case
 from tests.fabric.runs import go_through
 from tests.pipeline.compare import assert_same_norms, weights_of
 from tests.pipeline.runs import run_oracle
+from tests.trainer.checkpoint.test_random_resumes import assert_same_rows, drawn
 from tests.trainer.pool import Pools
-from tests.trainer.resume.test_random_resumes import assert_same_rows, drawn
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 

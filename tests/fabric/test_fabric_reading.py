@@ -11,8 +11,8 @@ import torch
 
 from lightning_asyncpp.fabric.loader import FabricLoader
 from tests.fabric.read_runs import EPOCHS, RUN, read_and_train
+from tests.trainer.checkpoint.resumable import training_loader, write_litdata
 from tests.trainer.pool import Pools
-from tests.trainer.resume.resumable import training_loader, write_litdata
 
 
 def fabric_loader(kind: str) -> FabricLoader:

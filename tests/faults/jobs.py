@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.fabric.runs import Run as FabricRun
 from tests.faults.places import Places, watch_layers
 from tests.pipeline.cases import Case
-from tests.trainer.resume.resumable import NumberedSamples, Showing, fit_showing
+from tests.trainer.checkpoint.resumable import NumberedSamples, Showing, fit_showing
 from tests.trainer.runs import ListLogger, Run
 
 TIMEOUT_SECONDS = 25.0

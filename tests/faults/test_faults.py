@@ -21,7 +21,7 @@ from tests.faults.jobs import JOBS, TIMEOUT_SECONDS, Job
 from tests.faults.launch import HEARTBEAT, Ended, Hosts, launch
 from tests.faults.places import Fault
 from tests.faults.scenario import ERRORS, GONE, KINDS, TOLD, Scenario, draw, mistake_of
-from tests.trainer.resume.resumable import write_litdata
+from tests.trainer.checkpoint.resumable import write_litdata
 
 SHORT_HEARTBEAT = 4.0  # busy machines let a process wait for seconds
 LEAVE_SECONDS = 15.0  # twice for a busy machine: what a rank has to end in after it was told

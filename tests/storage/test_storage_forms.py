@@ -30,7 +30,7 @@ from lightning_asyncpp.storage.sharded import (
     write_shard,
 )
 from lightning_asyncpp.storage.whole import save_file
-from lightning_asyncpp.strategies.checkpoint_io import DurableCheckpointIO
+from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
 from tests.storage.saves import SAVES, save_full, save_sharded, version_of
 from tests.storage.test_storage_tree import assert_same
 

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_asyncpp.pipeline.cut.units import has_parameters, pipeline_units
 from lightning_asyncpp.pipeline.schedule import largest_lookahead
 from tests.pipeline.cases import make_model
-from tests.trainer.resume.random_data import SAVES, Data, data
-from tests.trainer.resume.resumable import DrawnNet
+from tests.trainer.checkpoint.random_data import SAVES, Data, data
+from tests.trainer.checkpoint.resumable import DrawnNet
 from tests.trainer.runs import BASES, CORRECTIONS, Run
 
 Pick = Callable[[Sequence[Any]], Any]

@@ -7,8 +7,8 @@ from typing import Any
 import lightning as L
 from torch.utils.data import DataLoader
 
+from tests.trainer.checkpoint.resumable import NumberedSamples, Showing, training_loader
 from tests.trainer.logging.evaluations import may_have_children
-from tests.trainer.resume.resumable import NumberedSamples, Showing, training_loader
 from tests.trainer.runs import Run, Watch, arrays, make_trainer, plain_metrics
 
 Happened = dict[str, list[Any]]

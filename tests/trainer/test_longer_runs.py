@@ -11,10 +11,10 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.trainer.checkpoint.resumable import Showing, fit_showing, write_litdata
+from tests.trainer.checkpoint.test_exact_resume import EPOCHS, run_of
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.resume.resumable import Showing, fit_showing, write_litdata
-from tests.trainer.resume.test_exact_resume import EPOCHS, run_of
 from tests.trainer.runs import Run
 
 LAST = {"save_last": True, "save_top_k": 0}  # written when the training has ended

@@ -21,15 +21,15 @@ from torch.utils.data import SequentialSampler
 from torchmetrics import MeanMetric
 
 from lightning_asyncpp.private_names import PrivateNameError
-from lightning_asyncpp.strategies.resumable_loader import generators_of
+from lightning_asyncpp.strategy_parts.resumable_loader import generators_of
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.resume.epoch_metrics import (
+from lightning_asyncpp.trainer.checkpoint.epoch_metrics import (
     load_logged_state,
     load_metric_states,
     logged_state,
     metric_states,
 )
-from lightning_asyncpp.trainer.resume.last_link import link_when_written
+from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
 
 DDP = DDPStrategy()
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.trainer.checkpoint.test_checkpoints import TRAINER, ResumableNet, saving
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.resume.test_checkpoints import TRAINER, ResumableNet, saving
 from tests.trainer.runs import Net, Run, Samples, fit
 
 RUN = Run(

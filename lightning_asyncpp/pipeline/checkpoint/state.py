@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_stages
 from lightning_asyncpp.pipeline.cut.partition import Partition
+from lightning_asyncpp.pipeline.cut.tied_state import keep_once
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.configured import name_of
 from lightning_asyncpp.pipeline.optimizers.state_by_name import (
@@ -21,7 +22,6 @@ from lightning_asyncpp.pipeline.optimizers.state_by_name import (
 )
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.tied_state import keep_once
 from lightning_asyncpp.storage.nested import merged
 
 OLDER, MASTERS = "older_weights", "masters"

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.untouched import Untouched
 
 _UPDATES = ("update_parameters", "update")
 _SHAPES = re.compile(r"\b(size|shape)", re.IGNORECASE)

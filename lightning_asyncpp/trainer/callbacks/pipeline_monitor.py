@@ -21,7 +21,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.recording.clocks import HOST, Clock, Moment, has_passed
 from lightning_asyncpp.pipeline.recording.trace import Follower, Span, Wait
 from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
-from lightning_asyncpp.strategies.recording import follow
+from lightning_asyncpp.strategy_parts.recording import follow
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.callbacks.tokens_per_second import TokensPerSecond, log_on_rank_zero
 

@@ -37,9 +37,9 @@ from lightning_asyncpp.pipeline.randomness import derive
 from lightning_asyncpp.pipeline.ranks.agreement import exchange
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.logging.module_hooks import Replacement
+from lightning_asyncpp.trainer.checkpoint.validation_randomness import drawing_from
+from lightning_asyncpp.trainer.hooks.module_hooks import Replacement
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
-from lightning_asyncpp.trainer.resume.validation_randomness import drawing_from
 
 C = TypeVar("C", bound=Callback)
 Hook = Callable[[L.Trainer, LightningModule, Any, Any, int], None]

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import PeerLostError, is_noise
-from lightning_asyncpp.strategies.mixin import PipelineStrategyMixin
+from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 from lightning_asyncpp.trainer import private
 
 T = TypeVar("T")

@@ -10,19 +10,19 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.pipeline.cut.averages import averaged_by_hand, copy_that_changes
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.ranks.agreement import StopRounds, batches_behind, exchange
 from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.trainer import private
+from lightning_asyncpp.trainer.checkpoint.epoch_metrics import load_metric_states, metric_states
+from lightning_asyncpp.trainer.checkpoint.loop_state import ResumedLoops
+from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.hooks.batch_ends import HOOK
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.preemption import Preemption, save_nothing_on_exception, save_on_exception_again
-from lightning_asyncpp.trainer.resume.epoch_metrics import load_metric_states, metric_states
-from lightning_asyncpp.trainer.resume.loop_state import ResumedLoops
-from lightning_asyncpp.trainer.resume.progress import Progress
 
 
 class Conductor(Callback):

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.core.hooks import DataHooks
 
-from lightning_asyncpp.strategies.stage_loader import has_placeholder
+from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder
 
 _HOOK = "on_before_batch_transfer"
 

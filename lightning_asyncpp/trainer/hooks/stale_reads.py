@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.private_names import required
-from lightning_asyncpp.trainer.logging.module_hooks import Replacement
+from lightning_asyncpp.trainer.hooks.module_hooks import Replacement
 
 _current_mode: Callable[[], TorchFunctionMode | None] = required(
     overrides, "_get_current_function_mode", "let the engine work apart from what watches hooks"

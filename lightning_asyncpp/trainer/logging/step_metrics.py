@@ -27,6 +27,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.trainer import private
+from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, InEpochEnd, ModuleHooks, Replacement
 from lightning_asyncpp.trainer.logging.log_recorder import (
     Accumulator,
     Entry,
@@ -41,7 +42,6 @@ from lightning_asyncpp.trainer.logging.log_recorder import (
     schema_number,
 )
 from lightning_asyncpp.trainer.logging.logged_batch import BatchLoss, LoggedBatch
-from lightning_asyncpp.trainer.logging.module_hooks import EPOCH_ENDS, InEpochEnd, ModuleHooks, Replacement
 
 _EVALUATIONS = ("on_validation", "on_test")
 _ONCE = frozenset(f"{loop}_{start}" for loop in ("on_train", *_EVALUATIONS) for start in ("start", "epoch_start"))

@@ -21,7 +21,7 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.private_names import PrivateNameError
-from lightning_asyncpp.strategies.mixin import launched_processes
+from lightning_asyncpp.strategy_parts.mixin import launched_processes
 from tests.pipeline.failures.watched import Session
 
 CAUSE = Cause(1, 0, "ValueError: the user's own mistake", "Traceback ...")

@@ -10,7 +10,7 @@ import pytest
 from lightning_asyncpp.pipeline.recording.clocks import HOST
 from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Trace, Wait, utilisation
 from lightning_asyncpp.pipeline.schedule import Kind
-from lightning_asyncpp.strategies.recording import follow
+from lightning_asyncpp.strategy_parts.recording import follow
 
 
 def spans(count: int, first: int = 0) -> list[Span]:

@@ -14,6 +14,12 @@ from torch import nn
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.tied_state import (
+    CopiesDifferError,
+    check_copies,
+    keep_once,
+    tied_group_problems,
+)
 from lightning_asyncpp.pipeline.cut.ties import Tie, find_ties
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.engine import Engine
@@ -22,12 +28,6 @@ from lightning_asyncpp.pipeline.optimizers.state_by_name import keep_states_once
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.pipeline.tied_state import (
-    CopiesDifferError,
-    check_copies,
-    keep_once,
-    tied_group_problems,
-)
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
 from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.pipeline.wire.link import Neighbours
@@ -185,7 +185,7 @@ def test_what_was_frozen_when_the_model_was_cut_may_be_trained_later(
             for stage, is_trained in zip(stages, trained)
         ]
 
-    monkeypatch.setattr("lightning_asyncpp.pipeline.tied_state.exchange", texts)
+    monkeypatch.setattr("lightning_asyncpp.pipeline.cut.tied_state.exchange", texts)
     copy = nn.Parameter(torch.zeros(2))
     problems = tied_group_problems(Mesh(3, 1, 2), [tie], {"layer0": copy}, torch.optim.SGD([copy], lr=0.1), fresh)
     assert len(problems) == bool(message)

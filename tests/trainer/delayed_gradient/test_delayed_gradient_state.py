@@ -16,10 +16,10 @@ from torchmetrics import MeanSquaredError
 
 from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy
 from lightning_asyncpp.cli import AsyncppCLI
+from tests.trainer.checkpoint.test_checkpoints import ResumableNet, saving
 from tests.trainer.delayed_gradient.delays import train
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights
-from tests.trainer.resume.test_checkpoints import ResumableNet, saving
 from tests.trainer.runs import Net, Run, fit
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ import lightning as L
 import numpy as np
 import torch
 
-from tests.trainer.resume.preempted import Resumable
-from tests.trainer.resume.test_checkpoints import RUN, saving
+from tests.trainer.checkpoint.preempted import Resumable
+from tests.trainer.checkpoint.test_checkpoints import RUN, saving
 from tests.trainer.runs import Run, arrays, make_trainer, val_loaders
 
 KILLED_AT = 7

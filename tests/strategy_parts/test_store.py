@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.strategies import process_group
-from lightning_asyncpp.strategies.process_group import store_listening_on
+from lightning_asyncpp.strategy_parts import process_group
+from lightning_asyncpp.strategy_parts.process_group import store_listening_on
 from tests.trainer.launching.sockets import listening_addresses
 from tests.workers import free_port
 

@@ -19,7 +19,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.settings import PipelineSettings
-from lightning_asyncpp.strategies.checkpoint_io import DurableCheckpointIO
+from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
 
 P = ParamSpec("P")
 A = TypeVar("A")

@@ -16,9 +16,9 @@ from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
-from lightning_asyncpp.strategies.checkpoint_io import check_whole
-from lightning_asyncpp.trainer.resume.checkpoint import TrainerCheckpoints
-from lightning_asyncpp.trainer.resume.progress import PROGRESS, Progress
+from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
+from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import TrainerCheckpoints
+from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 
 
 class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.trainer.checkpoint.test_checkpoints import ResumableNet
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights, loss_after, mini_batches_of, oracle
-from tests.trainer.resume.test_checkpoints import ResumableNet
 from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer, report, val_loaders
 
 

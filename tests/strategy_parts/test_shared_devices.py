@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.strategies.process_group import backend_of, queue_warning
+from lightning_asyncpp.strategy_parts.process_group import backend_of, queue_warning
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 

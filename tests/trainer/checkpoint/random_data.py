@@ -18,7 +18,7 @@ class Data:
     """Training data, validations and checkpoints of a run.
 
     Attributes:
-        loader: as :func:`tests.trainer.resume.resumable.training_loader` reads it.
+        loader: as :func:`tests.trainer.checkpoint.resumable.training_loader` reads it.
         samples, batch_size: of the training set.
         val_samples: of validation sets.
         scheduler: of learning rates, by what there is to monitor.

@@ -12,9 +12,9 @@ import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor
 
+from tests.trainer.checkpoint.resumable import Showing, fit_showing, write_litdata
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.resume.resumable import Showing, fit_showing, write_litdata
 from tests.trainer.runs import Net, Run
 
 EPOCHS = {"max_epochs": 3}

@@ -31,15 +31,15 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage, held_here
+from lightning_asyncpp.pipeline.cut.tied_state import check_copies
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.tied_state import check_copies
-from lightning_asyncpp.strategies.checkpoint_io import check_whole
+from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
+from lightning_asyncpp.trainer.checkpoint.kept_apart import Given, hand_back, unite_stages
+from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import leave_alone
-from lightning_asyncpp.trainer.resume.kept_apart import Given, hand_back, unite_stages
-from lightning_asyncpp.trainer.resume.progress import PROGRESS, Progress
 
 _PREFIX = "model."
 _PARTS = ("state_dict", "optimizer_states")

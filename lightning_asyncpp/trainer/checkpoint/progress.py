@@ -21,22 +21,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import set_random_states
-from lightning_asyncpp.strategies.resumable_loader import (
+from lightning_asyncpp.strategy_parts.resumable_loader import (
     ResumableLoader,
     problems_in_mid_epoch,
     problems_with_workers,
     shuffle_by_epoch,
 )
-from lightning_asyncpp.strategies.stage_loader import PlaceholderLoader
+from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.resume.epoch_metrics import (
+from lightning_asyncpp.trainer.checkpoint.epoch_metrics import (
     load_logged_state,
     load_metric_states,
     logged_state,
     metric_states,
     names_of_spent,
 )
-from lightning_asyncpp.trainer.resume.validation_randomness import ValidationRandomness
+from lightning_asyncpp.trainer.checkpoint.validation_randomness import ValidationRandomness
 
 
 class Outstanding(NamedTuple):

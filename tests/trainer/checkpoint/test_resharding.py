@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from lightning_asyncpp.storage.loading import load, verify
 from tests.storage.same import assert_same
+from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle, plain_module
-from tests.trainer.resume.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.runs import Run, arrays, fit
 
 FOUR = {"micro_batches": 4}

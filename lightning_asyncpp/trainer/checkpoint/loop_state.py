@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.resume.progress import Outstanding, Progress
+from lightning_asyncpp.trainer.checkpoint.progress import Outstanding, Progress
 
 
 def mark_validation_as_outstanding(trainer: L.Trainer) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_asyncpp.data.replica import classes_of_litdata, leave_where_it_was, set_epoch_before
 from lightning_asyncpp.private_names import required
-from lightning_asyncpp.strategies.stage_loader import LoaderInFront
+from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 
 _END = object()
 

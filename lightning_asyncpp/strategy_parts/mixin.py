@@ -25,8 +25,8 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.ranks.process_groups import unbind_default_group
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.private_names import required
-from lightning_asyncpp.strategies.arguments import PipelineArguments
-from lightning_asyncpp.strategies.process_group import (
+from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
+from lightning_asyncpp.strategy_parts.process_group import (
     QUEUES_VARIABLE,
     backend_of,
     join_again,

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.strategies.stage_loader import AnnouncingLoader, Next, PlaceholderLoader, stage_loader
+from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, PlaceholderLoader, stage_loader
 
 
 class Endless(IterableDataset):

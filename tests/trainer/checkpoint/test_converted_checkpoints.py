@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.storage.loading import load, verify
+from tests.trainer.checkpoint.test_resharding import SHARDED, resumed, run_of
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.resume.test_resharding import SHARDED, resumed, run_of
 from tests.trainer.runs import arrays, fit
 
 Command = Callable[..., str]

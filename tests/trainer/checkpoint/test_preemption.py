@@ -12,10 +12,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 
+from tests.trainer.checkpoint.preempted import Resumable, Signals, preempted, under_slurm, with_own_handler
+from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, saving
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.resume.preempted import Resumable, Signals, preempted, under_slurm, with_own_handler
-from tests.trainer.resume.test_checkpoints import RUN, TRAINER, saving
 from tests.trainer.runs import Run
 
 NET = replace(RUN, module=Resumable, trainer=TRAINER)  # 5 batches an epoch, 3 epochs

@@ -15,9 +15,9 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp.storage.loading import load, verify
+from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.pool import Pools, TrainerPool
 from tests.trainer.reference import joined_weights
-from tests.trainer.resume.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.runs import Run, fit
 
 SHARDED = {"state_dict_type": "sharded"}

@@ -10,14 +10,14 @@ import pytest
 
 from lightning_asyncpp.cli import main
 from tests.storage.test_storage_damage import flip
-from tests.trainer.pool import Pools
-from tests.trainer.resume.test_crossed_checkpoints import (
+from tests.trainer.checkpoint.test_crossed_checkpoints import (
     fabric_delayed,
     fabric_pipeline,
     trainer_delayed,
     trainer_pipeline,
 )
-from tests.trainer.resume.test_resharding import SHARDED, run_of
+from tests.trainer.checkpoint.test_resharding import SHARDED, run_of
+from tests.trainer.pool import Pools
 from tests.trainer.runs import fit
 
 

@@ -14,10 +14,10 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
-from lightning_asyncpp.strategies.resumable_loader import COMBINED_GOES_ON
+from lightning_asyncpp.strategy_parts.resumable_loader import COMBINED_GOES_ON
+from tests.trainer.checkpoint.resumable import Showing, fit_showing, write_litdata
+from tests.trainer.checkpoint.test_exact_resume import EPOCHS, check, run_of
 from tests.trainer.pool import Pools
-from tests.trainer.resume.resumable import Showing, fit_showing, write_litdata
-from tests.trainer.resume.test_exact_resume import EPOCHS, check, run_of
 from tests.trainer.runs import Run
 
 SAMPLERS = [

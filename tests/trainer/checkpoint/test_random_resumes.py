@@ -1,6 +1,6 @@
 """Chains of resumes, drawn at random: whatever the pipelines were in between, the end is the uninterrupted run's.
 
-pytest -m slow tests/trainer/resume/test_random_resumes.py      # 150 chains of pipelines, 50 of the emulated delay
+pytest -m slow tests/trainer/checkpoint/test_random_resumes.py      # 150 chains of pipelines, 50 of the emulated delay
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.trainer.checkpoint.resumable import write_litdata
 from tests.trainer.pool import Pools
 from tests.trainer.random_runs import Chain, Leg, chains, emulated_chains
 from tests.trainer.random_runs_fit import fit_drawn
 from tests.trainer.reference import assert_equal_weights
-from tests.trainer.resume.resumable import write_litdata
 
 Results = list[dict[str, Any]]
 
