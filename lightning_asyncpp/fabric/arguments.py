@@ -10,7 +10,7 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import Precision
 from torch import nn
 
-from lightning_asyncpp.pipeline.batches.micro_batch import BY_NAME
+from lightning_asyncpp.pipeline.batches.user_hooks import BY_NAME
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.strategy_parts.arguments import DDPArguments, PipelineArguments
 

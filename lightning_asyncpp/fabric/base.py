@@ -22,8 +22,8 @@ from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
 from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.pipeline.batches.batch_output import NanLosses, or_nan
-from lightning_asyncpp.pipeline.batches.micro_batch import Step, UserHooks
 from lightning_asyncpp.pipeline.batches.tree import merge_outputs
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.partition_choice import example_of
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError

@@ -20,8 +20,9 @@ from lightning_asyncpp.fabric.delayed_checkpoint import DelayedCheckpoints
 from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.pipeline.batches.batch_output import or_nan
-from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks, checked_weight
+from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
 from lightning_asyncpp.pipeline.batches.tree import merge_outputs
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.partition_choice import Example, example_of
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.batches.micro_batch import problems_of_reduction
+from lightning_asyncpp.pipeline.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.pipeline.cut.units import model_problems
 from lightning_asyncpp.pipeline.optimizers.configured import is_placeholder
 from lightning_asyncpp.pipeline.session import PipelineSession

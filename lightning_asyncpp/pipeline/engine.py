@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
-from lightning_asyncpp.pipeline.batches.micro_batch import Slot, Step, UserHooks
+from lightning_asyncpp.pipeline.batches.micro_batch import Slot
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.elsewhere import Home
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConfigurationError

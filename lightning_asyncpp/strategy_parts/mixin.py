@@ -26,13 +26,8 @@ from lightning_asyncpp.pipeline.ranks.process_groups import unbind_default_group
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
-from lightning_asyncpp.strategy_parts.process_group import (
-    QUEUES_VARIABLE,
-    backend_of,
-    join_again,
-    queue_warning,
-    store_listening_on,
-)
+from lightning_asyncpp.strategy_parts.process_group import QUEUES_VARIABLE, backend_of, join_again, queue_warning
+from lightning_asyncpp.strategy_parts.store import store_listening_on
 
 T = TypeVar("T")
 

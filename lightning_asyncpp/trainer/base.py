@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.pipeline.batches.batch_output import or_nan
-from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.averages import averages_in
 from lightning_asyncpp.pipeline.cut.partition_choice import Example
 from lightning_asyncpp.pipeline.errors import ConfigurationError

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.pipeline.batches.batch_output import or_nan
-from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.partition_choice import Example
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -51,7 +51,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
     pipeline's ``micro_batches`` it is bitwise ``async_pipeline``, whose summation order, clipping and random
     numbers it then takes over. It costs d further copies of the weights.
 
-    Arguments: :class:`~lightning_asyncpp.trainer.arguments.Delay    Arguments`.
+    Arguments: :class:`~lightning_asyncpp.trainer.arguments.DelayArguments`.
 
     Raises:
         ConfigurationError: the arguments do not fit together, all of them at once; or when training starts, the module

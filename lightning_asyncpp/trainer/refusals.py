@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.batches.micro_batch import problems_of_reduction
+from lightning_asyncpp.pipeline.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.cut.units import model_problems
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
-from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint import state
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.units import stages_of_parameters

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts import process_group
-from lightning_asyncpp.strategy_parts.process_group import store_listening_on
+from lightning_asyncpp.strategy_parts import store
+from lightning_asyncpp.strategy_parts.store import store_listening_on
 from tests.trainer.launching.sockets import listening_addresses
 from tests.workers import free_port
 
@@ -82,7 +82,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 def test_a_main_address_on_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other machines would call there in vain for half an hour."""
-    monkeypatch.setattr(process_group, "addresses_of_all", lambda: ["127.0.0.1", "10.0.0.5", "192.168.0.3"])
+    monkeypatch.setattr(store, "addresses_of_all", lambda: ["127.0.0.1", "10.0.0.5", "192.168.0.3"])
     with pytest.raises(ConfigurationError, match=r"MASTER_ADDR=192\.168\.0\.3 .* set MASTER_ADDR=10\.0\.0\.5 on all"):
         with store_listening_on(Environment("192.168.0.3"), ["10.0.0.5"], 0, on_one_machine=False):
             pass
@@ -91,7 +91,7 @@ def test_a_main_address_on_another_interface_is_refused(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("main_address", ["127.0.1.1", "10.99.0.1", "no-such-name.invalid"])
 def test_an_address_that_may_lead_here_is_not(monkeypatch: pytest.MonkeyPatch, main_address: str) -> None:
     """This machine's name in its own hosts file, an address that is translated on the way, a name that nobody knows."""
-    monkeypatch.setattr(process_group, "addresses_of_all", lambda: ["127.0.0.1", "127.0.0.2", "192.168.0.3"])
+    monkeypatch.setattr(store, "addresses_of_all", lambda: ["127.0.0.1", "127.0.0.2", "192.168.0.3"])
     environment = Environment(main_address, free_port())
     with store_listening_on(environment, ["127.0.0.2"], 0, on_one_machine=False, timeout=PATIENCE) as reached:
         assert reached.main_address == "127.0.0.2"

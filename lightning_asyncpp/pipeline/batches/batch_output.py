@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.micro_batch import loss_of
 from lightning_asyncpp.pipeline.batches.tree import map_tensors, merge_outputs
+from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
 from lightning_asyncpp.pipeline.host_copies import Reading
 
 

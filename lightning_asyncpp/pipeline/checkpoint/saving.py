@@ -23,7 +23,7 @@ from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_skeletons
 from lightning_asyncpp.pipeline.checkpoint.state import facts
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.failures.cause import AtExit, uncaught
+from lightning_asyncpp.pipeline.failures.at_exit import AtExit, uncaught
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
-from lightning_asyncpp.pipeline.batches.micro_batch import Step, UserHooks, checked_weight, loss_of
+from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks, loss_of
 from lightning_asyncpp.pipeline.cut.units import Unit, pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.host_copies import Reading

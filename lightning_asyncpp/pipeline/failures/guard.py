@@ -12,8 +12,10 @@ from contextlib import suppress
 from typing import Protocol
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ConsequenceError, PeerLostError, is_noise
-from lightning_asyncpp.pipeline.failures.cause import AtExit, Cause, cause_of, last_word, mark, say, uncaught
+from lightning_asyncpp.pipeline.failures.at_exit import AtExit, uncaught
+from lightning_asyncpp.pipeline.failures.cause import Cause, cause_of, mark
 from lightning_asyncpp.pipeline.failures.heartbeat import End, meet
+from lightning_asyncpp.pipeline.failures.last_word import last_word, say
 from lightning_asyncpp.pipeline.ranks.mesh import GRACE_SECONDS, Mesh
 
 TOLD_SECONDS = 2.0

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.auxiliary import Collected
-from lightning_asyncpp.pipeline.batches.micro_batch import Slot, Step, UserHooks, cut_batch
+from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch
 from lightning_asyncpp.pipeline.batches.structure import put_together, take_apart
+from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConsequenceError, PeerLostError
 from lightning_asyncpp.pipeline.randomness import derive, seed_generators

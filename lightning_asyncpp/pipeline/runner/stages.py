@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.auxiliary import Collected, collecting
-from lightning_asyncpp.pipeline.batches.micro_batch import NO_MARK, Slot, UserHooks, loss_of
+from lightning_asyncpp.pipeline.batches.micro_batch import NO_MARK, Slot
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks, loss_of
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError
 from lightning_asyncpp.pipeline.randomness import generator_states, set_generator_states

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.step.ambient import GRADIENTS, REFUSED, REFUSED_ONCE, Setting, Travelling

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.batches.micro_batch import loss_of
+from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
 from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.engine import Engine

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline import foreach
-from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.cut.ties import names_on, trained_on
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh

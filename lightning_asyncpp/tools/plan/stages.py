@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.models.moe import Experts
-from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
 from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition

@@ -13,7 +13,8 @@ from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.cut.averages import averaged_by_hand, copy_that_changes
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.ranks.agreement import StopRounds, batches_behind, exchange
+from lightning_asyncpp.pipeline.ranks.agreement import exchange
+from lightning_asyncpp.pipeline.ranks.stop_rounds import StopRounds, batches_behind
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.untouched import Untouched
 from lightning_asyncpp.trainer import private

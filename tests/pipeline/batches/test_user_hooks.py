@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks, number_of_samples, split_batch
+from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 
 
 class Summing:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.pipeline.cut.cuda_graphs import cuda_graph_problems
 from lightning_asyncpp.pipeline.cut.units import (
     Unit,
     apply_layers,
     collective_problems,
-    cuda_graph_problems,
     meta_problems,
     ownership_problems,
     pipeline_units,

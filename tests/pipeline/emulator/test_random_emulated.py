@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings

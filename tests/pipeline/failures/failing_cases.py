@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks, split_batch
+from lightning_asyncpp.pipeline.batches.micro_batch import split_batch
+from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import PeerLostError

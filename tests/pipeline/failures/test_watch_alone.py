@@ -13,9 +13,10 @@ import pytest
 from lightning_asyncpp.pipeline import background
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, is_noise
 from lightning_asyncpp.pipeline.failures import cause, guard
-from lightning_asyncpp.pipeline.failures.cause import Cause, LastWord
+from lightning_asyncpp.pipeline.failures.cause import Cause
 from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.failures.guard import Guard
+from lightning_asyncpp.pipeline.failures.last_word import LastWord
 from lightning_asyncpp.pipeline.ranks.agreement import OtherStageFailedError
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession

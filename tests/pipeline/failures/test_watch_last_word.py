@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_asyncpp.pipeline.errors import PeerLostError
-from lightning_asyncpp.pipeline.failures import cause, guard
-from lightning_asyncpp.pipeline.failures.cause import Cause, LastWord, cause_of, mark
+from lightning_asyncpp.pipeline.failures import guard, last_word
+from lightning_asyncpp.pipeline.failures.cause import Cause, cause_of, mark
 from lightning_asyncpp.pipeline.failures.guard import Guard
+from lightning_asyncpp.pipeline.failures.last_word import LastWord
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from tests.pipeline.failures.watched import Session
 
@@ -68,7 +69,7 @@ class Script:
 
     def ends(self, error: BaseException | None = None) -> str:
         """What stands last."""
-        for module in (guard, cause):
+        for module in (guard, last_word):
             self._patch.setattr(module, "uncaught", lambda: error)
         for watch in reversed(self.guards):
             watch._exit()
