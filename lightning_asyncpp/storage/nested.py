@@ -65,14 +65,10 @@ def put_together(skeleton: Any, tensor_of: Callable[[Mapping[str, Any]], Any]) -
 
 
 def merged(skeletons: list[Any]) -> Any:
-    """Join nested dictionaries, and lists of the same length; of a tensor that several hold, the last one's counts.
-
-    Raises:
-        ValueError: they hold different values, other than tensors, under one key: each needs a key of its own.
-    """
+    """Join nested dictionaries, and lists of the same length; where several have a value, the last one's counts."""
     first, *others = skeletons
     for other in others:
-        first = _merge(first, other, "")
+        first = _merge(first, other)
     return first
 
 
@@ -138,14 +134,10 @@ def _joined(path: str, key: object) -> str:
     return f"{path}/{key}" if path else str(key)
 
 
-def _merge(first: Any, second: Any, path: str) -> Any:
-    if is_entry(first) or is_entry(second):
-        return second
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        both = {key: _merge(first[key], second[key], _joined(path, key)) for key in first.keys() & second.keys()}
+def _merge(first: Any, second: Any) -> Any:
+    if isinstance(first, Mapping) and isinstance(second, Mapping) and not (is_entry(first) or is_entry(second)):
+        both = {key: _merge(first[key], second[key]) for key in first.keys() & second.keys()}
         return {**first, **second, **both}
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        return [_merge(one, other, _joined(path, at)) for at, (one, other) in enumerate(zip(first, second))]
-    if type(first) is not type(second) or not (first == second or first != first):
-        raise ValueError(f"two stages hold different values under {path!r}: {first!r} and {second!r}")
+        return [_merge(*pair) for pair in zip(first, second)]
     return second

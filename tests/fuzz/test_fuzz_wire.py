@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.structure import MAX_STRUCTURE_BYTES, put_together, take_apart
+from lightning_asyncpp.pipeline.batches.structure import MAX_STRUCTURE_BYTES, flatten, unflatten
 from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
 from lightning_asyncpp.pipeline.ranks import rendezvous
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
@@ -73,7 +73,7 @@ def activation(draw: random.Random, k: int) -> bytes:
     """One that a stage may send."""
     structure, kind = b"", Header.TUPLE
     if draw.random() < 0.3:
-        tensors, structure = take_apart(draw.choice(STRUCTURED), "layer")
+        tensors, structure = flatten(draw.choice(STRUCTURED), "layer")
     else:
         tensors = draw.choice(TENSORS)
         kind = Header.TENSOR if len(tensors) == 1 else Header.TUPLE
@@ -146,7 +146,7 @@ def as_stage_behind(draw: random.Random) -> list[str]:
             assert [(tuple(t.shape), t.dtype) for t in tensors] == [(i.shape, i.dtype) for i in header.tensors]
             assert sum(t.nbytes for t in tensors) <= LIMIT
             if header.kind == Header.TUPLE:
-                put_together(list(tensors), header.structure)
+                unflatten(list(tensors), header.structure)
             done.append("activation")
         transport.expect_end()
         done.append("end")
@@ -179,7 +179,7 @@ def as_stage_in_front(draw: random.Random) -> list[str]:
 
 def structure(draw: random.Random) -> list[str]:
     """Put together what is around tensors; what is accepted, is written again as it was read."""
-    tensors, written = take_apart(draw.choice(STRUCTURED), "layer")
+    tensors, written = flatten(draw.choice(STRUCTURED), "layer")
     if draw.random() < 0.5:
         tree = [json.loads(written)]
         for _ in range(draw.choice((1, 2, 4))):
@@ -187,9 +187,9 @@ def structure(draw: random.Random) -> list[str]:
         written = json.dumps(tree[0]).encode()[:MAX_STRUCTURE_BYTES]
     else:
         written = mutated(written, draw)[:MAX_STRUCTURE_BYTES]
-    whole = put_together(list(tensors), written)
+    whole = unflatten(list(tensors), written)
     if written:
-        again, same = take_apart(whole, "layer")
+        again, same = flatten(whole, "layer")
         assert len(again) == len(tensors)
         assert json.loads(same or b"null") == json.loads(written) or not same
     return ["structure"]

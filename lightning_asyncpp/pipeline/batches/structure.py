@@ -28,7 +28,7 @@ def stands_for_tensors(kind: type) -> None:
     _TENSORS.add(kind)
 
 
-def take_apart(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
+def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
     """Take what leaves a stage apart into its tensors, in their order, and the structure around them.
 
     Args:
@@ -37,7 +37,7 @@ def take_apart(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
         layer: name of the layer that returned it, for messages.
 
     Returns:
-        The tensors; and what :func:`put_together` needs, nothing for a tensor and for a flat tuple of tensors.
+        The tensors; and what :func:`unflatten` needs, nothing for a tensor and for a flat tuple of tensors.
 
     Raises:
         ConfigurationError: there is something else in it, or too much around the tensors.
@@ -66,7 +66,7 @@ def take_apart(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
     return tuple(tensors), structure
 
 
-def put_together(tensors: list[Tensor], structure: bytes) -> Any:
+def unflatten(tensors: list[Tensor], structure: bytes) -> Any:
     """Return what was taken apart: a tuple if there is no structure.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch
-from lightning_asyncpp.pipeline.batches.structure import put_together, take_apart
+from lightning_asyncpp.pipeline.batches.structure import flatten, unflatten
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConsequenceError, PeerLostError
@@ -235,7 +235,7 @@ class StageRunner(ABC):
                 tensors[position], gradient = begin(tensors[position])
                 inputs.append(gradient)
         is_tensor = arrival.header.kind == Header.TENSOR
-        return tuple(inputs), tensors[0] if is_tensor else put_together(tensors, arrival.header.structure)
+        return tuple(inputs), tensors[0] if is_tensor else unflatten(tensors, arrival.header.structure)
 
     # -- what is computed -----------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class StageRunner(ABC):
         self, task: Task, output: Any, header: Header, inputs: tuple[InputGradient, ...], said: Collected
     ) -> Departure:
         layer = self.stage.units[-1].name
-        tensors, structure = take_apart(output, layer)
+        tensors, structure = flatten(output, layer)
         kind, infos = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE, describe(tensors, layer)
         outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure, header.around, header.call)
         outputs = tuple(t for t in tensors if t.requires_grad)

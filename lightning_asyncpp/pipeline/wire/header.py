@@ -109,7 +109,7 @@ class Header:
         weight: the micro-batch's weight w_k.
         fingerprint: of the first stage's micro-batch; 0 where it was not taken.
         tensors: what follows.
-        structure: what was around several tensors, as :func:`lightning_asyncpp.pipeline.batches.structure.take_apart`
+        structure: what was around several tensors, as :func:`lightning_asyncpp.pipeline.batches.structure.flatten`
             wrote it; or why the stage before failed.
         around: what the user's step has set around the model, of :mod:`lightning_asyncpp.pipeline.step.ambient`.
         call: of the arguments that the model was called with, of :mod:`lightning_asyncpp.pipeline.step.model_call`.

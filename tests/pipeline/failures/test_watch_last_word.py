@@ -150,7 +150,7 @@ def test_a_failure_that_the_script_does_not_know_ends_the_process(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(cause.os, "_exit", codes.append)
+    monkeypatch.setattr(last_word.os, "_exit", codes.append)
     script.start(FIRST)._learn(FIRST)
     assert script.ends() == f"asyncpp: {FIRST.line}\n"
     assert codes == [1]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.structure import MAX_STRUCTURE_BYTES, put_together, take_apart
+from lightning_asyncpp.pipeline.batches.structure import MAX_STRUCTURE_BYTES, flatten, unflatten
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -51,21 +51,21 @@ def same(a: Any, b: Any) -> bool:
 @given(trees)
 def test_what_is_taken_apart_is_put_together(tree: Any) -> None:
     whole = (torch.zeros(2), tree)
-    tensors, structure = take_apart(whole, "layer")
-    assert same(put_together(list(tensors), structure), whole)
+    tensors, structure = flatten(whole, "layer")
+    assert same(unflatten(list(tensors), structure), whole)
 
 
 def test_tensors_alone_need_no_structure() -> None:
     x, y = torch.zeros(2), torch.ones(3)
-    assert take_apart(x, "layer") == ((x,), b"")
-    assert take_apart((x, y), "layer") == ((x, y), b"")
-    assert put_together([x, y], b"") == (x, y)
+    assert flatten(x, "layer") == ((x,), b"")
+    assert flatten((x, y), "layer") == ((x, y), b"")
+    assert unflatten([x, y], b"") == (x, y)
 
 
 def test_numbers_are_exact() -> None:
     numbers = [0.1, 1e-320, math.inf, 2**70, True, -0.0]
-    tensors, structure = take_apart([torch.zeros(1), numbers], "layer")
-    _, back = put_together(list(tensors), structure)
+    tensors, structure = flatten([torch.zeros(1), numbers], "layer")
+    _, back = unflatten(list(tensors), structure)
     assert same(back, numbers)
     assert math.copysign(1.0, back[-1]) == -1.0
 
@@ -90,14 +90,14 @@ def test_numbers_are_exact() -> None:
 )
 def test_what_would_come_back_as_something_else_is_refused(output: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"a layer at a cut returned {text} \(layer 'blocks.3'\)"):
-        take_apart(output, "blocks.3")
+        flatten(output, "blocks.3")
 
 
 def test_a_book_beside_the_tensors_is_refused() -> None:
     fits = "a" * (MAX_STRUCTURE_BYTES - len('["list",[null,["value",""]]]'))
-    take_apart([torch.zeros(1), fits], "layer")
+    flatten([torch.zeros(1), fits], "layer")
     with pytest.raises(ConfigurationError, match=f"returned {MAX_STRUCTURE_BYTES + 1} bytes of names and numbers"):
-        take_apart([torch.zeros(1), fits + "a"], "layer")
+        flatten([torch.zeros(1), fits + "a"], "layer")
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_a_book_beside_the_tensors_is_refused() -> None:
 )
 def test_malformed_structures_are_refused(structure: bytes) -> None:
     with pytest.raises(ProtocolError, match="structure"):
-        put_together([torch.zeros(1)], structure)
+        unflatten([torch.zeros(1)], structure)
