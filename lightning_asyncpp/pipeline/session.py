@@ -17,9 +17,10 @@ from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.micro_batch import Step, UserHooks
 from lightning_asyncpp.pipeline.change_guard import ChangeGuard
 from lightning_asyncpp.pipeline.cut.averages import Averages
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
-from lightning_asyncpp.pipeline.cut.stage import Stage, cut
+from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.cut.units import cuda_graph_problems
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks, split_batch
-from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import PeerLostError
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.pipeline.batches.micro_batch import UserHooks
-from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.ties import Tie, find_ties
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.engine import Engine
