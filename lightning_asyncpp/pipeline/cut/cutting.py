@@ -78,7 +78,7 @@ def cut(
     others = [unit for position, unit in enumerate(units) if position not in own]
     for position, unit in enumerate(units):
         if position not in own:
-            _replace(model, unit.name, OtherStage(unit.name, stage_of_unit[position], num_stages, whole))
+            model.set_submodule(unit.name, OtherStage(unit.name, stage_of_unit[position], num_stages, whole))
     inside = {module for unit in own_units for module in unit.module.modules()}
     leave_placeholders(
         around, inside.__contains__, homes, lambda name, home: OtherStage(name, home.stage, num_stages, whole, home)
@@ -141,8 +141,3 @@ def _cut_before(
     own_units = units[first : first + whole.counts[index]]
     outside = second_names(around, own_units, uses_of(own_units))
     return Stage(model, index, len(whole.counts), own_units, first, whole, around, outside)
-
-
-def _replace(model: nn.Module, name: str, substitute: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, substitute)
