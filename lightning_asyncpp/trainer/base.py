@@ -301,7 +301,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         for update in updates:
             if not update.message.finite:
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
-        self.step_metrics.receive(updates)
+        self.step_metrics.updates.receive(updates)
 
     def _set_loss(self, loss: float) -> None:
         """Remember the newest loss that all ranks know; off the last stage it is what ``outputs`` holds."""
