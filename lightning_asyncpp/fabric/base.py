@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.arguments import FabricArguments, FabricsDDPArguments
 from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
-from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
+from lightning_asyncpp.fabric.clipping import ClippingMixin, MiniBatchNote
 from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.pipeline.batches.batch_output import NanLosses, or_nan
@@ -30,7 +30,6 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.host_copies import Reading
 from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers, trains_nothing
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems
-from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.strategies.arguments import for_ddp, takes
 from lightning_asyncpp.strategies.mixin import PipelineStrategyMixin, mark_as_stepped
@@ -40,7 +39,7 @@ from lightning_asyncpp.strategies.stage_loader import stage_loader
 StepFunction = Callable[[Any], Any]
 
 
-class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(CheckpointMixin, ClippingMixin, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -136,10 +135,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
     def _hooks_of(self, module: Module) -> UserHooks:
         # What the user computes around the model is not Fabric's business; the wrapped model converts its output.
         around = {"context_around_step": False, "model_name": "model"}
-        return UserHooks.of(module, self._arguments.hooks, forward_context=self._forward_context, **around)
-
-    def _forward_context(self) -> AbstractContextManager[Any]:
-        return self.precision.forward_context()
+        return UserHooks.of(module, self._arguments.hooks, forward_context=self.precision.forward_context, **around)
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -215,33 +211,6 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             self._applied(self.session.apply_due())
         if self._recorder is not None:
             self._recorder.end_batch()
-
-    @override
-    def clip_gradients_norm(
-        self,
-        module: Module,
-        optimizer: Optimizer,
-        max_norm: float | int,
-        norm_type: float | int = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Any:
-        """Clip the gradient of this mini-batch to a 2-norm over all stages, when its update is applied.
-
-        Returns:
-            ``None``: the norm is known one mini-batch later, as ``gradient_norm``.
-        """
-        check_norm_type(float(norm_type))
-        self._clip("max_norm", float(max_norm))
-
-    @override
-    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        """Clip every element of the gradient of this mini-batch, when its update is applied."""
-        self._clip("clip_val", float(clip_val))
-
-    def _clip(self, algorithm: str, limit: float) -> None:
-        if not self._trained_engine("fabric.clip_gradients()").accumulating:
-            raise ConfigurationError(refusals.NOTHING_TO_CLIP)
-        self._note.clip(Clipping(algorithm, limit))
 
     def flush(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory. A collective call.
@@ -343,8 +312,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         Raises:
             ConfigurationError: on every rank; an argument makes no sense, or a rank cannot write there.
         """
-        if self.session.optimizer is None:
-            raise ConfigurationError(refusals.not_set_up("strategy.record_trace()"))
+        self._trained_engine("strategy.record_trace()")
         self._end_recording()
         self._recorder = Recorder(self.session, Path(dirpath), Window(first_mini_batch, mini_batches))
         return self._recorder

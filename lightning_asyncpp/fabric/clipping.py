@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
+from lightning.fabric.strategies.strategy import Strategy
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_asyncpp.fabric.refusals import NOTHING_TO_CLIP
+from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.host_copies import Reading
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.updates.clipping import clip_values
+from lightning_asyncpp.pipeline.updates.clipping import check_norm_type, clip_values
 
 
 @dataclass(frozen=True)
@@ -55,3 +64,40 @@ class MiniBatchNote:
                 " the norm over all stages is that of the gradient before either; use one of them"
             )
         self.clipping = clipping
+
+
+class ClippingMixin(Strategy):
+    """Notes what is to be clipped; comes before the strategy that it is mixed into."""
+
+    _note: MiniBatchNote  # of the mini-batch that is open
+
+    @abstractmethod
+    def _trained_engine(self, caller: str) -> Engine:
+        """The engine, if an optimizer is set up."""
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Any:
+        """Clip the gradient of this mini-batch to a 2-norm over all stages, when its update is applied.
+
+        Returns:
+            ``None``: the norm is known one mini-batch later, as ``gradient_norm``.
+        """
+        check_norm_type(float(norm_type))
+        self._clip("max_norm", float(max_norm))
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Clip every element of the gradient of this mini-batch, when its update is applied."""
+        self._clip("clip_val", float(clip_val))
+
+    def _clip(self, algorithm: str, limit: float) -> None:
+        if not self._trained_engine("fabric.clip_gradients()").accumulating:
+            raise ConfigurationError(NOTHING_TO_CLIP)
+        self._note.clip(Clipping(algorithm, limit))
