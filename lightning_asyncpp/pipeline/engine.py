@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
+from lightning_asyncpp.pipeline.batches.host_batch import HostBatch
 from lightning_asyncpp.pipeline.batches.micro_batch import Slot, Step, UserHooks
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.cut.stage import Stage
@@ -23,7 +24,6 @@ from lightning_asyncpp.pipeline.runner.common import Flight, StageBeforeFailedEr
 from lightning_asyncpp.pipeline.runner.stages import stage_runner
 from lightning_asyncpp.pipeline.schedule import Action, Kind
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
-from lightning_asyncpp.pipeline.step.host_batch import HostBatch
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.pipeline.updates.ticket import Ticket

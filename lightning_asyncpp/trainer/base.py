@@ -35,7 +35,6 @@ from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.collectives import Collectives
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
-from lightning_asyncpp.trainer.hooks.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.trainer.hooks.stale_reads import StaleReads
 from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
@@ -87,7 +86,6 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
         self.progress = Progress(arguments.inexact_resume)
         self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
-        self._placeholder_hooks = PlaceholderHooks([])
         self._batch_ends: BatchEnds | None = None
         self._stale_reads: StaleReads | None = None
         self._hidden_example: HiddenExample | None = None
@@ -111,12 +109,10 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
         self._hidden_example = HiddenExample(module) if self._mesh.num_stages > 1 else None
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        self.note_transfer_hooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         training = trainer.state.fn == TrainerFn.FITTING
         self.progress.forget()
-        self.session.start(
-            UserHooks.of(module, forward_context=self.precision_plugin.forward_context), self.root_device, training
-        )
+        hooks = UserHooks.of(module, forward_context=self.precision_plugin.forward_context)
+        self.session.start(hooks, self.root_device, training)
         rank_zero_info(f"Pipeline: {self.session.describe()}")
         self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
         drain, meets_gradients = self.drain, self._batch_ends.meets_gradients
@@ -124,7 +120,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
         self._conductor.install(trainer)
         self._batch_ends.install(trainer)
         self.step_metrics.connect(trainer, module, self.in_epoch_end)
-        self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
+        self.take_batch_hooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
             self._warn_without_delay(trainer.max_steps)
@@ -306,7 +302,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
         self.step_metrics.disconnect()
-        self._placeholder_hooks.release()
+        self.release_batch_hooks()
         if self._stale_reads is not None:
             self._stale_reads.release()
         if self._batch_ends is not None:

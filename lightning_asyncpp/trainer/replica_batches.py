@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
@@ -14,7 +16,31 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.strategies.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.trainer.resume.progress import Progress
 
+_HOOK = "on_before_batch_transfer"
 _TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class _PlaceholderHooks:
+    """Lets placeholders pass ``on_before_batch_transfer`` by, until :meth:`release`.
+
+    Args:
+        targets: the module and the data module, as far as there are any.
+    """
+
+    def __init__(self, targets: Iterable[Any]) -> None:
+        self._targets = [
+            target
+            for target in targets
+            if target is not None and getattr(type(target), _HOOK, None) is not DataHooks.on_before_batch_transfer
+        ]
+        for target in self._targets:
+            target.__dict__[_HOOK] = functools.partial(_unless_placeholder, getattr(target, _HOOK))
+
+    def release(self) -> None:
+        """Give the hooks back."""
+        for target in self._targets:
+            target.__dict__.pop(_HOOK, None)
+        self._targets = []
 
 
 class ReplicaBatches(ParallelStrategy):
@@ -28,14 +54,22 @@ class ReplicaBatches(ParallelStrategy):
     session: PipelineSession
     progress: Progress
     _only_moves_batches = True
+    _placeholder_hooks: _PlaceholderHooks | None = None
 
-    def note_transfer_hooks(self, owners: Iterable[Any]) -> None:
-        """Find out whether batches are moved to the device, and nothing else is done to them.
+    def take_batch_hooks(self, owners: list[Any]) -> None:
+        """Let the hooks that are called with each batch see no placeholder, until :meth:`release_batch_hooks`.
 
         Args:
-            owners: whose hooks are called with each batch.
+            owners: the module and the data module, as far as there are any.
         """
-        self._only_moves_batches = not any(is_overridden(name, of) for of in owners for name in _TRANSFER_HOOKS)
+        # Then what was moved to the device is still on the host.
+        self._only_moves_batches = not any(is_overridden(name, of) for name in _TRANSFER_HOOKS for of in owners)
+        self._placeholder_hooks = _PlaceholderHooks(owners)
+
+    def release_batch_hooks(self) -> None:
+        """Give the hooks back."""
+        if self._placeholder_hooks is not None:
+            self._placeholder_hooks.release()
 
     @property
     def is_distributed(self) -> bool:
@@ -76,3 +110,7 @@ class ReplicaBatches(ParallelStrategy):
         if self._only_moves_batches:
             engine.host_batch.moved(batch, moved)
         return moved
+
+
+def _unless_placeholder(hook: Callable[[Any, int], Any], batch: Any, dataloader_idx: int) -> Any:
+    return batch if has_placeholder(batch) else hook(batch, dataloader_idx)
