@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +11,6 @@ import torch
 
 from lightning_asyncpp.data.corpus import TEXT_PATTERNS
 from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.replica import replica_environment, use_replica
 from lightning_asyncpp.data.source import (
     TextSource,
     TokenSource,
@@ -25,10 +21,11 @@ from lightning_asyncpp.data.source import (
     load_tokenizer,
 )
 from lightning_asyncpp.data.token_dataset import CheckedTokens, count_sequences, verify_checksums
+from lightning_asyncpp.data.token_loader import token_loader
 from lightning_asyncpp.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata import StreamingDataLoader
 
 
 class TextDataModule(L.LightningDataModule):
@@ -184,8 +181,6 @@ class TextDataModule(L.LightningDataModule):
         return self.val_dataloader()
 
     def _loader(self, split: str, training: bool) -> StreamingDataLoader:
-        from litdata import StreamingDataLoader, StreamingDataset, TokensLoader  # see _write_split
-
         num_replicas, rank = self._replica()
         drop_last = self.drop_last if training else num_replicas > 1
         if training and num_replicas > 1 and not drop_last:
@@ -194,28 +189,18 @@ class TextDataModule(L.LightningDataModule):
             )
         if not is_uri(split):
             self._check_sequences(split, batches=drop_last)
-        # litdata reads tokens from a read-only map, which torch warns of, and copies them at once.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable", module="litdata")
-        with replica_environment(num_replicas, rank):
-            dataset = StreamingDataset(
-                split,
-                cache_dir=self._download_folder() if is_uri(split) else None,
-                item_loader=TokensLoader(block_size=self.sequence_length),
-                shuffle=self.shuffle and training,
-                drop_last=drop_last,
-                seed=self.seed,
-                transform=self._checked_tokens(split),
-                **_full_shuffle(StreamingDataset),
-            )
-            loader = StreamingDataLoader(
-                dataset,
-                batch_size=self.batch_size,
-                num_workers=self.num_workers,
-                pin_memory=torch.cuda.is_available(),
-            )
-        _shuffle_as_everywhere(dataset)
-        use_replica(loader, num_replicas, rank)
-        return loader
+        return token_loader(
+            split,
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            shuffle=self.shuffle and training,
+            drop_last=drop_last,
+            seed=self.seed,
+            replica=(num_replicas, rank),
+            download_folder=self._download_folder() if is_uri(split) else None,
+            transform=self._checked_tokens(split),
+        )
 
     def _checked_tokens(self, split: str) -> CheckedTokens:
         tokens = self._prepared()
@@ -352,17 +337,3 @@ class TextDataModule(L.LightningDataModule):
         if not tokens and self.val_source is not None:
             problems.append(f"val_source={self.val_source!r}: is for token datasets; text is divided by val_fraction")
         return problems
-
-
-def _full_shuffle(dataset_class: type[StreamingDataset]) -> dict[str, Any]:
-    # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
-    known = "item_shuffle_window" in inspect.signature(dataset_class).parameters
-    return {"item_shuffle_window": 0} if known else {}
-
-
-def _shuffle_as_everywhere(dataset: StreamingDataset) -> None:
-    # Where files are on NFS, Lustre or the like, newer releases deal out whole chunks, nearly in their order, and cut
-    # all shares to the smallest: replicas may get nothing, windows are lost, a chunk without a window is an IndexError.
-    profile = getattr(dataset, "posix_fast", None)
-    if profile is not None:
-        dataset.posix_fast = replace(profile, kind="posix")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar, overload
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from lightning_asyncpp.optim.checks import check_base, check_lent
+from lightning_asyncpp.optim.optimizer_around import OptimizerAround
 
 Weights = Mapping[Tensor, Tensor]
 
@@ -49,11 +49,10 @@ class Memory:
             tensors.clear()
 
 
-class DelayCorrection(Optimizer):
+class DelayCorrection(OptimizerAround):
     """Base class of the corrections: wraps an optimizer whose gradients are some updates old.
 
-    ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, monitors and whoever sets
-    ``group["lr"]`` act on it. Names of parameters are passed through to the base. Corrections may wrap corrections.
+    Names of parameters are passed through to the base. Corrections may wrap corrections.
 
     A strategy says how old the gradients are (:meth:`set_delay`); where they are fresh there is nothing to correct and
     the base step is left as it is, unless the correction is told otherwise (``WeightPrediction(ahead=...)``).
@@ -83,9 +82,8 @@ class DelayCorrection(Optimizer):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"`base` must return a torch Optimizer, but it returned {type(optimizer).__name__}")
         self._check_nesting(optimizer)
-        super().__init__([torch.zeros(())], {})  # a stand-in: groups, state and defaults are the base's
+        super().__init__(optimizer)
         self._memory = Memory(buffers={name: {} for name in self.buffer_names})
-        self._adopt(optimizer)
 
     def _check_nesting(self, optimizer: Optimizer) -> None:
         while isinstance(optimizer, DelayCorrection):
@@ -199,38 +197,6 @@ class DelayCorrection(Optimizer):
         for parameter, tensor in weights.items():
             tensor.copy_(parameter)
 
-    # -- groups and state are the base's, whoever assigns them ---------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The base optimizer's."""
-        groups: list[dict[str, Any]] = self._owner().param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._owner().param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The base optimizer's."""
-        return self._owner().state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._owner().state = state
-
-    def __getattr__(self, name: str) -> Any:
-        """The modes of schedule-free optimizers, ``train()`` and ``eval()``, where the base has them."""
-        if name in ("train", "eval") and "base" in self.__dict__:
-            return getattr(self.base, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _owner(self) -> Any:
-        # torch sets and reads both while this object is being made, before there is a base.
-        found = self.__dict__.get("base")
-        return self.__dict__.setdefault("_unused", SimpleNamespace()) if found is None else found
-
     # -- an optimizer ---------------------------------------------------------------------------------------------
 
     @overload
@@ -258,17 +224,6 @@ class DelayCorrection(Optimizer):
             self._after_step(moving, before)
         self._memory.steps += 1
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, in the base optimizer's way."""
-        self.base.zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base optimizer."""
-        if hasattr(self, "base"):
-            self.base.add_param_group(param_group)
-        else:  # called by torch while this object is being made
-            super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base's state dict and under ``state_name`` the buffers by parameter index."""
@@ -317,14 +272,6 @@ class DelayCorrection(Optimizer):
                 " as long as they are not: the base steps alone."
             )
             self._memory.announced = True
-
-    def _adopt(self, optimizer: Optimizer) -> None:
-        self.__dict__.pop("_unused", None)
-        self.base = optimizer
-        self.defaults = optimizer.defaults
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     def _weights_before_step(self, moving: list[Tensor]) -> Weights:
         lent = self._memory.lent

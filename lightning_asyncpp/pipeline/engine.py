@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
+from lightning_asyncpp.pipeline.batches.host_batch import HostBatch
 from lightning_asyncpp.pipeline.batches.micro_batch import Slot
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
-from lightning_asyncpp.pipeline.cut.elsewhere import Home
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.parameter_guard import ParameterGuard
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
@@ -25,7 +25,6 @@ from lightning_asyncpp.pipeline.runner.common import Flight, StageBeforeFailedEr
 from lightning_asyncpp.pipeline.runner.stages import stage_runner
 from lightning_asyncpp.pipeline.schedule import Action, Kind
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
-from lightning_asyncpp.pipeline.step.host_batch import HostBatch
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
@@ -81,12 +80,7 @@ class Engine:
         self._checked = False
         self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
         self._flights: dict[int, Flight] = {}
-        self._guards = [p.register_hook(_refuse_gradient) for p in self.weights.parameters.values()]
-        self._guards += [
-            parameter.register_hook(functools.partial(_refuse_elsewhere, home))
-            for reference, home in stage.elsewhere
-            if (parameter := reference()) is not None and parameter.requires_grad
-        ]
+        self._guard = ParameterGuard(stage, self.weights.parameters)
 
     @property
     def mini_batch(self) -> int:
@@ -128,7 +122,7 @@ class Engine:
             step: the user's step, called with a micro-batch and its weight.
         """
         count = self.settings.micro_batches
-        self._check_what_is_there()
+        self._guard.check_there()
         self.runner.begin()
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
         self._in_evaluation = {module for module in self.stage.modules() if not module.training}
@@ -164,7 +158,7 @@ class Engine:
             payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
                 stages give counts.
         """
-        self._check_what_is_trained()
+        self._guard.check_trained()
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
         self.updates.close(self.next_forward, ticket, payload)
         if flushes:
@@ -264,8 +258,7 @@ class Engine:
 
     def release(self) -> None:
         """Take back what the engine put on the parameters."""
-        for guard in self._guards:
-            guard.remove()
+        self._guard.release()
         self.weights.release_masters()
 
     def close_connections(self) -> None:
@@ -337,24 +330,6 @@ class Engine:
             for action in self.schedule.drain(self.next_backward, self.next_forward):
                 self._backward(action)
 
-    def _check_what_is_there(self) -> None:
-        """The versions are those of the parameters that the layers had at the start."""
-        if replaced := self.stage.replaced():
-            raise ConfigurationError(
-                f"{', '.join(replaced[:5])}: another parameter, or none, is there since the training started (pruning,"
-                " a parametrization, adapters, a layer's weight that was assigned), and would not be trained; do it"
-                " before the training, in __init__ or configure_model, or between two trainings"
-            )
-
-    def _check_what_is_trained(self) -> None:
-        """The versions are those of the parameters that were to be trained at the start."""
-        trained = self.weights.parameters
-        if changed := [name for name, p in self.stage.parameters.items() if p.requires_grad != (name in trained)]:
-            raise ConfigurationError(
-                f"{', '.join(changed[:5])}: frozen or unfrozen (requires_grad) since the training started, while two"
-                " versions of the trainable parameters are alive; do it before, or between two trainings"
-            )
-
     @contextmanager
     def _modes_of_forwards(self) -> Iterator[None]:
         """Have layers in the modes in which the forwards ran: what a backward computes again depends on them."""
@@ -366,15 +341,3 @@ class Engine:
         finally:
             for module in others:
                 module.training = not module.training
-
-
-def _refuse_gradient(gradient: Tensor) -> Tensor:
-    raise ConfigurationError(
-        "a parameter of self.model was used directly in training_step: only the stage that holds it would see that"
-        " part of the loss; compute it inside a layer of self.model (an auxiliary loss), or use weight_decay. A layer"
-        " that uses it must find it in an nn.Module, not in a list, a closure or another object"
-    )
-
-
-def _refuse_elsewhere(home: Home, _: Tensor) -> Tensor:
-    raise ConfigurationError(home.refusal("a parameter that was used here"))

@@ -13,38 +13,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_asyncpp.pipeline.attached_optimizer import AttachedOptimizer, OptimizerStep
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.change_guard import ChangeGuard
 from lightning_asyncpp.pipeline.cut.averages import Averages
 from lightning_asyncpp.pipeline.cut.cuda_graphs import cuda_graph_problems
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
-from lightning_asyncpp.pipeline.cut.stage import Stage, cut
+from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.cut.tied_state import tied_group_problems
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.errors import (
-    ConfigurationError,
-    PeerLostError,
-    ProtocolError,
-    different_calls,
-    lost_peers,
-)
+from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, ProtocolError
 from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems
-from lightning_asyncpp.pipeline.optimizers.steps import StepGuard
-from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, broadcast_tensor, exchange
+from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
-from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
-from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
-
-OptimizerStep = Callable[[Update], None]
-_FINISHED = "finished"
 
 
 class PipelineSession:
@@ -77,14 +67,10 @@ class PipelineSession:
         self.stage: Stage | None = None
         self.averages: Averages | None = None
         self._clipping_guard = ClippingGuard(self.how_to_clip)
-        self.optimizer: Optimizer | None = None
         self.seed = 0
-        self._office: TicketOffice | None = None
-        self._step: OptimizerStep | None = None
-        self._update: Update | None = None
+        self._attached: AttachedOptimizer | None = None
         self._in_step = False
         self._changes: ChangeGuard | None = None
-        self._step_guard: StepGuard | None = None
 
     def connect(self, rank: int, world_size: int) -> Mesh:
         """Fit the settings to the world and make the process groups; a collective call.
@@ -120,7 +106,9 @@ class PipelineSession:
             partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
             self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
             self.partition = partition
-            self._check_fresh(self.stage)
+            problems = [p for tie in self.stage.whole.ties if tie.is_trained for p in tie.problems(self._fresh_stage)]
+            if problems:
+                raise ConfigurationError.from_problems(problems)
         self.averages.cut()
         self.seed = seed
         return self.stage
@@ -137,11 +125,12 @@ class PipelineSession:
         assert stage is not None, "cut() comes before start()"
         self.watch.begin(mesh)
         stage.refresh()
-        self._copy_from_first_replica(stage)
+        copy_first_replica(mesh, stage.state_dict().values())
         if self.averages is not None:
             self.averages.fill()
         settings = self.settings if training else self.settings.with_delay(0)
-        self.watch.failure, self.optimizer, self._office = None, None, None
+        self._release_optimizer()
+        self.watch.failure, self._attached = None, None
         timeout = None if self.timeout is None else self.timeout.total_seconds()
         resolved = settings.resolved(mesh.world_size)
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
@@ -166,15 +155,10 @@ class PipelineSession:
     def describe(self) -> str:
         """What was chosen, in one line."""
         engine = self.running()
-        mesh, settings, transport = engine.mesh, engine.settings, engine.runner.transport
-        ahead = f", lookahead {min(settings.lookahead, mesh.num_stages - 1)}" if settings.delay else ""
-        after = f" after {settings.synchronous_start} synchronous mini-batches" if settings.synchronous_start else ""
+        mesh, transport = engine.mesh, engine.runner.transport
         route = "" if transport is None else f"; tensors travel {transport.route}"
         layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
-        return (
-            f"{mesh.num_stages} stages x {mesh.num_replicas} replica(s){mesh.describe_placement()},"
-            f" {settings.micro_batches} micro-batches{ahead}, delay {settings.delay}{after}{layers}{route}"
-        )
+        return f"{mesh.describe()}, {engine.settings.describe()}{layers}{route}"
 
     def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
         """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
@@ -193,26 +177,24 @@ class PipelineSession:
         if not engine.mesh.is_last:  # the last stage runs each backward at once
             problems += cuda_graph_problems(stage.model, engine.runner.device)
         agree_on_problems(self._connected(), problems)
-        fresh = stage.num_stages - 1 if self.settings.fresh_last_stage else None
-        problems = tied_group_problems(self._connected(), self.whole_model.ties, stage.parameters, optimizer, fresh)
+        ties, fresh = self.whole_model.ties, self._fresh_stage
+        problems = tied_group_problems(self._connected(), ties, stage.parameters, optimizer, fresh)
         if problems:
             raise ConfigurationError.from_problems(problems)
         stage.layers_elsewhere = {}  # whoever groups parameters has done so
-        self.optimizer, self._step = optimizer, step
-        self._office = TicketOffice(optimizer)
-        self.tell_delay()
+        self._attached = AttachedOptimizer(optimizer, engine, step)
         if stage.num_stages > 1:
             self._clipping_guard.begin(stage.parameters.values())
-        weights = self.running().weights
-        weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
-        self._let_anybody_step()
-        self._step_guard = StepGuard(optimizer, lambda: self._update is not None)
-        engine.updates.apply, engine.updates.leave_out = self._apply, lambda: leave_out(optimizer)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The attached one."""
+        return None if self._attached is None else self._attached.optimizer
 
     def check_optimizer(self, optimizer: object) -> None:
         """Refuse a step of another optimizer than the attached one."""
-        if self._step_guard is not None:
-            self._step_guard.check_same(optimizer)
+        if self._attached is not None:
+            self._attached.check_same(optimizer)
 
     @property
     def whole_model(self) -> WholeModel:
@@ -222,9 +204,8 @@ class PipelineSession:
 
     def tell_delay(self) -> None:
         """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
-        if callable(set_delay := getattr(self.optimizer, "set_delay", None)):
-            engine = self.running()
-            set_delay(engine.schedule.stage_rule.updates_behind(engine.mini_batch))
+        if self._attached is not None:
+            self._attached.tell_delay()
 
     @contextmanager
     def user_step(self) -> Iterator[None]:
@@ -273,12 +254,10 @@ class PipelineSession:
             payload: what its control message carries.
             note: what the strategy wants to find in its update's ticket.
         """
-        assert self._office is not None, "attach() an optimizer before training"
+        assert self._attached is not None, "attach() an optimizer before training"
         engine, changes = self._watched()
         changes.before_close()
-        if engine.schedule.stage_rule.begins_at(engine.mini_batch):
-            self.tell_delay()  # all earlier updates have been applied: they ended with a flush
-        engine.close(self._office.file(note), payload)
+        engine.close(self._attached.file_ticket(note), payload)
 
     def apply_due(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Apply the updates whose time has come.
@@ -321,9 +300,10 @@ class PipelineSession:
             RuntimeError: no update is being applied; gradients exist only meanwhile.
         """
         check_norm_type(norm_type)
-        if self._update is None:
+        update = None if self._attached is None else self._attached.update
+        if update is None:
             raise RuntimeError("gradients can be clipped only while an update is applied")
-        norm = self._update.message.norm
+        norm = update.message.norm
         clip_by_norm(self.running().weights.parameters.values(), norm, max_norm)
         return torch.tensor(norm)
 
@@ -338,28 +318,18 @@ class PipelineSession:
             if self.watch.failure is None and self.engine.runner.transport is not None:
                 self.engine.runner.transport.settle()
                 self.engine.runner.transport.announce_end_of_run()
-                self._finish_together()
+                finish_together(self.engine.mesh)
                 self.engine.close_connections()
         except (PeerLostError, ProtocolError) as error:
             self.watch.fail(error)
             raise
         finally:
-            self._let_anybody_step()
+            self._release_optimizer()
             self.engine.release()
 
-    def _let_anybody_step(self) -> None:
-        if self._step_guard is not None:
-            self._step_guard.release()
-
-    def _finish_together(self) -> None:
-        """Wait until all ranks finish.
-
-        Raises:
-            ProtocolError: a rank is in another call, and would wait for this one.
-        """
-        said = exchange(self._connected(), _FINISHED)
-        if others := [f"rank {rank}" for rank, text in enumerate(said) if text != _FINISHED]:
-            raise different_calls(f"the run ends on this rank, and not on {', '.join(others)}")
+    def _release_optimizer(self) -> None:
+        if self._attached is not None:
+            self._attached.release()
 
     def leave(self) -> None:
         """Finish, and let nobody watch over this rank any longer; a collective unless the session failed."""
@@ -369,34 +339,10 @@ class PipelineSession:
             self._clipping_guard.end()
             self.watch.guard.end()
 
-    def _apply(self, update: Update) -> None:
-        assert self._office is not None
-        assert self._step is not None
-        self._update = update
-        try:
-            lending = lent(self.optimizer, update.weights_before)
-            with self._office.redeemed(update.ticket), lending, writing(self.optimizer, self._compute_weights()):
-                self._step(update)
-        finally:
-            self._update = None
-
-    def _check_fresh(self, stage: Stage) -> None:
-        fresh = stage.num_stages - 1 if self.settings.fresh_last_stage else None
-        if problems := [p for tie in stage.whole.ties if tie.is_trained for p in tie.problems(fresh)]:
-            raise ConfigurationError.from_problems(problems)
-
-    def _compute_weights(self) -> dict[nn.Parameter, Tensor] | None:
-        return self.running().weights.compute_weights()
-
-    def _copy_from_first_replica(self, stage: Stage) -> None:
-        mesh = self._connected()
-        group = mesh.groups.data_parallel if mesh.groups is not None else None
-        if group is None:
-            return
-        source = mesh.rank_of(mesh.stage, replica=0)
-        for tensor in stage.state_dict().values():
-            with lost_peers():
-                broadcast_tensor(tensor, source, group)
+    @property
+    def _fresh_stage(self) -> int | None:
+        """A last stage without delay, if there is one."""
+        return self._connected().num_stages - 1 if self.settings.fresh_last_stage else None
 
     def _watched(self) -> tuple[Engine, ChangeGuard]:
         engine = self.running()

@@ -262,6 +262,12 @@ class ResolvedSettings(PipelineSettings):
         """Of the weight versions beside masters; None without masters."""
         return torch.bfloat16 if self.weight_dtype == "bf16" else None
 
+    def describe(self) -> str:
+        """For the log: what runs in a batch, and how old its gradients are."""
+        ahead = f", lookahead {min(self.lookahead, self.num_stages - 1)}" if self.delay else ""
+        after = f" after {self.synchronous_start} synchronous mini-batches" if self.synchronous_start else ""
+        return f"{self.micro_batches} micro-batches{ahead}, delay {self.delay}{after}"
+
     def schedule(self, stage: int) -> Schedule:
         """Order and weights of what ``stage`` runs."""
         rule = StalenessRule(self.delay, self.synchronous_start)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
@@ -30,7 +29,6 @@ from lightning_asyncpp.pipeline.updates.clipping import clip_values
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
-from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArguments
 from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
@@ -40,7 +38,6 @@ from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.collectives import Collectives
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
-from lightning_asyncpp.trainer.hooks.placeholder_hooks import PlaceholderHooks
 from lightning_asyncpp.trainer.hooks.stale_reads import StaleReads
 from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
@@ -50,6 +47,7 @@ from lightning_asyncpp.trainer.module_facts import (
     leave_alone,
     modules_example,
     warn_of_state_dict,
+    without_meta_tensors,
 )
 from lightning_asyncpp.trainer.refusals import (
     NOTHING_TO_STEP,
@@ -59,15 +57,15 @@ from lightning_asyncpp.trainer.refusals import (
     trainer_problems,
     without_gradients,
 )
+from lightning_asyncpp.trainer.replica_batches import ReplicaBatches
 
-TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 _WHERE_TO_CHANGE = (
     "in on_train_batch_end of the LightningModule, which comes once its batch's own update has been applied, or in"
     " optimizer.register_step_post_hook(...), which runs with every update"
 )
 
 
-class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
@@ -88,8 +86,6 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         self.progress = Progress(arguments.inexact_resume)
         self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
-        self._placeholder_hooks = PlaceholderHooks([])
-        self._only_moves_batches = True
         self._batch_ends: BatchEnds | None = None
         self._stale_reads: StaleReads | None = None
         self._hidden_example: HiddenExample | None = None
@@ -113,11 +109,10 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         self._hidden_example = HiddenExample(module) if self._mesh.num_stages > 1 else None
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        hooks = [module, trainer.datamodule]  # type: ignore[attr-defined]
-        self._only_moves_batches = not any(is_overridden(name, of) for name in TRANSFER_HOOKS for of in hooks)
         training = trainer.state.fn == TrainerFn.FITTING
         self.progress.forget()
-        self.session.start(UserHooks.of(module, forward_context=self._forward_context), self.root_device, training)
+        hooks = UserHooks.of(module, forward_context=self.precision_plugin.forward_context)
+        self.session.start(hooks, self.root_device, training)
         rank_zero_info(f"Pipeline: {self.session.describe()}")
         self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
         drain, meets_gradients = self.drain, self._batch_ends.meets_gradients
@@ -125,7 +120,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         self._conductor.install(trainer)
         self._batch_ends.install(trainer)
         self.step_metrics.connect(trainer, module, self.in_epoch_end)
-        self._placeholder_hooks = PlaceholderHooks([module, trainer.datamodule])  # type: ignore[attr-defined]
+        self.take_batch_hooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
             self._warn_without_delay(trainer.max_steps)
@@ -174,9 +169,6 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
                 f"synchronous_start={start} is no less than max_steps={max_steps}: all of this training is synchronous"
             )
 
-    def _forward_context(self) -> AbstractContextManager[Any]:
-        return self.precision_plugin.forward_context()
-
     def _progress_state(self) -> dict[str, Any]:
         return self.progress.state(self._module.trainer, self._module, self.step_metrics.state_dict(self._module))
 
@@ -195,52 +187,12 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         assert self.lightning_module is not None
         return self.lightning_module
 
-    # -- data -----------------------------------------------------------------------------------------------------
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning's question whether samplers must be told the replica."""
-        return True
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        mesh = self.session.mesh
-        if mesh is None:
-            return {"num_replicas": self.session.settings.data_parallel_size, "rank": 0}
-        return {"num_replicas": mesh.num_replicas, "rank": mesh.replica}
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        mesh, trainer = self._mesh, self._module.trainer
-        needs_data, transport = mesh.is_first or mesh.is_last, self.session.running().runner.transport
-        follow = None if transport is None else lambda: Next(transport.follow_loaded())
-        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, needs_data, follow)
-        loader = self.progress.training_loader(loader, trainer) if trainer.training else loader
-        if transport is not None and mesh.is_first and mesh.num_stages > 2:
-            return AnnouncingLoader(loader, transport.announce_loaded)
-        return loader
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; the module's own hooks see no placeholder."""
-        if has_placeholder(batch):
-            return batch
-        engine = self.session.engine
-        if engine is None:
-            return super().batch_to_device(batch, device, dataloader_idx)
-        with engine.runner.around.watching_transfer():
-            moved = super().batch_to_device(batch, device, dataloader_idx)
-        if self._only_moves_batches:
-            engine.host_batch.moved(batch, moved)
-        return moved
+    # -- training -------------------------------------------------------------------------------------------------
 
     @property
     def batch_weight(self) -> float | None:
         """What the micro-batches of the newest batch weigh together, on the last stage; None elsewhere."""
         return self.step_metrics.batch_weight if self._mesh.is_last else None
-
-    # -- training -------------------------------------------------------------------------------------------------
 
     @override
     def on_train_start(self) -> None:
@@ -301,7 +253,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         for update in updates:
             if not update.message.finite:
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
-        self.step_metrics.receive(updates)
+        self.step_metrics.updates.receive(updates)
 
     def _set_loss(self, loss: float) -> None:
         """Remember the newest loss that all ranks know; off the last stage it is what ``outputs`` holds."""
@@ -350,7 +302,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
         self.step_metrics.disconnect()
-        self._placeholder_hooks.release()
+        self.release_batch_hooks()
         if self._stale_reads is not None:
             self._stale_reads.release()
         if self._batch_ends is not None:
@@ -364,7 +316,7 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
                 self.session.leave()
             if self._conductor is not None:
                 self._conductor.preemption.requeue()
-            with _without_meta_tensors(self.lightning_module):
+            with without_meta_tensors(self.lightning_module):
                 super().teardown()  # moves the module to the host
             if self.session.engine is not None and self.session.watch.failure is None:
                 self.session.engine.weights.to_host()
@@ -372,17 +324,3 @@ class PipelineStrategy(Launching, EvaluationSteps, Collectives, PipelineStrategy
                 warn_of_state_dict(self.lightning_module)
         finally:
             self.session.watch.guard.release()
-
-
-@contextmanager
-def _without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
-    """Hide a network that was refused before it was materialised: moving it to the CPU would hide the reason."""
-    network = getattr(module, "model", None)
-    if module is None or not isinstance(network, Module) or not any(p.is_meta for p in network.parameters()):
-        yield
-        return
-    module.model = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        module.model = network

@@ -1,16 +1,15 @@
 """What is asked of a LightningModule before and after it is cut.
 
-A LightningModule's ``example_input_array`` under a pipeline: what layers are measured with, and kept from others.
-
-Whether a module's ``configure_optimizers`` gives a stage's parameters what it would give them in the whole model.
-
-A module that a pipeline has left behind: its ``state_dict()`` holds one stage, which may be taken for the whole.
+* Its ``example_input_array``: what layers are measured with, and kept from others.
+* Whether its ``configure_optimizers`` gives a stage's parameters what it would give them in the whole model.
+* What is left of it behind a pipeline: its ``state_dict()`` holds one stage, which may be taken for the whole.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -106,6 +105,20 @@ def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, 
         )
         return []
     return position_problems(options_of(optimizers, names), options_of(again, names))
+
+
+@contextmanager
+def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
+    """Hide a network that was refused before it was materialised: moving it to the CPU would hide the reason."""
+    network = getattr(module, "model", None)
+    if module is None or not isinstance(network, nn.Module) or not any(p.is_meta for p in network.parameters()):
+        yield
+        return
+    module.model = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.model = network
 
 
 _left_behind: WeakSet[nn.Module] = WeakSet()

@@ -20,7 +20,8 @@ from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, symmetric
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.stage import Stage, cut
+from lightning_asyncpp.pipeline.cut.cutting import cut
+from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.runner.common import Flight, Task
 from lightning_asyncpp.pipeline.runner.stages import stage_runner

@@ -162,9 +162,7 @@ def leave_placeholders(
         inside = list(module.modules())
         held = [tensor for m in inside for _, tensor in saved_tensors(m)]
         if path and held and all(t in homes for t in held) and not any(kept(m) or _stands_in(m) for m in inside):
-            home = homes[held[0]]
-            parent, _, child = path.rpartition(".")
-            setattr(root.get_submodule(parent), child, other(path, home))
+            root.set_submodule(path, other(path, homes[held[0]]))
             gone += (f"{path}.",)
             continue
         for key, tensor in saved_tensors(module):

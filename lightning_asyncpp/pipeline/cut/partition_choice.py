@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples
 from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.pipeline.cut.cutting import whole_before
 from lightning_asyncpp.pipeline.cut.materialize import materialize
 from lightning_asyncpp.pipeline.cut.partition import Partition, balanced, check_given, uniform
-from lightning_asyncpp.pipeline.cut.stage import whole_before
 from lightning_asyncpp.pipeline.cut.units import Unit, has_parameters, pipeline_units, spread
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import seeded

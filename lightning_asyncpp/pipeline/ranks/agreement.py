@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 
 T = TypeVar("T")
 _MOST_BYTES = 2**28
+_FINISHED = "finished"
 
 
 class OtherStageFailedError(ConsequenceError):
@@ -94,6 +96,28 @@ def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup | Non
     data = as_bytes(tensor)
     dist.broadcast(data, source, group=group)
     tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def copy_first_replica(mesh: Mesh, tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors of a stage with those of replica 0; a blocking collective."""
+    group = mesh.groups.data_parallel if mesh.groups is not None else None
+    if group is None:
+        return
+    source = mesh.rank_of(mesh.stage, replica=0)
+    for tensor in tensors:
+        with lost_peers():
+            broadcast_tensor(tensor, source, group)
+
+
+def finish_together(mesh: Mesh) -> None:
+    """Wait until all ranks finish; a blocking collective.
+
+    Raises:
+        ProtocolError: a rank is in another call, and would wait for this one.
+    """
+    said = exchange(mesh, _FINISHED)
+    if others := [f"rank {rank}" for rank, text in enumerate(said) if text != _FINISHED]:
+        raise different_calls(f"the run ends on this rank, and not on {', '.join(others)}")
 
 
 def _gather(mesh: Mesh, tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

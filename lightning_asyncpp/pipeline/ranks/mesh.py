@@ -96,6 +96,10 @@ class Mesh:
         """Number of a rank by replica and stage, the last stage of each replica first: the same in any placement."""
         return self.replica_of(rank) * self.num_stages + self.num_stages - 1 - self.stage_of(rank)
 
+    def describe(self) -> str:
+        """For the log: how many ranks there are of what kind."""
+        return f"{self.num_stages} stages x {self.num_replicas} replica(s){self.describe_placement()}"
+
     def describe_placement(self) -> str:
         """For the log, where it makes a difference and is not the default."""
         return " across nodes" if self._is_across and self.num_replicas > 1 < self.num_stages else ""

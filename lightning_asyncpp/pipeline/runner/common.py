@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.auxiliary import Collected
+from lightning_asyncpp.pipeline.batches.host_batch import HostBatch
 from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch
 from lightning_asyncpp.pipeline.batches.structure import flatten, unflatten
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
@@ -23,7 +24,6 @@ from lightning_asyncpp.pipeline.recording.clocks import clock_of
 from lightning_asyncpp.pipeline.recording.trace import Beside, Trace, Wait
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.step.around_call import AroundCall
-from lightning_asyncpp.pipeline.step.host_batch import HostBatch
 from lightning_asyncpp.pipeline.step.kept_tensors import KeptTensors
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
 from lightning_asyncpp.pipeline.wire.header import Header, describe

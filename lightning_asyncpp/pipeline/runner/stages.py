@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.auxiliary import Collected, collecting
+from lightning_asyncpp.pipeline.batches.host_batch import HostBatch
 from lightning_asyncpp.pipeline.batches.micro_batch import NO_MARK, Slot
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks, loss_of
 from lightning_asyncpp.pipeline.cut.stage import Stage
@@ -16,7 +17,6 @@ from lightning_asyncpp.pipeline.randomness import generator_states, set_generato
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.runner.common import Departure, Flight, StageRunner, Task
 from lightning_asyncpp.pipeline.schedule import Kind
-from lightning_asyncpp.pipeline.step.host_batch import HostBatch
 from lightning_asyncpp.pipeline.step.model_call import NOT_LOOKED_AT, digest
 from lightning_asyncpp.pipeline.step.own_gradients import GradientsInStep, refuse_input_gradients
 from lightning_asyncpp.pipeline.wire.header import Header

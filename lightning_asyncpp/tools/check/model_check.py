@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
-from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh

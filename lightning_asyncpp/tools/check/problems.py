@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.materialize import materialize
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
-from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.cut.units import (
     Unit,
     collective_problems,

@@ -102,11 +102,11 @@ class Conductor(Callback):
             ConfigurationError: a whole copy of the model, which the module keeps, has changed.
         """
         self._check_copies()
-        self.step_metrics.log_received()
+        self.step_metrics.updates.log_received()
         engine = self.session.running()
         if self._must_drain(trainer, batch_idx):
             self.drain()
-            self.step_metrics.log_received()
+            self.step_metrics.updates.log_received()
         if engine.updates.agreed.interrupted:
             self._is_preempted = True
             if not _is_finished(trainer, batch_idx):

@@ -1,16 +1,9 @@
-"""``self.log`` inside micro-batches: gathered on the last stage, known to every rank with the update, logged once.
-
-The values of a batch travel in the control message of its mini-batch, as numbers at agreed places. What stands where
-(the schema) is exchanged only when it changes. Every rank then logs the same value under the same name, so callbacks
-that decide on a metric decide alike everywhere.
-"""
+"""``self.log`` inside micro-batches: values as they were logged, and what they come to over a mini-batch."""
 
 from __future__ import annotations
 
-import json
 import math
 import numbers
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -22,8 +15,6 @@ from torchmetrics import Metric
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.host_copies import Reading
 
-_HEAD = 4  # schema, loss, weight of the loss, the first micro-batch whose loss is NaN (from 1, 0 for none)
-_ABSENT = -1.0  # in place of a weight: the batch did not log this name
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
@@ -90,13 +81,8 @@ class Recorded:
     values: dict[str, Accumulator]
     rows: list[Row]
 
-    @property
-    def schema(self) -> str:
-        """Names and options in the order of the payload, as JSON."""
-        return _encode_schema(tuple(self.places.values()))
-
     def tensors(self) -> list[Tensor]:
-        """What :meth:`settle` and :meth:`encode` need the numbers of."""
+        """What :meth:`settle` needs the numbers of."""
         return [row.value for row in self.rows if isinstance(row.value, Tensor)]
 
     def settle(self, numbers: Sequence[float]) -> None:
@@ -115,20 +101,6 @@ class Recorded:
             if not math.isnan(value) or entry.name not in with_number:
                 self.values.setdefault(entry.name, Accumulator(entry.reduction)).add(value, weight)
         self.rows = []
-
-    def encode(self, numbers: Sequence[float], loss: float, weight: float, nan: float) -> list[float]:
-        """The beginning of a payload: its head, and the values in their places.
-
-        Args:
-            numbers: those of :meth:`tensors`.
-            loss, weight, nan: of the mini-batch.
-        """
-        self.settle(numbers)
-        payload = [schema_number(self.schema), loss, weight, nan]
-        for name in self.places:
-            logged = self.values.get(name)
-            payload += [0.0, _ABSENT] if logged is None else [logged.result(), logged.weight]
-        return payload
 
 
 @dataclass
@@ -299,68 +271,6 @@ def number(name: str, computed: Any) -> float:
 
 # Made once, not in every micro-batch.
 _entry = lru_cache(maxsize=256)(Entry)
-
-
-@lru_cache(maxsize=256)
-def _encode_schema(entries: tuple[Entry, ...]) -> str:
-    return json.dumps([asdict(entry) for entry in entries])
-
-
-def payload_length(slots: int) -> int:
-    """Length of the vector that carries up to ``slots`` values."""
-    return _HEAD + 2 * slots
-
-
-def schema_number(schema: str) -> int:
-    """A number that stands for a schema; 0 is the empty one's."""
-    return 0 if schema == "[]" else zlib.crc32(schema.encode()) + 1
-
-
-def decode_schema(schema: str) -> list[Entry]:
-    """Read what :meth:`LogRecorder.schema` wrote."""
-    return [Entry(**fields) for fields in json.loads(schema)]
-
-
-def combine(payload: Tensor, layouts: Sequence[Sequence[Entry]]) -> list[tuple[Entry, float, float]]:
-    """Values of a mini-batch over the replicas that logged them.
-
-    Args:
-        payload: shape (replicas, payload length).
-        layouts: what stands at the places, for each replica.
-
-    Returns:
-        For every entry its value and the weight that it stands for.
-    """
-    rows: dict[Entry, list[tuple[float, float]]] = {}
-    for row, entries in zip(payload.tolist(), layouts):
-        for index, entry in enumerate(entries):
-            value, weight = row[_HEAD + 2 * index : _HEAD + 2 * index + 2]
-            if weight != _ABSENT:
-                rows.setdefault(entry, []).append((value, weight))
-    combined = []
-    for entry, values in rows.items():
-        accumulator = Accumulator(entry.reduction)
-        for value, weight in [pair for pair in values if not math.isnan(pair[0])] or values:  # as over micro-batches
-            accumulator.add(value, weight)
-        combined.append((entry, accumulator.result(), accumulator.weight))
-    return combined
-
-
-def counted_entry(name: str) -> Entry:
-    """How a metric is logged that layers counted."""
-    return Entry(name, "mean", prog_bar=False, logger=True, on_step=True, on_epoch=False)
-
-
-def mean_loss(payload: Tensor) -> float:
-    """Weighted mean of the replicas' losses, without those that are NaN, which have no weight."""
-    weight = float(payload[:, 2].sum())
-    losses = payload[:, 1].masked_fill(payload[:, 2] == 0, 0.0)
-    return float((losses * payload[:, 2]).sum()) / weight if weight else float("nan")
-
-
-def nan_micro_batch(payload: Tensor) -> int:
-    """Which micro-batch of a replica was the first whose loss is NaN, from 1; 0 if none was."""
-    return next((int(place) for place in payload[:, 3].tolist() if place), 0)
 
 
 def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:

@@ -6,42 +6,31 @@ import functools
 import json
 import math
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput, nan_loss_text
+from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.tree import merge_outputs
 from lightning_asyncpp.pipeline.ranks.agreement import exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.updates.control_message import Payload
-from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, InEpochEnd, ModuleHooks, Replacement
 from lightning_asyncpp.trainer.logging.log_recorder import (
     Accumulator,
     Entry,
     LogRecorder,
-    combine,
-    counted_entry,
-    decode_schema,
-    mean_loss,
-    nan_micro_batch,
     number,
-    payload_length,
-    schema_number,
 )
-from lightning_asyncpp.trainer.logging.logged_batch import BatchLoss, LoggedBatch
+from lightning_asyncpp.trainer.logging.update_metrics import Connection, UpdateMetrics
 
 _EVALUATIONS = ("on_validation", "on_test")
 _ONCE = frozenset(f"{loop}_{start}" for loop in ("on_train", *_EVALUATIONS) for start in ("start", "epoch_start"))
@@ -60,27 +49,19 @@ class StepMetrics:
         on_loss: called on every rank with the mean loss of every mini-batch whose update was applied.
 
     Attributes:
+        updates: takes what is logged with an update.
         holds: whether there are hooks whose values are held back for one mini-batch: see :meth:`of_batch`.
     """
 
     def __init__(self, session: PipelineSession, on_loss: Callable[[float], None]) -> None:
         self.session = session
-        self._on_loss = on_loss
+        self.updates = UpdateMetrics(session, on_loss)
         self._train = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
         self._held = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
         self._holding = False
         self.holds = False
         self._evaluation = LogRecorder(on_step=False, on_epoch=True)
         self._active: LogRecorder | None = None
-        self._schemas: dict[int, list[Entry]] = {0: []}  # the same on all ranks
-        self._own_schemas: dict[int, str] = {}
-        self._logged: dict[str, Entry] = {}
-        self._updates: deque[tuple[Update, list[list[Entry]]]] = deque()
-        self._losses: list[BatchLoss] = []
-        self._told_of_nan = False
-        self._module: LightningModule | None = None
-        self._trainer: L.Trainer | None = None
-        self._log: Callable[..., None] | None = None
         self._hooks: ModuleHooks | None = None
         self._batch_weight = 1.0
         self._early: list[tuple[LogRecorder, Callable[[], None]]] = []
@@ -95,8 +76,7 @@ class StepMetrics:
             in_epoch_end: name of a hook of the module -> context in which it is called.
         """
         self.disconnect()
-        self._told_of_nan = False
-        self._trainer, self._module, self._log = trainer, module, module.log
+        self.updates.connect(Connection(trainer, module, module.log))
         self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch, in_epoch_end)
         module.log = Replacement(module, "log", self._dispatch)  # type: ignore[method-assign]
         # What is logged here is the same on all ranks already.
@@ -112,13 +92,13 @@ class StepMetrics:
 
     def disconnect(self) -> None:
         """Give ``module.log`` and the module's hooks back."""
-        if self._module is not None:
-            self._module.__dict__.pop("log", None)
+        if self.updates.connection is not None:
+            self.updates.connection.module.__dict__.pop("log", None)
         if self._hooks is not None:
             self._hooks.release()
-        self._module = self._trainer = self._log = self._hooks = None
-        for kept in (self._updates, self._losses, self._logged, self._early):
-            kept.clear()
+        self._hooks = None
+        self.updates.disconnect()
+        self._early.clear()
         self._held.clear()
         self._evaluation.clear()  # what an evaluation recorded that did not come to its end
 
@@ -134,9 +114,8 @@ class StepMetrics:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` returned."""
-        assert self._module is not None
         if self._mesh.is_last:
-            modules = dict(self._module.named_modules())
+            modules = dict(self.updates.connected().module.named_modules())
             self._train.load_state_dict(state, modules)
             if "held" in state:
                 self._held.load_state_dict(state["held"], modules)
@@ -147,10 +126,9 @@ class StepMetrics:
 
     def start_recording(self, weight: float) -> None:
         """Record what is logged from here on as that of a micro-batch of weight ``weight``."""
-        assert self._trainer is not None
         while self._spent:  # not when they were computed: hooks at the end of an epoch may look at them
             self._spent.pop().reset()
-        self._active = self._train if self._trainer.training else self._evaluation
+        self._active = self._train if self.updates.connected().trainer.training else self._evaluation
         self._active.weight = weight
 
     def stop_recording(self) -> None:
@@ -161,9 +139,7 @@ class StepMetrics:
         """Take in the mean loss of a training batch on the last stage; None if the batch had no samples."""
         weight = sum(output.weights)
         self._weigh_batch(weight)
-        nan = output.nan_losses()
-        if loss is not None and nan is not None:
-            self._losses.append(BatchLoss(loss, weight, *nan))
+        self.updates.add_loss(loss, weight, output)
 
     @property
     def batch_weight(self) -> float:
@@ -187,117 +163,24 @@ class StepMetrics:
 
     def payload(self) -> Payload:
         """What the last stage attaches to the control message of the mini-batch."""
-        slots = self.session.settings.metric_slots
         if not self._mesh.is_last:
             self._train.clear()
-            return torch.zeros(payload_length(slots), dtype=torch.float64)
-        recorded = self._train.hand_over(slots)
-        self._own_schemas[schema_number(recorded.schema)] = recorded.schema
-        payload = LoggedBatch(recorded, self._losses, slots)
+            return self.updates.payload(None)
+        payload = self.updates.payload(self._train.hand_over(self.session.settings.metric_slots))
         self._train.take(self._held)
-        self._losses.clear()
         return payload
-
-    def _warn_of_nan(self, update: Update) -> None:
-        """Say once that a loss was NaN where the gradient is finite; a gradient that is not is another matter."""
-        place = nan_micro_batch(update.message.payload)
-        if place and update.message.finite and not self._told_of_nan:
-            self._told_of_nan = True
-            rank_zero_warn(nan_loss_text(update.mini_batch, place))
-
-    def receive(self, updates: Sequence[Update]) -> None:
-        """Take the metrics out of applied updates; they are logged in the next hook that may log."""
-        for update in updates:
-            self._warn_of_nan(update)
-            self._updates.append((update, self._layouts(update.message.payload[:, 0])))
-            self._on_loss(mean_loss(update.message.payload))
-
-    def log_received(self) -> None:
-        """Log what updates brought, each as the metrics of its own step."""
-        assert self._trainer is not None
-        assert self._log is not None
-        engine = self.session.running()
-        # Of the batch that just ended; in the middle of an accumulation that mini-batch is still open.
-        newest = engine.mini_batch - (0 if engine.accumulating else 1)
-        while self._updates:
-            update, layouts = self._updates.popleft()
-            for entry, value, weight in self._rows(update, layouts):
-                self._log_training(entry, value, weight)
-            private.log_step_metrics(self._trainer, batches_ago=newest - update.mini_batch)
 
     def log_rest_of_epoch(self) -> None:
         """Log, at an epoch's end, what no batch logged: hooks after the last update, and updates after a skipped batch.
 
         A blocking collective, once per epoch.
         """
-        self._log_received_late()
+        self.updates.log_received_late()
         for _ in range(2 if self.holds else 1):
             rest = self._exchange(self._train, metric_objects=False)
             self._train.clear()
             self._train.take(self._held)
-            self._log_late(rest, self.session.running().mini_batch - 1)
-
-    def log_before_save(self) -> None:
-        """Log what a save's own drain brought: neither this run, if it is killed, nor one that goes on would."""
-        if self._module is None or not self._updates:  # after the training
-            return
-        if private.current_hook(self._module) == "on_train_batch_end":
-            self.log_received()
-        else:
-            self._log_received_late()
-
-    def _log_received_late(self) -> None:
-        while self._updates:
-            update, layouts = self._updates.popleft()
-            self._log_late(self._rows(update, layouts), update.mini_batch)
-
-    def _rows(self, update: Update, layouts: list[list[Entry]]) -> list[tuple[Entry, float, float]]:
-        """What steps logged for a mini-batch, and what layers counted in it, with the weights of the values."""
-        rows = combine(update.message.payload, layouts)
-        if not update.message.weight:
-            return rows
-        metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
-        return rows + [(counted_entry(name), value, update.message.weight) for name, value in metrics.items()]
-
-    def _log_late(self, rows: list[tuple[Entry, float, float]], mini_batch: int) -> None:
-        assert self._trainer is not None
-        assert self._log is not None
-        for entry, value, weight in rows:
-            if private.update_logged(self._trainer, "on_train_batch_end", entry.name, value, weight):
-                continue
-            if entry.on_epoch:
-                name = f"{entry.name}_epoch" if entry.on_step else entry.name
-                self._log(name, _on_host(value), prog_bar=entry.prog_bar, logger=entry.logger, batch_size=weight)
-        steps = {
-            f"{entry.name}_step" if entry.on_epoch else entry.name: value
-            for entry, value, _ in rows
-            if entry.on_step and entry.logger is not False
-        }
-        behind = self.session.running().mini_batch - 1 - mini_batch
-        private.log_at_step(self._trainer, steps, batches_ago=behind)
-
-    def _log_training(self, entry: Entry, value: float, weight: float) -> None:
-        assert self._trainer is not None
-        assert self._module is not None
-        assert self._log is not None
-        hook = private.current_hook(self._module) or ""
-        known = self._logged.get(entry.name) == entry
-        if known and private.update_logged(self._trainer, hook, entry.name, value, weight):
-            return
-        self._log(
-            entry.name, _on_host(value), prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
-            on_epoch=entry.on_epoch, reduce_fx=entry.reduction, batch_size=weight,
-        )  # fmt: skip
-        self._logged[entry.name] = entry
-
-    def _layouts(self, numbers: Tensor) -> list[list[Entry]]:
-        """What stands at the places of each replica's payload; exchanged between all ranks the first time."""
-        wanted = [int(number) for number in numbers]
-        if unknown := sorted(set(wanted) - self._schemas.keys()):
-            own = {number: self._own_schemas[number] for number in unknown if number in self._own_schemas}
-            for text in exchange(self._mesh, json.dumps(own)):
-                self._schemas |= {int(number): decode_schema(schema) for number, schema in json.loads(text).items()}
-        return [self._schemas[number] for number in wanted]
+            self.updates.log_late(rest, self.session.running().mini_batch - 1)
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
@@ -319,8 +202,7 @@ class StepMetrics:
 
     def _batches_of_loader(self, dataloader_idx: int) -> int | float:
         """How many batches of a loader are evaluated; infinitely many where only the loop knows."""
-        trainer = self._trainer
-        assert trainer is not None
+        trainer = self.updates.connected().trainer
         limits = trainer.num_sanity_val_batches if trainer.sanity_checking else _evaluated_batches(trainer)
         return limits[dataloader_idx] if dataloader_idx < len(limits) else math.inf
 
@@ -331,10 +213,9 @@ class StepMetrics:
             whole_loader: the values are those of a whole loader, torchmetrics objects included; otherwise Lightning
                 goes on averaging.
         """
-        assert self._log is not None
-        recorder = self._evaluation
+        log, recorder = self.updates.connected().log, self._evaluation
         for entry, value, weight in self._exchange(recorder, metric_objects=whole_loader):
-            self._log(
+            log(
                 entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
                 on_epoch=entry.on_epoch, reduce_fx=entry.reduction, batch_size=1 if whole_loader else weight,
                 add_dataloader_idx=entry.add_dataloader_idx,
@@ -343,8 +224,8 @@ class StepMetrics:
 
     def log_metric_objects(self, training: bool) -> None:
         """Log the torchmetrics objects of an epoch, alike on all ranks; they are reset before the next step."""
-        assert self._log is not None
-        if not self._has_metric_objects:
+        _, module, log = self.updates.connected()
+        if not any(isinstance(m, Metric) for m in module.modules()):
             return
         recorder = LogRecorder(on_step=False, on_epoch=True)
         source = self._train if training else self._evaluation
@@ -353,9 +234,9 @@ class StepMetrics:
             if not entry.on_epoch:
                 continue
             name = f"{entry.name}_epoch" if entry.on_step else entry.name
-            self._log(name, value, prog_bar=entry.prog_bar, logger=entry.logger, batch_size=1)
+            log(name, value, prog_bar=entry.prog_bar, logger=entry.logger, batch_size=1)
             if entry.on_step:  # Lightning's callbacks find it under both names
-                self._log(entry.name, value, logger=False, batch_size=1)
+                log(entry.name, value, logger=False, batch_size=1)
 
     def _exchange(self, recorder: LogRecorder, metric_objects: bool) -> list[tuple[Entry, float, float]]:
         """Values of all replicas' last stages, combined; the same on every rank."""
@@ -386,25 +267,20 @@ class StepMetrics:
         assert self.session.mesh is not None
         return self.session.mesh
 
-    @property
-    def _has_metric_objects(self) -> bool:
-        return self._module is not None and any(isinstance(m, Metric) for m in self._module.modules())
-
     def _dispatch(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """What ``module.log`` does while the strategy runs."""
-        assert self._log is not None
-        assert self._module is not None
         assert self._hooks is not None
         if self._active is not None:
             self._active.log(name, value, *args, **kwargs)
             return
-        hook = private.current_hook(self._module) or ""
+        _, module, log = self.updates.connected()
+        hook = private.current_hook(module) or ""
         if hook in EPOCH_ENDS and not kwargs.get("rank_zero_only"):
             self._hooks.record(name, value, *args, **kwargs)
         elif hook in _RECORDED and not kwargs.get("rank_zero_only"):
             self._record_in_hook(hook, name, value, *args, **kwargs)
         else:
-            self._log(name, value, *args, **kwargs)
+            log(name, value, *args, **kwargs)
 
     def _record_in_hook(self, hook: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Record a value that a hook logged; that of the last stage counts, whatever the others log."""
@@ -432,11 +308,6 @@ class StepMetrics:
 
 def _evaluated_batches(trainer: L.Trainer) -> list[int | float]:
     return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
-
-
-def _on_host(value: float) -> Tensor:
-    """A number to log: of a float Lightning makes a tensor on the device, and waits for it whenever it shows it."""
-    return torch.tensor(value, device="cpu")
 
 
 def _not_distributed() -> bool:

@@ -1,9 +1,4 @@
-"""``self.log`` and the counts of layers where no pipeline is, logged as one logs them.
-
-Logs what layers counted in a training step, where no pipeline does.
-
-``self.log`` in a training step that runs once per micro-batch: logged once per batch, as for the whole batch.
-"""
+"""What a training step in micro-batches logs, and its layers count, where no pipeline is: logged once per batch."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_asyncpp.pipeline.batches.host_batch import HostBatch
 from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch, fingerprint, split_batch
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.step.host_batch import HostBatch
 
 
 def moved() -> tuple[HostBatch, dict[str, Any], dict[str, Any]]:

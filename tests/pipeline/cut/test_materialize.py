@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.materialize import materialize
-from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import add_auxiliary_loss
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.partition_choice import Example, arguments_in, choose_partition, unit_times
-from lightning_asyncpp.pipeline.cut.stage import cut
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.cut.stage import OtherStage, Stage, _holder, cut
+from lightning_asyncpp.pipeline.cut.cutting import cut
+from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.stage import Stage, _holder
 from lightning_asyncpp.pipeline.cut.units import apply_layers, model_problems
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import PrivateNameError

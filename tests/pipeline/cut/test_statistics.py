@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.cut.whole_model import StatisticsLayout, counting_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError

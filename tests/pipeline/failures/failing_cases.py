@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.batches.micro_batch import split_batch
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import PeerLostError
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error

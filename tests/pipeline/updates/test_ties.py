@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.stage import cut
+from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.tied_state import (
     CopiesDifferError,
     check_copies,

@@ -1,0 +1,64 @@
+"""The optimizer of a stage while updates come out of a pipeline: each is a step with what was set for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_asyncpp.pipeline.engine import Engine
+from lightning_asyncpp.pipeline.optimizers.steps import StepGuard
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
+from lightning_asyncpp.pipeline.updates.ticket import Ticket, TicketOffice
+from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
+
+OptimizerStep = Callable[[Update], None]
+
+
+class AttachedOptimizer:
+    """Steps an optimizer with every update of an engine, and refuses steps past it until :meth:`release`.
+
+    Args:
+        optimizer: of the engine's stage; it is told the delay if it wants to know.
+        engine: whose updates are applied.
+        step: clips the gradient of an update, and steps the optimizer.
+
+    Attributes:
+        update: that is being applied.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: Engine, step: OptimizerStep) -> None:
+        self.optimizer, self._engine, self._step = optimizer, engine, step
+        self.update: Update | None = None
+        self._office = TicketOffice(optimizer)
+        self.tell_delay()
+        engine.weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
+        self._guard = StepGuard(optimizer, lambda: self.update is not None)
+        self.check_same, self.release = self._guard.check_same, self._guard.release
+        engine.updates.apply, engine.updates.leave_out = self._apply, lambda: leave_out(optimizer)
+
+    def tell_delay(self) -> None:
+        """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
+        if callable(set_delay := getattr(self.optimizer, "set_delay", None)):
+            set_delay(self._engine.schedule.stage_rule.updates_behind(self._engine.mini_batch))
+
+    def file_ticket(self, note: Any) -> Ticket:
+        """What is set for the mini-batch that ends, kept for its update.
+
+        Args:
+            note: what the strategy wants to find in it.
+        """
+        if self._engine.schedule.stage_rule.begins_at(self._engine.mini_batch):
+            self.tell_delay()  # all earlier updates have been applied: they ended with a flush
+        return self._office.file(note)
+
+    def _apply(self, update: Update) -> None:
+        weights = self._engine.weights
+        self.update = update
+        try:
+            lending = lent(self.optimizer, update.weights_before)
+            with self._office.redeemed(update.ticket), lending, writing(self.optimizer, weights.compute_weights()):
+                self._step(update)
+        finally:
+            self.update = None

@@ -1,0 +1,116 @@
+"""Which batches a rank reads, and how they come to its device: all stages of a replica the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch.core.hooks import DataHooks
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
+from lightning_asyncpp.trainer.checkpoint.progress import Progress
+
+_HOOK = "on_before_batch_transfer"
+_TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class _PlaceholderHooks:
+    """Lets placeholders pass ``on_before_batch_transfer`` by, until :meth:`release`.
+
+    Args:
+        targets: the module and the data module, as far as there are any.
+    """
+
+    def __init__(self, targets: Iterable[Any]) -> None:
+        self._targets = [
+            target
+            for target in targets
+            if target is not None and getattr(type(target), _HOOK, None) is not DataHooks.on_before_batch_transfer
+        ]
+        for target in self._targets:
+            target.__dict__[_HOOK] = functools.partial(_unless_placeholder, getattr(target, _HOOK))
+
+    def release(self) -> None:
+        """Give the hooks back."""
+        for target in self._targets:
+            target.__dict__.pop(_HOOK, None)
+        self._targets = []
+
+
+class ReplicaBatches(ParallelStrategy):
+    """Deals out loaders' batches by replicas; comes before the strategy that it is mixed into.
+
+    Attributes:
+        session: the pipeline.
+        progress: knows where a run that goes on takes up its loader.
+    """
+
+    session: PipelineSession
+    progress: Progress
+    _only_moves_batches = True
+    _placeholder_hooks: _PlaceholderHooks | None = None
+
+    def take_batch_hooks(self, owners: list[Any]) -> None:
+        """Let the hooks that are called with each batch see no placeholder, until :meth:`release_batch_hooks`.
+
+        Args:
+            owners: the module and the data module, as far as there are any.
+        """
+        # Then what was moved to the device is still on the host.
+        self._only_moves_batches = not any(is_overridden(name, of) for name in _TRANSFER_HOOKS for of in owners)
+        self._placeholder_hooks = _PlaceholderHooks(owners)
+
+    def release_batch_hooks(self) -> None:
+        """Give the hooks back."""
+        if self._placeholder_hooks is not None:
+            self._placeholder_hooks.release()
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning's question whether samplers must be told the replica."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self.session.mesh
+        if mesh is None:
+            return {"num_replicas": self.session.settings.data_parallel_size, "rank": 0}
+        return {"num_replicas": mesh.num_replicas, "rank": mesh.replica}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        engine, trainer = self.session.running(), self.lightning_module.trainer
+        mesh, transport = engine.mesh, engine.runner.transport
+        needs_data = mesh.is_first or mesh.is_last
+        follow = None if transport is None else lambda: Next(transport.follow_loaded())
+        loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, needs_data, follow)
+        loader = self.progress.training_loader(loader, trainer) if trainer.training else loader
+        if transport is not None and mesh.is_first and mesh.num_stages > 2:
+            return AnnouncingLoader(loader, transport.announce_loaded)
+        return loader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; the module's own hooks see no placeholder."""
+        if has_placeholder(batch):
+            return batch
+        engine = self.session.engine
+        if engine is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with engine.runner.around.watching_transfer():
+            moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._only_moves_batches:
+            engine.host_batch.moved(batch, moved)
+        return moved
+
+
+def _unless_placeholder(hook: Callable[[Any, int], Any], batch: Any, dataloader_idx: int) -> Any:
+    return batch if has_placeholder(batch) else hook(batch, dataloader_idx)
