@@ -1,10 +1,8 @@
 """What is asked of a LightningModule before and after it is cut.
 
-A LightningModule's ``example_input_array`` under a pipeline: what layers are measured with, and kept from others.
-
-Whether a module's ``configure_optimizers`` gives a stage's parameters what it would give them in the whole model.
-
-A module that a pipeline has left behind: its ``state_dict()`` holds one stage, which may be taken for the whole.
+Before: the example that layers are measured with, and hidden from others meanwhile. After: whether its
+``configure_optimizers`` gives a stage's parameters what it would give them in the whole model; and when a pipeline has
+left it behind, its ``state_dict()`` holds one stage, which may be taken for the whole.
 """
 
 from __future__ import annotations
@@ -32,6 +30,9 @@ from lightning_asyncpp.pipeline.optimizers.by_position import (
     position_problems,
 )
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
+
+_left_behind: WeakSet[nn.Module] = WeakSet()
+_hooked: WeakSet[nn.Module] = WeakSet()
 
 
 def modules_example(
@@ -106,10 +107,6 @@ def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, 
         )
         return []
     return position_problems(options_of(optimizers, names), options_of(again, names))
-
-
-_left_behind: WeakSet[nn.Module] = WeakSet()
-_hooked: WeakSet[nn.Module] = WeakSet()
 
 
 def warn_of_state_dict(module: LightningModule) -> None:

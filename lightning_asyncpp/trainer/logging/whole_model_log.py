@@ -1,8 +1,6 @@
-"""``self.log`` and the counts of layers where no pipeline is, logged as one logs them.
+"""``self.log`` and the counts of layers where no pipeline is, logged as a pipeline logs them: once per batch.
 
-Logs what layers counted in a training step, where no pipeline does.
-
-``self.log`` in a training step that runs once per micro-batch: logged once per batch, as for the whole batch.
+A training step that runs once per micro-batch logs once per batch, as for the whole batch.
 """
 
 from __future__ import annotations
@@ -15,30 +13,6 @@ import lightning as L
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_asyncpp.trainer.logging.log_recorder import LogRecorder
-
-
-class StatisticsLog(Callback):
-    """Logs metrics at the end of a training batch; in ``optimizer_step``, where they are made, Lightning allows none.
-
-    Attributes:
-        metrics: name -> value, to be logged once.
-    """
-
-    def __init__(self) -> None:
-        self.metrics: Mapping[str, float] = {}
-
-    def install(self, trainer: L.Trainer) -> None:
-        """Stand among the trainer's callbacks, once."""
-        others = [c for c in trainer.callbacks if not isinstance(c, StatisticsLog)]  # type: ignore[attr-defined]
-        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Log what the update of this batch brought."""
-        if self.metrics:
-            pl_module.log_dict(dict(self.metrics))
-            self.metrics = {}
 
 
 class MicroBatchLog:
@@ -83,6 +57,30 @@ class MicroBatchLog:
         recorder.clear()
         recorder.metrics.clear()
         recorder.metric_entries.clear()
+
+
+class StatisticsLog(Callback):
+    """Logs metrics at the end of a training batch; in ``optimizer_step``, where they are made, Lightning allows none.
+
+    Attributes:
+        metrics: name -> value, to be logged once.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: Mapping[str, float] = {}
+
+    def install(self, trainer: L.Trainer) -> None:
+        """Stand among the trainer's callbacks, once."""
+        others = [c for c in trainer.callbacks if not isinstance(c, StatisticsLog)]  # type: ignore[attr-defined]
+        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the update of this batch brought."""
+        if self.metrics:
+            pl_module.log_dict(dict(self.metrics))
+            self.metrics = {}
 
 
 @contextmanager
