@@ -1,7 +1,7 @@
 """Optimizers as ``configure_optimizers`` gave them: in any of Lightning's forms, and how messages call them.
 
-A stage may train nothing; torch would not make its ``AdamW(filter(requires_grad, parameters))``, so a placeholder is put
-in.
+A stage may train nothing, and torch would not make ``AdamW(filter(requires_grad, parameters))`` of it: it gets a
+placeholder.
 """
 
 from __future__ import annotations
