@@ -13,7 +13,7 @@ from lightning_asyncpp.fabric.checkpoint import entries_to_load
 from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.fabric.refusals import reserved
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
-from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
+from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
 

@@ -24,7 +24,7 @@ from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
 from lightning_asyncpp.pipeline.batches.tree import merge_outputs
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.partition_choice import Example, example_of
-from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
+from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.steps import OneGradient
 from lightning_asyncpp.pipeline.updates.clipping import check_norm_type

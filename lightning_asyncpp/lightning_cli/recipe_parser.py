@@ -1,8 +1,6 @@
-"""The parser of recipes, and objects of what they say.
+"""The parser of `asyncpp fit`'s recipes, and objects of what they say, one key at a time.
 
-The parser of recipes: it refuses unknown names with nothing under them, too, and says what is wrong first.
-
-Objects of what a recipe of `asyncpp fit` says, one key at a time.
+It refuses unknown names with nothing under them, too, and says what is wrong first.
 """
 
 from __future__ import annotations
@@ -39,6 +37,19 @@ class RecipeParser(LightningArgumentParser):
         return configuration
 
 
+def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> Any:
+    """The object that ``value``, class and arguments, describes.
+
+    Args:
+        parser: one that takes ``key``.
+        key: of the recipe.
+        value: known to be accepted by it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of jsonargparse call it `instantiate`
+        return parser.instantiate_classes(parser.parse_object({key: dict(value)}))[key]
+
+
 def _unknown(content: Any, known: Any) -> Iterator[str]:
     """Names of mappings without any value in them, where none of that name is known."""
     if not isinstance(content, Mapping) or not isinstance(known, Namespace):
@@ -52,16 +63,3 @@ def _unknown(content: Any, known: Any) -> Iterator[str]:
 
 def _is_hollow(value: Any) -> bool:
     return isinstance(value, Mapping) and all(map(_is_hollow, value.values()))
-
-
-def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> Any:
-    """The object that ``value``, class and arguments, describes.
-
-    Args:
-        parser: one that takes ``key``.
-        key: of the recipe.
-        value: known to be accepted by it.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer versions of jsonargparse call it `instantiate`
-        return parser.instantiate_classes(parser.parse_object({key: dict(value)}))[key]

@@ -1,8 +1,6 @@
-"""Copies on the host of tensors and numbers on a device: asked for early, waited for late.
+"""Copies on the host of tensors and numbers on a device: asked for together and early, waited for late.
 
-Copies of tensors on the host, through pinned memory; a tensor that is there already stands for itself.
-
-Numbers that the host wants to know of tensors on a GPU: asked for together and early, waited for late.
+They travel through pinned memory, beside what is computed; a tensor that is on the host already stands for itself.
 """
 
 from __future__ import annotations
@@ -48,12 +46,6 @@ class HostCopy:
         if self._ready is not None:
             self._ready.synchronize()
         return self.tensor
-
-
-@lru_cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all copies from a device: torch has 32 streams in all, and gives them out again and again."""
-    return torch.cuda.Stream(device, priority=-1)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -125,3 +117,9 @@ class Reading:
             self._copy = None
             self._numbers = [found[place].tolist() for place in range(len(found))]
         return self._numbers
+
+
+@lru_cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all copies from a device: torch has 32 streams in all, and gives them out again and again."""
+    return torch.cuda.Stream(device, priority=-1)

@@ -1,6 +1,10 @@
 """The reference: what a pipeline computes, in one process, written as plainly as possible.
 
-It shares no code with the engine but the derivation of seeds. A pipeline whose result differs from this one is wrong.
+A pipeline whose result differs from this one is wrong. How it computes is written here a second time: in which order,
+on which weights, and how gradients are summed, clipped and applied. With the engine it shares the derivation of seeds
+and the user's side: what a unit is (``pipeline_units``), what a piece of a batch is and what it weighs
+(``split_batch``, ``number_of_samples``), and what layers say of themselves (``collecting``). These tell what is to be
+computed, so no mistake in how a pipeline computes it can hide in them.
 """
 
 from __future__ import annotations

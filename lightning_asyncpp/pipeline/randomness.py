@@ -1,11 +1,8 @@
-"""Random numbers: derived from what is computed, and those of the process, as a checkpoint holds them.
+"""Random numbers: seeds derived from what is computed, and generators' states as a checkpoint holds them.
 
-Randomness derived from what is computed, not from who computes it.
-
-Every generator state comes from (seed, purpose, replica, micro-batch, layer): dropout does not depend on the number of
-stages, first and last stage see the same masks in user code, and a resumed run draws what an uninterrupted one drew.
-
-The random numbers of a process: Python's, NumPy's and torch's generators, as a checkpoint holds them.
+Every seed comes from (seed, purpose, replica, micro-batch, layer), not from who computes it: dropout does not depend on
+the number of stages, first and last stage see the same masks in user code, and a resumed run draws what an
+uninterrupted one drew. What a process draws beside that comes from the generators of Python, NumPy and torch.
 """
 
 from __future__ import annotations

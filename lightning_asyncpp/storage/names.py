@@ -1,10 +1,7 @@
 """Names, paths and errors of checkpoints on disk.
 
-What is wrong with a checkpoint on disk.
-
-Paths as Lightning's users give them: of this machine's file systems, or URLs.
-
-Names of files of checkpoints: of what is complete, of what is not yet, and of what is not ours.
+Paths are what Lightning's users give, of this machine's file systems or URLs. A name tells what is complete, what is
+not yet, and what is not ours.
 """
 
 from __future__ import annotations
@@ -22,6 +19,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_asyncpp.storage.durable import ASIDE
 
+PARTIAL = ".partial"
+"""Ends the names of files and folders that are not complete."""
+INDEX = "index.json"
+"""Names the files that belong to a sharded checkpoint."""
+# The last two are what an interrupted save leaves: of the index, and of safetensors.
+_OWN = re.compile(r"index\.json|[0-9a-f]{12}-(run\.pt|stage-\d{4,}\.safetensors)|\.index\.json\.[0-9a-f]{8}|\.tmp\w{6}")
+
 
 class StorageError(OSError):
     """Can this checkpoint be written, or read? Names the file, what is wrong with it, and the mend."""
@@ -31,14 +35,6 @@ def local_path(path: Any) -> Path | None:
     """The path, if it is one of a file system of this machine."""
     files, name = url_to_fs(str(path))
     return Path(name) if isinstance(files, LocalFileSystem) else None
-
-
-PARTIAL = ".partial"
-"""Ends the names of files and folders that are not complete."""
-INDEX = "index.json"
-"""Names the files that belong to a sharded checkpoint."""
-# The last two are what an interrupted save leaves: of the index, and of safetensors.
-_OWN = re.compile(r"index\.json|[0-9a-f]{12}-(run\.pt|stage-\d{4,}\.safetensors)|\.index\.json\.[0-9a-f]{8}|\.tmp\w{6}")
 
 
 def beside(path: Path) -> Path:

@@ -1,13 +1,9 @@
-"""A checkpoint as a folder, of which every stage writes its part, and the index of what belongs to it.
+"""A checkpoint as a folder, of which every stage writes its part.
 
-The index of a sharded checkpoint: which files belong to it, how large they are, and their checksums.
-
-A checkpoint as a folder, of which every stage writes its part.
-
-``index.json`` names the files that belong to it: one of tensors per stage, in the safetensors format, and ``run``, in
-torch's, with all that is small: the skeleton, in which tensors are named, and what else is no tensor. A new save puts
-its files beside the old ones, under names of its own, and replaces the index last: until then the folder is what it
-was.
+``index.json`` names the files that belong to it, with their sizes and checksums: one of tensors per stage, in the
+safetensors format, and ``run``, in torch's, with all that is small: the skeleton, in which tensors are named, and what
+else is no tensor. A new save puts its files beside the old ones, under names of its own, and replaces the index last:
+until then the folder is what it was.
 """
 
 from __future__ import annotations
@@ -43,6 +39,8 @@ from lightning_asyncpp.storage.whole import not_written, unreadable, write_seale
 FORMAT = "lightning_asyncpp.sharded"
 VERSION = 1
 _CHECKSUM, _NOT_YET = "crc32", "00000000"  # of the index itself, with this in its place
+_TYPES = {"name": str, "file": str, "num_bytes": int, "crc32": str}
+_SAVE_BYTES = 6
 
 
 class Shard(NamedTuple):
@@ -61,7 +59,18 @@ class Shard(NamedTuple):
     crc32: str
 
 
-_TYPES = {"name": str, "file": str, "num_bytes": int, "crc32": str}
+class Target(NamedTuple):
+    """Where a save goes, the same on all stages.
+
+    Attributes:
+        path: the checkpoint.
+        folder: where its files are written: that, if it is there, or else another folder that takes its place.
+        save: a name of the save, which its files have in theirs.
+    """
+
+    path: str
+    folder: str
+    save: str
 
 
 def is_sharded(path: Path) -> bool:
@@ -138,32 +147,6 @@ def named_files(folder: Path) -> set[str]:
         return set()
     run, shards = files_of(read_index(folder), folder)
     return {INDEX, run.file, *(shard.file for shard in shards)}
-
-
-def _shard(entry: Any) -> Shard:
-    shard = Shard(**entry)
-    if any(type(getattr(shard, name)) is not kind for name, kind in _TYPES.items()):
-        raise ValueError(f"{entry!r} does not describe a file")
-    if Path(shard.file).name != shard.file or shard.file in ("", "..") or "\0" in shard.file:  # out of the folder
-        raise ValueError(f"{shard.file!r} is no file of this folder")
-    return shard
-
-
-_SAVE_BYTES = 6
-
-
-class Target(NamedTuple):
-    """Where a save goes, the same on all stages.
-
-    Attributes:
-        path: the checkpoint.
-        folder: where its files are written: that, if it is there, or else another folder that takes its place.
-        save: a name of the save, which its files have in theirs.
-    """
-
-    path: str
-    folder: str
-    save: str
 
 
 def new_target(path: Path) -> Target:
@@ -278,6 +261,15 @@ def remove_sharded(path: Path) -> None:
         sync(path.parent)
     for folder in (aside, path):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shard(entry: Any) -> Shard:
+    shard = Shard(**entry)
+    if any(type(getattr(shard, name)) is not kind for name, kind in _TYPES.items()):
+        raise ValueError(f"{entry!r} does not describe a file")
+    if Path(shard.file).name != shard.file or shard.file in ("", "..") or "\0" in shard.file:  # out of the folder
+        raise ValueError(f"{shard.file!r} is no file of this folder")
+    return shard
 
 
 def _described(name: str, file: Path) -> Shard:

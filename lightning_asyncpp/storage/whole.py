@@ -1,10 +1,7 @@
-"""A checkpoint in one file, with a checksum at its end.
+"""A checkpoint in one file of ``torch.save``, with a checksum of all of it at its end.
 
-A checksum of all of a file of ``torch.save``, at its end, where whoever reads zip archives expects a comment.
-
-The archive has checksums of its own, but of what it holds alone: not of its lists of what is where, nor of padding.
-
-A checkpoint in one file.
+It stands where whoever reads zip archives expects a comment. The archive has checksums of its own, but of what it holds
+alone: not of its lists of what is where, nor of padding.
 """
 
 from __future__ import annotations
@@ -31,7 +28,64 @@ _MARK_BYTES = len(_MARK % 0)
 _END_BYTES, _END = 22, b"PK\5\6"  # of a zip archive without a comment; its last two bytes are the length of one
 _LENGTH = struct.pack("<H", _MARK_BYTES)
 _READ_BYTES = 2**20
+_ARCHIVE, _PICKLE = b"PK\3\4", b"\x80"
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
 Done = Callable[[int], object]
+
+
+def save_file(content: Any, path: Path, done: Done = lambda num_bytes: None) -> None:
+    """Write a checkpoint; a file of that name stays as it is until the new one is complete and on the disk.
+
+    Args:
+        content: what ``torch.save`` takes.
+        path: the file; its folder is made.
+        done: called with numbers of bytes, as they are written.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with written_beside(path) as partial:
+        write_sealed(content, partial, done)
+
+
+def load_file(path: Path, weights_only: bool | None = None, map_location: Any = "cpu") -> Any:
+    """Read a checkpoint; its tensors are mapped into memory, and copied when they are used.
+
+    Args:
+        path: the file.
+        weights_only: False runs code that the file may hold; anything else refuses it.
+        map_location: as in ``torch.load``.
+
+    Raises:
+        StorageError: it is none, is damaged, or holds code.
+    """
+    if not path.exists():
+        raise missing(path)
+    safe = weights_only is not False
+    try:
+        return torch.load(path, map_location=map_location, weights_only=safe, mmap=_is_archive(path) or None)
+    except Exception as error:  # a damaged file may be taken for any sequence of the unpickler's instructions
+        raise unreadable_file(path, error) from error
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Write a file or a folder under another name, and give it its own at the end; nothing is left behind otherwise.
+
+    Raises:
+        StorageError: what runs inside fails to write, the renaming fails, or ``path`` is a folder of something else.
+    """
+    partial = beside(path)
+    try:
+        make_folder(path.parent)
+        remove_leftovers(path)
+        check_replaceable(path)
+        yield partial
+        replace_durably(partial, path)
+    except (OSError, RuntimeError) as error:
+        raise not_written(path, error) from error
+    finally:
+        remove(partial)
 
 
 def write_sealed(content: Any, path: Path, done: Done = lambda num_bytes: None) -> None:
@@ -84,107 +138,12 @@ def damage_of(path: Path) -> str:
     return "" if entry is None else f"its entry {entry} differs from its CRC-32"
 
 
-def _differs(found: bytes, written: bytes) -> str:
-    return f"its CRC-32 is {found.decode()}, and was {written.decode()} when it was written"
-
-
-def _sum_of(file: BinaryIO, size: int) -> int:
-    """CRC-32 of a file's beginning, and the length of no comment."""
-    file.seek(0)
-    value = 0
-    while size > 0 and (block := file.read(min(_READ_BYTES, size))):
-        value = zlib.crc32(block, value)
-        size -= len(block)
-    return zlib.crc32(bytes(len(_LENGTH)), value)
-
-
-class _Summed:
-    """Keeps the CRC-32 of what is written, and the first error."""
-
-    def __init__(self, file: BinaryIO, done: Done) -> None:
-        self._file, self._done = file, done
-        self.crc32 = 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            written = self._file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self._done(written)
-        return written
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-_ARCHIVE, _PICKLE = b"PK\3\4", b"\x80"
-_COLOURS = re.compile("\x1b\\[[0-9;]*m")
-
-
-def save_file(content: Any, path: Path, done: Done = lambda num_bytes: None) -> None:
-    """Write a checkpoint; a file of that name stays as it is until the new one is complete and on the disk.
-
-    Args:
-        content: what ``torch.save`` takes.
-        path: the file; its folder is made.
-        done: called with numbers of bytes, as they are written.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    with written_beside(path) as partial:
-        write_sealed(content, partial, done)
-
-
-@contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
-    """Write a file or a folder under another name, and give it its own at the end; nothing is left behind otherwise.
-
-    Raises:
-        StorageError: what runs inside fails to write, the renaming fails, or ``path`` is a folder of something else.
-    """
-    partial = beside(path)
-    try:
-        make_folder(path.parent)
-        remove_leftovers(path)
-        check_replaceable(path)
-        yield partial
-        replace_durably(partial, path)
-    except (OSError, RuntimeError) as error:
-        raise not_written(path, error) from error
-    finally:
-        remove(partial)
-
-
 def not_written(path: Path, error: BaseException) -> StorageError:
     """The error to raise where a checkpoint could not be written."""
     reason = next(iter(str(error).strip().splitlines()), repr(error))
     kind = "" if isinstance(error, StorageError) else f"{type(error).__name__}: "
     before = "; what has that name is as complete as it was" if os.path.lexists(path) else ""
     return StorageError(f"the checkpoint {path} could not be written: {kind}{reason}{before}")
-
-
-def load_file(path: Path, weights_only: bool | None = None, map_location: Any = "cpu") -> Any:
-    """Read a checkpoint; its tensors are mapped into memory, and copied when they are used.
-
-    Args:
-        path: the file.
-        weights_only: False runs code that the file may hold; anything else refuses it.
-        map_location: as in ``torch.load``.
-
-    Raises:
-        StorageError: it is none, is damaged, or holds code.
-    """
-    if not path.exists():
-        raise missing(path)
-    safe = weights_only is not False
-    try:
-        return torch.load(path, map_location=map_location, weights_only=safe, mmap=_is_archive(path) or None)
-    except Exception as error:  # a damaged file may be taken for any sequence of the unpickler's instructions
-        raise unreadable_file(path, error) from error
 
 
 def missing(path: Path) -> StorageError:
@@ -213,6 +172,42 @@ def unreadable_file(path: Path, error: BaseException) -> StorageError:
     if reason := _looks_wrong(path):
         return StorageError(f"{path} is damaged or no checkpoint: {reason}")
     return unreadable(path, error)
+
+
+class _Summed:
+    """Keeps the CRC-32 of what is written, and the first error."""
+
+    def __init__(self, file: BinaryIO, done: Done) -> None:
+        self._file, self._done = file, done
+        self.crc32 = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self._done(written)
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _differs(found: bytes, written: bytes) -> str:
+    return f"its CRC-32 is {found.decode()}, and was {written.decode()} when it was written"
+
+
+def _sum_of(file: BinaryIO, size: int) -> int:
+    """CRC-32 of a file's beginning, and the length of no comment."""
+    file.seek(0)
+    value = 0
+    while size > 0 and (block := file.read(min(_READ_BYTES, size))):
+        value = zlib.crc32(block, value)
+        size -= len(block)
+    return zlib.crc32(bytes(len(_LENGTH)), value)
 
 
 def _is_archive(path: Path) -> bool:

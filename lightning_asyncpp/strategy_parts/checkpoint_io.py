@@ -1,8 +1,6 @@
 """How Lightning's strategies write and read checkpoints of ours: whole or not at all, and without running code.
 
-How Lightning's strategies write and read checkpoints of ours: whole or not at all, and without running code.
-
-Whether a checkpoint is what was written, before anything is taken from it.
+Before anything is taken from one, it is compared with its checksums.
 """
 
 from __future__ import annotations

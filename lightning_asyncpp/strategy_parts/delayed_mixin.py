@@ -13,7 +13,7 @@ from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.partition_choice import Example, can_be_cut, choose_partition
-from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
+from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.errors import ConfigurationError

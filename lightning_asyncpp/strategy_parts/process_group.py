@@ -1,11 +1,9 @@
-"""How a strategy starts the process group of a run: its store, a start again by torchrun, and GPUs that are shared.
+"""How a strategy starts the process group of a run: on which backend, and again after a restart by torchrun.
 
-The process group of a run that torchrun started again.
+NCCL refuses several stages on one GPU, and a GPU with one queue for all that runs is slow.
 
 torchrun's agent serves one key-value store to all attempts, in which torch looks for the addresses of the ranks: it
 finds those of processes that are gone, and waits for them (https://github.com/pytorch/pytorch/issues/135712).
-
-What GPUs allow: several stages on one, which NCCL refuses, and one queue for all that runs, which slows.
 """
 
 from __future__ import annotations
@@ -19,40 +17,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-
-
-def join_again(backend: str, device: torch.device, timeout: timedelta | None) -> None:
-    """Make the default group under keys of its own, if torchrun started this process again on a single machine.
-
-    Agents of several machines count restarts each for itself; there they must not share their store
-    (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``).
-
-    Args:
-        backend: of the group.
-        device: of this rank.
-        timeout: of blocking communication; default: torch's.
-    """
-    environment = os.environ
-    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
-    if dist.is_initialized() or not (restarts and shares_store and alone):
-        return
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
-    own = dist.PrefixStore(f"restart_{restarts}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        backend, timeout=timeout, world_size=int(environment["WORLD_SIZE"]), rank=int(environment["RANK"]), store=own,
-        device_id=device if "nccl" in backend else None,
-    )  # fmt: skip
-    if "nccl" in backend:
-        atexit.register(_leave)  # as Lightning does
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
 
 QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -98,3 +62,36 @@ def queue_warning(device: torch.device, connections: str | None) -> str | None:
         f"{QUEUES_VARIABLE}=1 gives a GPU one queue, in which messages between stages and what is computed wait"
         " for each other: unset it, unless something else here needs it (Megatron's tensor parallelism does)"
     )
+
+
+def join_again(backend: str, device: torch.device, timeout: timedelta | None) -> None:
+    """Make the default group under keys of its own, if torchrun started this process again on a single machine.
+
+    Agents of several machines count restarts each for itself; there they must not share their store
+    (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``).
+
+    Args:
+        backend: of the group.
+        device: of this rank.
+        timeout: of blocking communication; default: torch's.
+    """
+    environment = os.environ
+    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+    if dist.is_initialized() or not (restarts and shares_store and alone):
+        return
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"restart_{restarts}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend, timeout=timeout, world_size=int(environment["WORLD_SIZE"]), rank=int(environment["RANK"]), store=own,
+        device_id=device if "nccl" in backend else None,
+    )  # fmt: skip
+    if "nccl" in backend:
+        atexit.register(_leave)  # as Lightning does
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

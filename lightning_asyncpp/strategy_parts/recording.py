@@ -1,8 +1,6 @@
-"""Recording a part of a training on every rank, for several readers of one engine.
+"""Records a part of a training on every rank: from one mini-batch to another, waits for the loader included.
 
-Several readers of what one engine does: the first makes it record, the last lets it stop.
-
-Records a part of a training on every rank: from one mini-batch to another, waits for the loader included.
+An engine may have several readers: the first makes it record, the last lets it stop.
 """
 
 from __future__ import annotations
@@ -29,26 +27,6 @@ from lightning_asyncpp.pipeline.recording.trace import Beside, Follower, Recorde
 from lightning_asyncpp.pipeline.recording.trace_file import PATTERN, Meta, SpanFile, file_name
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import is_whole
-
-
-def follow(engine: Engine) -> Follower:
-    """Let an engine record from here on, if it does not do so yet, and read along.
-
-    The engine stops to record when the last such reader is closed; a trace that somebody else put there stays.
-    """
-    runner = engine.runner
-    trace = runner.trace
-    if trace is None:
-        trace = runner.trace = Trace(engine.mesh.stage, keep=False, clock=runner.clock)
-    follower = trace.follow()
-
-    def stop() -> None:
-        if runner.trace is trace and not trace.keep and not trace.is_followed:
-            runner.trace = None
-
-    follower.on_close = stop
-    return follower
-
 
 WRITE_EVERY = 0.25
 """Seconds between two writes: what a killed run may lose."""
@@ -243,6 +221,33 @@ class Recorder:
         return file
 
 
+def follow(engine: Engine) -> Follower:
+    """Let an engine record from here on, if it does not do so yet, and read along.
+
+    The engine stops to record when the last such reader is closed; a trace that somebody else put there stays.
+    """
+    runner = engine.runner
+    trace = runner.trace
+    if trace is None:
+        trace = runner.trace = Trace(engine.mesh.stage, keep=False, clock=runner.clock)
+    follower = trace.follow()
+
+    def stop() -> None:
+        if runner.trace is trace and not trace.keep and not trace.is_followed:
+            runner.trace = None
+
+    follower.on_close = stop
+    return follower
+
+
+def unused(folder: Path) -> Path:
+    """``folder`` itself, or with the first number behind its name under which nothing was recorded yet."""
+    number, free = 2, folder
+    while any(free.glob(PATTERN)):
+        free, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    return free
+
+
 def _close(reference: weakref.ref[Recorder]) -> None:
     if (recorder := reference()) is not None:
         recorder.close()
@@ -253,11 +258,3 @@ def _package_version() -> str:
         return metadata.version("lightning-asyncpp")
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def unused(folder: Path) -> Path:
-    """``folder`` itself, or with the first number behind its name under which nothing was recorded yet."""
-    number, free = 2, folder
-    while any(free.glob(PATTERN)):
-        free, number = folder.with_name(f"{folder.name}-{number}"), number + 1
-    return free

@@ -1,8 +1,6 @@
-"""A loader that goes on after a checkpoint's last batch, and the order in which samplers draw.
+"""A training loader that goes on where a checkpoint was: with the batch after the last one that was trained on.
 
-What orders the training data: the samplers of a loader, and the one that the Trainer puts around them.
-
-A training loader that goes on where a checkpoint was: with the batch after the last one that was trained on.
+What orders the data are the loader's samplers, and the one that the Trainer puts around them.
 """
 
 from __future__ import annotations
@@ -22,151 +20,9 @@ from lightning_asyncpp.data.replica import classes_of_litdata, leave_where_it_wa
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 
-_END = object()
-
-
-def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
-    """Let a ``StatefulDataLoader(shuffle=True)`` be shuffled as Lightning shuffles a ``DataLoader(shuffle=True)``.
-
-    Lightning replaces torch's random sampler by one whose order follows from the epoch, but puts torchdata's into a
-    wrapper, which hides from the loader where the sampler is: the loader could not go on in the middle of an epoch.
-
-    Args:
-        loader: of training data, with the sampler that Lightning chose.
-        shuffle: whether it is shuffled; None: as the Trainer chose, where Fabric takes torchdata's for one that is not.
-    """
-    wrapper = wrapper_of(loader)
-    if wrapper is None or not _shuffles(_inside(wrapper)):
-        return
-    shuffled = wrapper.shuffle if shuffle is None else shuffle
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        loader.dataset, wrapper.num_replicas, wrapper.rank, shuffled, wrapper.seed, wrapper.drop_last
-    )
-    loader.batch_sampler.sampler = sampler
-
-
-def wrapper_of(loader: Any) -> DistributedSamplerWrapper | None:
-    """The Trainer's sampler around a sampler of the loader's own, which does not say where that one is."""
-    # A class of batches that is not torch's keeps the sampler to itself, and the loader shows another one.
-    for owner in (loader, getattr(loader, "batch_sampler", None)):
-        if isinstance(sampler := getattr(owner, "sampler", None), DistributedSamplerWrapper):
-            return sampler
-    return None
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the samplers of a loader, which order the data by it, the number of the epoch."""
-    for owner in (loader, getattr(loader, "batch_sampler", None)):
-        if callable(tell := getattr(getattr(owner, "sampler", None), "set_epoch", None)):
-            tell(epoch)
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators of random numbers that a loader and its samplers were given, each once."""
-    found = (getattr(owner, "generator", None) for owner in _owners(loader))
-    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
-
-
-def draws_at_once(loader: Any) -> bool:
-    """Whether a loader that goes on in an epoch has drawn what orders it as soon as it is iterated."""
-    return is_torchdatas(loader) and is_torchdatas(getattr(loader, "batch_sampler", None)) and not loader.num_workers
-
-
-def draws_unseen(loader: Any) -> bool:
-    """Whether a loader of torchdata's would order an epoch in which it goes on anew, from the process's generator.
-
-    Its own samplers of batches repeat what they drew before anything else is drawn; others do it with the first batch.
-    """
-    batches = getattr(loader, "batch_sampler", None)
-    if batches is None or not is_torchdatas(loader) or is_torchdatas(batches) or hasattr(batches, "state_dict"):
-        return False
-    return any(getattr(owner, "generator", _END) is None for owner in (batches, getattr(batches, "sampler", None)))
-
-
-def is_torchdatas(thing: Any) -> bool:
-    """Whether it is of a class of torchdata's, or of one that comes from there."""
-    return any(kind.__module__.partition(".")[0] == "torchdata" for kind in type(thing).__mro__)
-
-
-def _owners(loader: Any) -> Iterator[Any]:
-    batches = getattr(loader, "batch_sampler", None)
-    yield from (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))
-    if (wrapper := wrapper_of(loader)) is not None:
-        yield _inside(wrapper)
-
-
-def _inside(wrapper: DistributedSamplerWrapper) -> Any:
-    return required(wrapper.dataset, "_sampler", "find the training data's own sampler")
-
-
-def _shuffles(sampler: Any) -> bool:
-    kind = type(sampler)
-    is_torchdatas = kind.__module__.partition(".")[0] == "torchdata" and kind.__name__ == "RandomSampler"
-    return is_torchdatas and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-
-
 COMBINED_GOES_ON = RequirementCache("litdata>=0.2.76")
 """Older ones count twice what a resumed ``CombinedStreamingDataset`` has read."""
-
-
-def is_stateful(loader: object) -> bool:
-    """Whether a loader can say where it is, and go on from there."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def problems_with_workers(loader: Any, state: Mapping[str, Any]) -> list[str]:
-    """Why a loader cannot take up what another number of worker processes left.
-
-    Args:
-        loader: of this replica.
-        state: of a :class:`ResumableLoader` around such a loader.
-    """
-    if state.get("loader") is None or not is_torchdatas(loader):
-        return []
-    if loader.num_workers == state.get("workers", loader.num_workers):
-        return []
-    return [
-        f"the training loader has num_workers={loader.num_workers}, and torchdata's loader goes on with as many as it"
-        f" had when the checkpoint was written: {state['workers']}"
-    ]
-
-
-def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
-    """Why a loader cannot go on in the middle of an epoch.
-
-    Args:
-        loader: of this replica.
-        state: of a :class:`ResumableLoader` around such a loader.
-    """
-    if not is_stateful(loader):
-        return [
-            f"a {type(loader).__name__} cannot go on in the middle of an epoch: batches would be seen twice; use a"
-            " loader with a state, such as torchdata's StatefulDataLoader, litdata's StreamingDataLoader or"
-            " TextDataModule"
-        ]
-    if wrapper_of(loader) is not None:
-        return [
-            "the sampler of the training loader, around which Lightning put its own, does not say where it was; give"
-            " the loader torchdata's StatefulDistributedSampler, or Lightning use_distributed_sampler=False"
-        ]
-    is_combined = isinstance(getattr(loader, "dataset", None), classes_of_litdata("CombinedStreamingDataset"))
-    if is_combined and not COMBINED_GOES_ON:
-        return [
-            f"litdata's CombinedStreamingDataset does not go on where it was: install {COMBINED_GOES_ON.requirement}"
-        ]
-    if is_combined and loader.num_workers > 1:
-        return [
-            "litdata's CombinedStreamingDataset does not go on where it was with several worker processes; give its"
-            " loader num_workers=1 or 0"
-        ]
-    if draws_unseen(loader):
-        return [
-            "the batch sampler of the training loader would order the rest of the epoch anew, with random numbers that"
-            " nothing repeats; give the sampler in it a generator, or give the loader the sampler and a batch_size"
-        ]
-    if state.get("loader") is None:
-        return ["the checkpoint does not say where the loader of the training data was"]
-    return []
+_END = object()
 
 
 class ResumableLoader(LoaderInFront):
@@ -326,3 +182,143 @@ class ResumableLoader(LoaderInFront):
             "workers": getattr(self.loader, "num_workers", 0),
             "loader": state,
         }
+
+
+def is_stateful(loader: object) -> bool:
+    """Whether a loader can say where it is, and go on from there."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def problems_with_workers(loader: Any, state: Mapping[str, Any]) -> list[str]:
+    """Why a loader cannot take up what another number of worker processes left.
+
+    Args:
+        loader: of this replica.
+        state: of a :class:`ResumableLoader` around such a loader.
+    """
+    if state.get("loader") is None or not is_torchdatas(loader):
+        return []
+    if loader.num_workers == state.get("workers", loader.num_workers):
+        return []
+    return [
+        f"the training loader has num_workers={loader.num_workers}, and torchdata's loader goes on with as many as it"
+        f" had when the checkpoint was written: {state['workers']}"
+    ]
+
+
+def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
+    """Why a loader cannot go on in the middle of an epoch.
+
+    Args:
+        loader: of this replica.
+        state: of a :class:`ResumableLoader` around such a loader.
+    """
+    if not is_stateful(loader):
+        return [
+            f"a {type(loader).__name__} cannot go on in the middle of an epoch: batches would be seen twice; use a"
+            " loader with a state, such as torchdata's StatefulDataLoader, litdata's StreamingDataLoader or"
+            " TextDataModule"
+        ]
+    if wrapper_of(loader) is not None:
+        return [
+            "the sampler of the training loader, around which Lightning put its own, does not say where it was; give"
+            " the loader torchdata's StatefulDistributedSampler, or Lightning use_distributed_sampler=False"
+        ]
+    is_combined = isinstance(getattr(loader, "dataset", None), classes_of_litdata("CombinedStreamingDataset"))
+    if is_combined and not COMBINED_GOES_ON:
+        return [
+            f"litdata's CombinedStreamingDataset does not go on where it was: install {COMBINED_GOES_ON.requirement}"
+        ]
+    if is_combined and loader.num_workers > 1:
+        return [
+            "litdata's CombinedStreamingDataset does not go on where it was with several worker processes; give its"
+            " loader num_workers=1 or 0"
+        ]
+    if draws_unseen(loader):
+        return [
+            "the batch sampler of the training loader would order the rest of the epoch anew, with random numbers that"
+            " nothing repeats; give the sampler in it a generator, or give the loader the sampler and a batch_size"
+        ]
+    if state.get("loader") is None:
+        return ["the checkpoint does not say where the loader of the training data was"]
+    return []
+
+
+def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
+    """Let a ``StatefulDataLoader(shuffle=True)`` be shuffled as Lightning shuffles a ``DataLoader(shuffle=True)``.
+
+    Lightning replaces torch's random sampler by one whose order follows from the epoch, but puts torchdata's into a
+    wrapper, which hides from the loader where the sampler is: the loader could not go on in the middle of an epoch.
+
+    Args:
+        loader: of training data, with the sampler that Lightning chose.
+        shuffle: whether it is shuffled; None: as the Trainer chose, where Fabric takes torchdata's for one that is not.
+    """
+    wrapper = wrapper_of(loader)
+    if wrapper is None or not _shuffles(_inside(wrapper)):
+        return
+    shuffled = wrapper.shuffle if shuffle is None else shuffle
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        loader.dataset, wrapper.num_replicas, wrapper.rank, shuffled, wrapper.seed, wrapper.drop_last
+    )
+    loader.batch_sampler.sampler = sampler
+
+
+def wrapper_of(loader: Any) -> DistributedSamplerWrapper | None:
+    """The Trainer's sampler around a sampler of the loader's own, which does not say where that one is."""
+    # A class of batches that is not torch's keeps the sampler to itself, and the loader shows another one.
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        if isinstance(sampler := getattr(owner, "sampler", None), DistributedSamplerWrapper):
+            return sampler
+    return None
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers of a loader, which order the data by it, the number of the epoch."""
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        if callable(tell := getattr(getattr(owner, "sampler", None), "set_epoch", None)):
+            tell(epoch)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators of random numbers that a loader and its samplers were given, each once."""
+    found = (getattr(owner, "generator", None) for owner in _owners(loader))
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
+def draws_at_once(loader: Any) -> bool:
+    """Whether a loader that goes on in an epoch has drawn what orders it as soon as it is iterated."""
+    return is_torchdatas(loader) and is_torchdatas(getattr(loader, "batch_sampler", None)) and not loader.num_workers
+
+
+def draws_unseen(loader: Any) -> bool:
+    """Whether a loader of torchdata's would order an epoch in which it goes on anew, from the process's generator.
+
+    Its own samplers of batches repeat what they drew before anything else is drawn; others do it with the first batch.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is None or not is_torchdatas(loader) or is_torchdatas(batches) or hasattr(batches, "state_dict"):
+        return False
+    return any(getattr(owner, "generator", _END) is None for owner in (batches, getattr(batches, "sampler", None)))
+
+
+def is_torchdatas(thing: Any) -> bool:
+    """Whether it is of a class of torchdata's, or of one that comes from there."""
+    return any(kind.__module__.partition(".")[0] == "torchdata" for kind in type(thing).__mro__)
+
+
+def _owners(loader: Any) -> Iterator[Any]:
+    batches = getattr(loader, "batch_sampler", None)
+    yield from (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    if (wrapper := wrapper_of(loader)) is not None:
+        yield _inside(wrapper)
+
+
+def _inside(wrapper: DistributedSamplerWrapper) -> Any:
+    return required(wrapper.dataset, "_sampler", "find the training data's own sampler")
+
+
+def _shuffles(sampler: Any) -> bool:
+    kind = type(sampler)
+    is_torchdatas = kind.__module__.partition(".")[0] == "torchdata" and kind.__name__ == "RandomSampler"
+    return is_torchdatas and not sampler.replacement and sampler.num_samples == len(sampler.data_source)

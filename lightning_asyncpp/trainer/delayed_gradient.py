@@ -20,7 +20,7 @@ from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.partition_choice import Example
-from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
+from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.steps import OneGradient, StepGuard
 from lightning_asyncpp.pipeline.randomness import derive

@@ -32,6 +32,9 @@ from lightning_asyncpp.pipeline.optimizers.by_position import (
 )
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
 
+_left_behind: WeakSet[nn.Module] = WeakSet()
+_hooked: WeakSet[nn.Module] = WeakSet()
+
 
 def modules_example(
     module: LightningModule, network: nn.Module, micro_batches: int, precision: Precision, device: device
@@ -119,10 +122,6 @@ def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
         yield
     finally:
         module.model = network
-
-
-_left_behind: WeakSet[nn.Module] = WeakSet()
-_hooked: WeakSet[nn.Module] = WeakSet()
 
 
 def warn_of_state_dict(module: LightningModule) -> None:

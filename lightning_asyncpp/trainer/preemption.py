@@ -1,10 +1,7 @@
 """A run that is told to end by a signal: what is saved, its exit code, and whether SLURM starts it again.
 
-The requeue of a SLURM job whose run was ended by the signal that announces the end of its time.
-
-A run that is told to end: by which signal, what is saved, with which exit code it ends.
-
-The same end on a signal for a strategy whose ranks run whole models, in Lightning's own loops.
+A pipeline's conductor asks :class:`Preemption` itself; :class:`StopOnSignal` ends a run in the same way where ranks run
+whole models, in Lightning's own loops.
 """
 
 from __future__ import annotations
@@ -30,36 +27,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.loop_state import ResumedLoops, mark_validation_as_outstanding
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
-
-
-def requeue_signal(trainer: L.Trainer) -> int | None:
-    """The signal upon which the job is to be requeued; None if it is not, or this is no SLURM job."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-        return environment.requeue_signal
-    return None
-
-
-def requeue_job() -> None:
-    """Put this job into the queue again (``scontrol requeue``); call it on one rank, when everything is saved.
-
-    What goes wrong is a warning: the checkpoint is there.
-    """
-    job = os.environ.get("SLURM_JOB_ID", "")
-    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
-        job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
-    if not re.fullmatch(r"[0-9]+(_[0-9]+)?", job):
-        rank_zero_warn(f"the job is not requeued: SLURM_JOB_ID={job!r} is no number of a job")
-        return
-    try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
-    except OSError as error:
-        rank_zero_warn(f"job {job} is not requeued: scontrol cannot be run ({error})")
-        return
-    if done.returncode:
-        rank_zero_warn(f"job {job} is not requeued: scontrol ended with {done.returncode}: {done.stderr.strip()}")
-    else:
-        rank_zero_info(f"Requeued job {job}")
 
 
 class Preemption:
@@ -132,52 +99,6 @@ class Preemption:
         return path
 
 
-def save_last(trainer: L.Trainer) -> str | None:
-    """Write the checkpoint that ``ckpt_path="last"`` finds; a collective call.
-
-    Returns:
-        Its path; None if no callback says where.
-    """
-    full = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and not c.save_weights_only]
-    keeping = [callback for callback in full if callback.save_last]
-    on_exception = [c for c in trainer.checkpoint_callbacks if isinstance(c, OnExceptionCheckpoint)]
-    if on_exception and not keeping:
-        return on_exception[0].ckpt_path  # which it writes itself, after this
-    for callback in keeping or full:
-        return private.save_last_checkpoint(trainer, callback)
-    return None
-
-
-def save_nothing_on_exception(trainer: L.Trainer) -> None:
-    """Keep callbacks from saving a run that failed: they would wait for ranks that do not answer, and hide why."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
-            rank_zero_info(f"{type(callback).__name__} saves nothing: the ranks of a failed pipeline do not answer")
-            callback.on_exception = _do_nothing  # type: ignore[method-assign, assignment]
-
-
-def save_on_exception_again(trainer: L.Trainer) -> None:
-    """Undo :func:`save_nothing_on_exception` for another run."""
-    for callback in trainer.checkpoint_callbacks:
-        if vars(callback).get("on_exception") is _do_nothing:
-            del callback.on_exception
-
-
-def _do_nothing(*_: Any) -> None:
-    """What is called on an exception."""
-
-
-def exit_code(trainer: L.Trainer, signum: int) -> int:
-    """What a process ends with whose run a signal ended: 128 + its number, as shells have it.
-
-    Lightning's launcher kills what still runs once a process that it launched ends with an error, although the first
-    one, whose code is the run's, may still be writing logs: those end with 0.
-    """
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
-    return 0 if launched else 128 + signum
-
-
 class StopOnSignal(Callback):
     """Ends a run on SIGTERM or SIGUSR1 as the pipeline strategies do.
 
@@ -242,3 +163,79 @@ class StopOnSignal(Callback):
         if trainer.world_size > 1:
             received = trainer.strategy.all_gather(received)
         return [int(number) for number in received.flatten().tolist()]
+
+
+def save_last(trainer: L.Trainer) -> str | None:
+    """Write the checkpoint that ``ckpt_path="last"`` finds; a collective call.
+
+    Returns:
+        Its path; None if no callback says where.
+    """
+    full = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and not c.save_weights_only]
+    keeping = [callback for callback in full if callback.save_last]
+    on_exception = [c for c in trainer.checkpoint_callbacks if isinstance(c, OnExceptionCheckpoint)]
+    if on_exception and not keeping:
+        return on_exception[0].ckpt_path  # which it writes itself, after this
+    for callback in keeping or full:
+        return private.save_last_checkpoint(trainer, callback)
+    return None
+
+
+def save_nothing_on_exception(trainer: L.Trainer) -> None:
+    """Keep callbacks from saving a run that failed: they would wait for ranks that do not answer, and hide why."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+            rank_zero_info(f"{type(callback).__name__} saves nothing: the ranks of a failed pipeline do not answer")
+            callback.on_exception = _do_nothing  # type: ignore[method-assign, assignment]
+
+
+def save_on_exception_again(trainer: L.Trainer) -> None:
+    """Undo :func:`save_nothing_on_exception` for another run."""
+    for callback in trainer.checkpoint_callbacks:
+        if vars(callback).get("on_exception") is _do_nothing:
+            del callback.on_exception
+
+
+def exit_code(trainer: L.Trainer, signum: int) -> int:
+    """What a process ends with whose run a signal ended: 128 + its number, as shells have it.
+
+    Lightning's launcher kills what still runs once a process that it launched ends with an error, although the first
+    one, whose code is the run's, may still be writing logs: those end with 0.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
+    return 0 if launched else 128 + signum
+
+
+def requeue_signal(trainer: L.Trainer) -> int | None:
+    """The signal upon which the job is to be requeued; None if it is not, or this is no SLURM job."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return environment.requeue_signal
+    return None
+
+
+def requeue_job() -> None:
+    """Put this job into the queue again (``scontrol requeue``); call it on one rank, when everything is saved.
+
+    What goes wrong is a warning: the checkpoint is there.
+    """
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    if not re.fullmatch(r"[0-9]+(_[0-9]+)?", job):
+        rank_zero_warn(f"the job is not requeued: SLURM_JOB_ID={job!r} is no number of a job")
+        return
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+    except OSError as error:
+        rank_zero_warn(f"job {job} is not requeued: scontrol cannot be run ({error})")
+        return
+    if done.returncode:
+        rank_zero_warn(f"job {job} is not requeued: scontrol ended with {done.returncode}: {done.stderr.strip()}")
+    else:
+        rank_zero_info(f"Requeued job {job}")
+
+
+def _do_nothing(*_: Any) -> None:
+    """What is called on an exception."""

@@ -1,9 +1,4 @@
-"""Configurations of a Trainer that cannot be run right, each with the mend; all are found before training starts.
-
-Configurations of a Trainer that cannot be run right, each with the mend; all are found before training starts.
-
-What a module and a Trainer ask for that a delayed gradient cannot do, each with the mend.
-"""
+"""Configurations of a Trainer that cannot be run right, each with the mend; all are found before training starts."""
 
 from __future__ import annotations
 
@@ -35,6 +30,20 @@ from lightning_asyncpp.pipeline.settings import problems_of_precision, problems_
 from lightning_asyncpp.pipeline.step.own_gradients import parameter_hook_problems
 from lightning_asyncpp.trainer import private
 
+ONE_OPTIMIZER = (
+    "configure_optimizers returned more than one optimizer (multiple optimizers): a pipeline has exactly one update per"
+    " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
+)
+NOTHING_OF_THIS_STAGE = (
+    "configure_optimizers gave the optimizer no parameter of this stage: give it all of self.parameters(), and freeze"
+    " those that are not to be trained (requires_grad_(False))"
+)
+NOTHING_TO_STEP = (
+    "optimizer.step() came without a gradient: no closure has run since the step before; a pipeline applies every"
+    " gradient once, so call optimizer.step(closure=optimizer_closure), or the closure first"
+)
+# What errors of torch and Lightning say, and what is meant.
+OPTIMIZER_ERRORS = (("multiple optimizers", ONE_OPTIMIZER), ("empty parameter list", NOTHING_OF_THIS_STAGE))
 _CALLBACKS: tuple[tuple[type, str], ...] = (
     (StochasticWeightAveraging, "it averages a whole model and swaps weights, but each rank holds one stage"),
     (ModelPruning, "it rewrites parameters while two versions of them are alive"),
@@ -63,16 +72,6 @@ def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> lis
             " and not the weights that are validated; leave weight_dtype out"
         )
     return problems + _callback_problems(trainer)
-
-
-def _callback_problems(trainer: L.Trainer) -> list[str]:
-    problems = []
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for refused, reason in _CALLBACKS:
-            if isinstance(callback, refused):
-                problems.append(f"{type(callback).__name__} cannot work under a pipeline: {reason}; leave it out")
-                break
-    return problems
 
 
 def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -> list[str]:
@@ -138,23 +137,6 @@ def without_gradients(module: LightningModule, callbacks: Sequence[L.Callback]) 
     ]
 
 
-ONE_OPTIMIZER = (
-    "configure_optimizers returned more than one optimizer (multiple optimizers): a pipeline has exactly one update per"
-    " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
-)
-
-NOTHING_OF_THIS_STAGE = (
-    "configure_optimizers gave the optimizer no parameter of this stage: give it all of self.parameters(), and freeze"
-    " those that are not to be trained (requires_grad_(False))"
-)
-NOTHING_TO_STEP = (
-    "optimizer.step() came without a gradient: no closure has run since the step before; a pipeline applies every"
-    " gradient once, so call optimizer.step(closure=optimizer_closure), or the closure first"
-)
-# What errors of torch and Lightning say, and what is meant.
-OPTIMIZER_ERRORS = (("multiple optimizers", ONE_OPTIMIZER), ("empty parameter list", NOTHING_OF_THIS_STAGE))
-
-
 def optimizer_problems(optimizers: Sequence[Optimizer], module: LightningModule) -> list[str]:
     """What configure_optimizers returned that one update per mini-batch cannot use."""
     if len(optimizers) > 1:
@@ -193,3 +175,13 @@ def delayed_problems(settings: DelaySettings, module: LightningModule, trainer: 
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         problems.append("training_step(dataloader_iter) cannot be given micro-batches: take a batch")
     return problems + problems_of_reduction(getattr(module, "loss_reduction", "mean"))
+
+
+def _callback_problems(trainer: L.Trainer) -> list[str]:
+    problems = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for refused, reason in _CALLBACKS:
+            if isinstance(callback, refused):
+                problems.append(f"{type(callback).__name__} cannot work under a pipeline: {reason}; leave it out")
+                break
+    return problems

@@ -1,8 +1,6 @@
-"""Nested batches and outputs: walking over their tensors, and joining those of micro-batches.
+"""Nested batches and outputs: walking over their tensors, and joining what a step returned for micro-batches.
 
-Nested batches and outputs: walking over their tensors.
-
-Joining what a step returned for the micro-batches of a batch into what it would have returned for the batch.
+What is joined is what the step would have returned for the whole batch.
 """
 
 from __future__ import annotations
@@ -16,6 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
@@ -75,17 +75,6 @@ def children_of(tree: Any) -> list[Any]:
     return []
 
 
-def _like_mapping(tree: Mapping, items: dict) -> Any:
-    # A subclass whose constructor takes no mapping (a default dict, a batch class with its own) falls back to a dict.
-    try:
-        return type(tree)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items
-
-
-T = TypeVar("T")
-
-
 def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
     """Join the results of the micro-batches, in their order.
 
@@ -114,6 +103,14 @@ def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
         if all(isinstance(result, kind) for result in results):
             return merge(results, weights)
     return list(results)
+
+
+def _like_mapping(tree: Mapping, items: dict) -> Any:
+    # A subclass whose constructor takes no mapping (a default dict, a batch class with its own) falls back to a dict.
+    try:
+        return type(tree)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
 
 
 def _merge_tensors(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor | list[Tensor]:

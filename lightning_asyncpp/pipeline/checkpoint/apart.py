@@ -1,11 +1,7 @@
-"""What every stage has of its own beside weights and optimizer, and how it comes into a checkpoint and back.
-
-What every stage has of its own beside weights and optimizer, such as an average of weights in a callback's state.
+"""What every stage has of its own beside weights and optimizer, such as an average of weights in a callback's state.
 
 A checkpoint holds it as one process would write it: mappings of all stages are united by their keys. Beside that it has
 the difference between what is united and what each stage had, from which the same stages get back exactly their own.
-
-Brings what stages keep apart beside weights and optimizers into a checkpoint; see the module ``apart`` beside it.
 """
 
 from __future__ import annotations
@@ -26,13 +22,13 @@ from lightning_asyncpp.pipeline.checkpoint.gathering import gather_stages
 from lightning_asyncpp.pipeline.ranks.agreement import exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 
+APART = "apart"
+"""Entry of the pipeline's part of a checkpoint that holds the differences."""
+KEYS, BELOW, VALUE = "keys", "below", "value"
 _PLAIN = (str, int, float, bool, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _READABLE = (enum.Enum, PurePath, timedelta, date, time, np.generic, set, frozenset)
 _OPAQUE, _ARRAY = "__of_another_process__", "__array__"
 _MISSING = object()
-APART = "apart"
-"""Entry of the pipeline's part of a checkpoint that holds the differences."""
-KEYS, BELOW, VALUE = "keys", "below", "value"
 
 
 class Union(NamedTuple):
@@ -180,51 +176,6 @@ class Names:
         return next((name for name in names if name in self._here or name in self._elsewhere), "")
 
 
-def _unite_mappings(values: Sequence[Any], present: Sequence[int]) -> Union:
-    keys = list(dict.fromkeys(key for index in present for key in values[index]))
-    below = {key: unite([values[i].get(key, _MISSING) if i in present else _MISSING for i in range(len(values))])
-             for key in keys}  # fmt: skip
-    differences: list[Any] = []
-    for index, value in enumerate(values):
-        own = {k: u.differences[index] for k, u in below.items() if u.differences[index] is not None}
-        same = index not in present or (len(value) == len(keys) and not own)
-        differences.append(None if same else {KEYS: list(value), BELOW: own})
-    return Union({key: union.value for key, union in below.items()}, differences)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping) and _OPAQUE not in value and _ARRAY not in value
-
-
-def _nothing(_: Any) -> None:
-    return None
-
-
-def _feed(update: Callable[[Any], None], node: Any) -> None:
-    if isinstance(node, Mapping):
-        update(b"{")
-        for key in sorted(node, key=repr):
-            update(repr(key).encode())
-            _feed(update, node[key])
-        update(b"}")
-    elif isinstance(node, (list, tuple)):
-        update(b"[")
-        for child in node:
-            _feed(update, child)
-        update(b"]")
-    elif isinstance(node, Tensor) and not node.is_meta and node.layout == torch.strided:
-        update(f"{node.dtype}{tuple(node.shape)}".encode())
-        update(node.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    elif isinstance(node, np.ndarray) and node.dtype != object:
-        update(f"{node.dtype}{node.shape}".encode())
-        update(np.ascontiguousarray(node).tobytes())
-    elif type(node) in _PLAIN or isinstance(node, _READABLE):
-        text = sorted(map(repr, node)) if isinstance(node, (set, frozenset)) else repr(node)
-        update(f"{type(node).__name__}{text};".encode())
-    else:
-        update(type(node).__qualname__.encode())
-
-
 class United(NamedTuple):
     """What stages differ in, on rank 0; empty elsewhere and where they all have the same.
 
@@ -318,3 +269,48 @@ def cannot_travel(lost: list[str]) -> str:
         f"not in the checkpoint: {', '.join(lost)}, which only other stages than rank 0's have: objects of a class of"
         " their own do not travel between ranks; keep tensors, numbers and texts, in dictionaries and lists"
     )
+
+
+def _unite_mappings(values: Sequence[Any], present: Sequence[int]) -> Union:
+    keys = list(dict.fromkeys(key for index in present for key in values[index]))
+    below = {key: unite([values[i].get(key, _MISSING) if i in present else _MISSING for i in range(len(values))])
+             for key in keys}  # fmt: skip
+    differences: list[Any] = []
+    for index, value in enumerate(values):
+        own = {k: u.differences[index] for k, u in below.items() if u.differences[index] is not None}
+        same = index not in present or (len(value) == len(keys) and not own)
+        differences.append(None if same else {KEYS: list(value), BELOW: own})
+    return Union({key: union.value for key, union in below.items()}, differences)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and _OPAQUE not in value and _ARRAY not in value
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _feed(update: Callable[[Any], None], node: Any) -> None:
+    if isinstance(node, Mapping):
+        update(b"{")
+        for key in sorted(node, key=repr):
+            update(repr(key).encode())
+            _feed(update, node[key])
+        update(b"}")
+    elif isinstance(node, (list, tuple)):
+        update(b"[")
+        for child in node:
+            _feed(update, child)
+        update(b"]")
+    elif isinstance(node, Tensor) and not node.is_meta and node.layout == torch.strided:
+        update(f"{node.dtype}{tuple(node.shape)}".encode())
+        update(node.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    elif isinstance(node, np.ndarray) and node.dtype != object:
+        update(f"{node.dtype}{node.shape}".encode())
+        update(np.ascontiguousarray(node).tobytes())
+    elif type(node) in _PLAIN or isinstance(node, _READABLE):
+        text = sorted(map(repr, node)) if isinstance(node, (set, frozenset)) else repr(node)
+        update(f"{type(node).__name__}{text};".encode())
+    else:
+        update(type(node).__qualname__.encode())

@@ -1,12 +1,9 @@
-"""What stands on a stage where something of another stage was, and second names of what it holds.
+"""What a stage has in the places of other stages' layers, and second names of parameters that its own layers hold.
 
-What stands on a stage where something of another stage was: it holds nothing, and says where that is.
-
-Second names, outside of a stage's layers, of parameters that these hold, as ``model.shared`` of a T5 is.
-
-While a layer runs such a name stands for the parameter as that layer uses it, or the last one before it that holds it,
-or the first one that does: so gradients are summed in the same order on any number of stages. Where the last one before
-it is on another stage, its use is refused.
+A placeholder holds nothing, and says where the real thing is. A second name is one outside of the layers, as
+``model.shared`` of a T5 is: while a layer runs it stands for the parameter as that layer uses it, or the last one
+before it that holds it, or the first one that does. So gradients are summed in the same order on any number of stages.
+Where the last one before it is on another stage, its use is refused.
 """
 
 from __future__ import annotations
@@ -24,6 +21,8 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
 
 _FACTS = (Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel)  # type: ignore[attr-defined]
+Uses = dict[int, str]
+"""Position of a unit on its stage -> what it calls the parameter, in the model."""
 
 
 class Home(NamedTuple):
@@ -199,22 +198,6 @@ def held_here(root: nn.Module) -> Callable[[str], bool]:
     return lambda name: not name.startswith(others) and name not in tensors
 
 
-def _stands_in(module: nn.Module) -> bool:
-    return isinstance(module, OtherStage)
-
-
-def _found_in(value: Any) -> list[OtherTensor]:
-    if isinstance(value, OtherTensor):
-        return [value]
-    if isinstance(value, dict):
-        return _found_in(list(value.values()))
-    return [found for part in value for found in _found_in(part)] if isinstance(value, (list, tuple)) else []
-
-
-Uses = dict[int, str]
-"""Position of a unit on its stage -> what it calls the parameter, in the model."""
-
-
 class SecondName(NamedTuple):
     """Where a module outside the units keeps what some of them hold.
 
@@ -287,3 +270,15 @@ def second_names(root: nn.Module, units: Sequence[Unit], uses: Mapping[Tensor, U
         for key, tensor in named(recurse=False, remove_duplicate=False)
         if tensor in uses
     ]
+
+
+def _stands_in(module: nn.Module) -> bool:
+    return isinstance(module, OtherStage)
+
+
+def _found_in(value: Any) -> list[OtherTensor]:
+    if isinstance(value, OtherTensor):
+        return [value]
+    if isinstance(value, dict):
+        return _found_in(list(value.values()))
+    return [found for part in value for found in _found_in(part)] if isinstance(value, (list, tuple)) else []

@@ -1,11 +1,8 @@
-"""Which cut a run gets: what the user gave, what the model knows, what was measured, or sizes.
+"""Which cut a run gets, and what it goes by: what the user gave, what the model knows, what was measured, or sizes.
 
-What each unit of a model takes: its forward and its backward, timed on a micro-batch.
-
-One unit after the other, on a copy that is dropped again: a model on the meta device needs the memory of one unit, and
-a real one keeps its weights, its buffers and its generators as they are.
-
-Which cut a run gets, and what it goes by: what the user gave, what the model knows, what was measured, or sizes.
+Where nothing better is known, the forward and the backward of each unit are timed on a micro-batch, one unit after the
+other and on a copy that is dropped again: a model on the meta device needs the memory of one unit, and a real one keeps
+its weights, its buffers and its generators as they are.
 """
 
 from __future__ import annotations
@@ -35,6 +32,8 @@ from lightning_asyncpp.pipeline.wire.received import begin
 RUNS = 5
 """How often a unit is timed; the fastest counts, for what disturbs a run only ever makes it slower."""
 _WARM_UP = 2
+Asked = Literal["auto", "uniform"] | Sequence[int]
+"""What the user may ask for: a cut by costs, one by numbers of layers, or the number of layers of each stage."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,63 @@ class Example:
     device: torch.device
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     convert: Callable[[nn.Module], nn.Module] = lambda module: module
+
+
+class _Costs(NamedTuple):
+    """What units cost, in any unit, how that is known, and what to warn of."""
+
+    values: tuple[float, ...]
+    source: str
+    remark: str = ""
+
+
+def choose_partition(
+    model: nn.Module, index: int, num_stages: int, asked: Asked, example: Example | None = None, seed: int = 0
+) -> Partition:
+    """Decide how many units each stage gets.
+
+    It may measure, so that two processes could decide differently: one decides for all.
+
+    Args:
+        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``; whole, or cut before.
+        index: stage of this process.
+        num_stages: number of stages.
+        asked: the user's argument ``partition``; numbers are at least 1 each, one per stage.
+        example: to measure units where the model does not know what they cost.
+        seed: of the run.
+
+    Raises:
+        ConfigurationError: the model cannot be cut so, with the numbers.
+    """
+    units = pipeline_units(model)
+    before = whole_before(units, index, num_stages)
+    heavy = [has_parameters(unit) for unit in units] if before is None else before.has_parameters
+    even = tuple(uniform(heavy, num_stages))
+    if num_stages == 1:
+        if not isinstance(asked, str):
+            check_given(asked, heavy)
+        return Partition((len(units),), even, "as the whole")
+    if before is not None and asked == "auto":
+        return Partition(before.counts, even, "as the model was cut before")
+    if asked == "auto":
+        costs = _costs(model, units, example, seed)
+        counts = balanced(costs.values, heavy, num_stages)
+        return Partition(tuple(counts), even, f"by {costs.source}", costs.values, costs.remark)
+    known = _model_costs(model, units) if before is None else None
+    values = () if known is None else known.values
+    if isinstance(asked, str):
+        return Partition(even, even, "by numbers of layers", values)
+    check_given(asked, heavy)
+    return Partition(tuple(asked), even, "as given", values)
+
+
+def can_be_cut(model: nn.Module, num_stages: int) -> bool:
+    """Whether a model has layers for so many stages."""
+    try:
+        spread(pipeline_units(model), num_stages)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def example_of(
@@ -116,102 +172,6 @@ def unit_times(units: Sequence[Unit], example: Example, seed: int) -> list[float
     return times
 
 
-def _own_copy(unit: Unit, seed: int, device: torch.device) -> Unit:
-    alone = unit._replace(module=copy.deepcopy(unit.module))
-    materialize([alone], [0], seed, device)
-    alone.module.to(device)
-    return alone
-
-
-def _time(unit: Unit, args: tuple, kwargs: dict[str, Any], example: Example) -> tuple[float, Any]:
-    """The shortest time of forward and backward in seconds, and the output without its graph."""
-    unit = unit._replace(module=example.convert(unit.module).train())
-    seconds = []
-    output: Any = None
-    for _ in range(_WARM_UP + RUNS):
-        inputs, options = map_tensors(_as_received, (args, kwargs))
-        start = _now(example.device)
-        with example.context(), collecting() as said:
-            output = unit.apply(inputs, options)
-        ends = [t for t in (*tensors_of(output), *said.losses) if t.requires_grad]
-        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        seconds.append(_now(example.device) - start)
-    return min(seconds[_WARM_UP:]), map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
-
-
-def _as_received(tensor: Tensor) -> Tensor:
-    # A copy: layers may change what they are given in place, and the next run needs it as it was.
-    fresh = tensor.detach().clone()
-    return begin(fresh)[0] if tensor.requires_grad else fresh
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
-
-
-Asked = Literal["auto", "uniform"] | Sequence[int]
-"""What the user may ask for: a cut by costs, one by numbers of layers, or the number of layers of each stage."""
-
-
-class _Costs(NamedTuple):
-    """What units cost, in any unit, how that is known, and what to warn of."""
-
-    values: tuple[float, ...]
-    source: str
-    remark: str = ""
-
-
-def choose_partition(
-    model: nn.Module, index: int, num_stages: int, asked: Asked, example: Example | None = None, seed: int = 0
-) -> Partition:
-    """Decide how many units each stage gets.
-
-    It may measure, so that two processes could decide differently: one decides for all.
-
-    Args:
-        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``; whole, or cut before.
-        index: stage of this process.
-        num_stages: number of stages.
-        asked: the user's argument ``partition``; numbers are at least 1 each, one per stage.
-        example: to measure units where the model does not know what they cost.
-        seed: of the run.
-
-    Raises:
-        ConfigurationError: the model cannot be cut so, with the numbers.
-    """
-    units = pipeline_units(model)
-    before = whole_before(units, index, num_stages)
-    heavy = [has_parameters(unit) for unit in units] if before is None else before.has_parameters
-    even = tuple(uniform(heavy, num_stages))
-    if num_stages == 1:
-        if not isinstance(asked, str):
-            check_given(asked, heavy)
-        return Partition((len(units),), even, "as the whole")
-    if before is not None and asked == "auto":
-        return Partition(before.counts, even, "as the model was cut before")
-    if asked == "auto":
-        costs = _costs(model, units, example, seed)
-        counts = balanced(costs.values, heavy, num_stages)
-        return Partition(tuple(counts), even, f"by {costs.source}", costs.values, costs.remark)
-    known = _model_costs(model, units) if before is None else None
-    values = () if known is None else known.values
-    if isinstance(asked, str):
-        return Partition(even, even, "by numbers of layers", values)
-    check_given(asked, heavy)
-    return Partition(tuple(asked), even, "as given", values)
-
-
-def can_be_cut(model: nn.Module, num_stages: int) -> bool:
-    """Whether a model has layers for so many stages."""
-    try:
-        spread(pipeline_units(model), num_stages)
-    except ConfigurationError:
-        return False
-    return True
-
-
 def _costs(model: nn.Module, units: Sequence[Unit], example: Example | None, seed: int) -> _Costs:
     """The best that is known of what units cost."""
     if (known := _model_costs(model, units)) is not None:
@@ -247,3 +207,38 @@ def _model_costs(model: nn.Module, units: Sequence[Unit]) -> _Costs | None:
 
 def _size(unit: Unit) -> float:
     return float(sum(parameter.numel() for parameter in unit.module.parameters()))
+
+
+def _own_copy(unit: Unit, seed: int, device: torch.device) -> Unit:
+    alone = unit._replace(module=copy.deepcopy(unit.module))
+    materialize([alone], [0], seed, device)
+    alone.module.to(device)
+    return alone
+
+
+def _time(unit: Unit, args: tuple, kwargs: dict[str, Any], example: Example) -> tuple[float, Any]:
+    """The shortest time of forward and backward in seconds, and the output without its graph."""
+    unit = unit._replace(module=example.convert(unit.module).train())
+    seconds = []
+    output: Any = None
+    for _ in range(_WARM_UP + RUNS):
+        inputs, options = map_tensors(_as_received, (args, kwargs))
+        start = _now(example.device)
+        with example.context(), collecting() as said:
+            output = unit.apply(inputs, options)
+        ends = [t for t in (*tensors_of(output), *said.losses) if t.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        seconds.append(_now(example.device) - start)
+    return min(seconds[_WARM_UP:]), map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
+
+
+def _as_received(tensor: Tensor) -> Tensor:
+    # A copy: layers may change what they are given in place, and the next run needs it as it was.
+    fresh = tensor.detach().clone()
+    return begin(fresh)[0] if tensor.requires_grad else fresh
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

@@ -1,8 +1,6 @@
 """What every stage knows of the whole model: found before it is cut, when all of it is still there.
 
-Where the counts of each layer stand in the control message, and what the logger makes of their sums.
-
-What every stage knows of the whole model: found before it is cut, when all of it is still there.
+Among it is where the counts of each layer stand in the control message, and what the logger makes of their sums.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "sum": sum,
 }
+T = TypeVar("T")
 
 
 class CountingLayer(NamedTuple):
@@ -124,18 +123,6 @@ def counting_problems(units: Sequence[Unit], counts: Sequence[int]) -> list[str]
     return problems
 
 
-def _does(layer: nn.Module) -> str:
-    """In words, if a layer changes buffers by what it sees."""
-    if isinstance(layer, StatisticsLayer):
-        return "counts"
-    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    moves = isinstance(layer, norms) and layer.track_running_stats and layer.training
-    return "keeps running statistics" if moves else ""
-
-
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class WholeModel:
     """Facts of a model that all stages agree on.
@@ -178,6 +165,15 @@ class WholeModel:
         if name in values:
             return values[name]
         return next((values[other] for other in self.shared_names.get(name, ()) if other in values), None)
+
+
+def _does(layer: nn.Module) -> str:
+    """In words, if a layer changes buffers by what it sees."""
+    if isinstance(layer, StatisticsLayer):
+        return "counts"
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    moves = isinstance(layer, norms) and layer.track_running_stats and layer.training
+    return "keeps running statistics" if moves else ""
 
 
 def _same(root: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -1,12 +1,9 @@
 """The two ends of the watch: rank 0 asks every other rank for a sign of life, and whoever hears nothing says so.
 
-The two ends of the watch: rank 0 asks every other rank for a sign of life, and whoever hears nothing says so.
-
-Each end has one thread, which sleeps nearly always and shares nothing with training. A rank is gone if its connection
-is closed without a goodbye, or if no sign of life came for the limit. Whatever goes wrong first, an error that a rank
-reports or a rank that is gone, rank 0 tells all; nothing that comes later counts.
-
-Connects all ranks with rank 0, on connections of their own: training waits in the others.
+Each end has one thread, which sleeps nearly always and shares nothing with training, and connections of its own:
+training waits in the others. A rank is gone if its connection is closed without a goodbye, or if no sign of life came
+for the limit. Whatever goes wrong first, an error that a rank reports or a rank that is gone, rank 0 tells all; nothing
+that comes later counts.
 """
 
 from __future__ import annotations
@@ -29,11 +26,11 @@ from lightning_asyncpp.pipeline.ranks.agreement import exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.ranks.rendezvous import Listener, call
 
+ENDED = "its process ended without an error of its own (killed, crashed, or out of memory?)"
 _BEATS_PER_LIMIT = 6
 _GATHER_SECONDS = 0.02  # in which answers come, so that they wake the thread of rank 0 but once
 _END_SECONDS = 2.0
-
-ENDED = "its process ended without an error of its own (killed, crashed, or out of memory?)"
+_AT_A_TIME = 64  # a listener each; files that a process may have open are few
 
 
 def silent(limit: float) -> str:
@@ -265,6 +262,24 @@ class Hub(End):
                 wire.send(Kind.CAUSE, cause.pack())
 
 
+def meet(mesh: Mesh, limit: float, on_cause: Callable[[Cause], None]) -> End:
+    """Connect this rank's end; a collective call.
+
+    Args:
+        mesh: this rank's place, of several; its groups are connected.
+        limit: seconds without a sign of life after which a rank is gone.
+        on_cause: called once, in a thread, when something went wrong on another rank.
+
+    Raises:
+        PeerLostError: a rank cannot be reached.
+    """
+    wires: dict[int, Wire] = {}
+    for first in range(1, mesh.world_size, _AT_A_TIME):
+        wires |= _meet(mesh, range(first, min(first + _AT_A_TIME, mesh.world_size)))
+    stages = [mesh.stage_of(rank) for rank in range(mesh.world_size)]
+    return (Member if mesh.rank else Hub)(wires, stages, limit, on_cause)
+
+
 class _Clock:
     """The time in which this process was awake.
 
@@ -283,27 +298,6 @@ class _Clock:
         now = time.monotonic()
         self.awake += min(now - self._before, most)
         self._before = now
-
-
-_AT_A_TIME = 64  # a listener each; files that a process may have open are few
-
-
-def meet(mesh: Mesh, limit: float, on_cause: Callable[[Cause], None]) -> End:
-    """Connect this rank's end; a collective call.
-
-    Args:
-        mesh: this rank's place, of several; its groups are connected.
-        limit: seconds without a sign of life after which a rank is gone.
-        on_cause: called once, in a thread, when something went wrong on another rank.
-
-    Raises:
-        PeerLostError: a rank cannot be reached.
-    """
-    wires: dict[int, Wire] = {}
-    for first in range(1, mesh.world_size, _AT_A_TIME):
-        wires |= _meet(mesh, range(first, min(first + _AT_A_TIME, mesh.world_size)))
-    stages = [mesh.stage_of(rank) for rank in range(mesh.world_size)]
-    return (Member if mesh.rank else Hub)(wires, stages, limit, on_cause)
 
 
 def _meet(mesh: Mesh, ranks: range) -> dict[int, Wire]:

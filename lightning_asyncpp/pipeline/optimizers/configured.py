@@ -1,10 +1,7 @@
-"""Optimizers as ``configure_optimizers`` gave them: in any form, by their names, and with nothing to train.
+"""Optimizers as ``configure_optimizers`` gave them: in any of Lightning's forms, and how messages call them.
 
-What messages call an optimizer.
-
-What ``configure_optimizers`` of a LightningModule returned, in any of Lightning's forms.
-
-Stages that train nothing, whose optimizer torch would not make: ``AdamW(filter(requires_grad, parameters))``.
+A stage may train nothing, and torch would not make ``AdamW(filter(requires_grad, parameters))`` of it: it gets a
+placeholder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Whether an optimizer can be a stage's, in its step and in how its state is saved, in words for the user.
 
-Whether the state of an optimizer can be saved and loaded by names of parameters, tried before training.
-
-Whether an optimizer can be a stage's, or one of delayed gradients, in words for the user.
+Both are tried on small copies before training.
 """
 
 from __future__ import annotations
@@ -35,6 +33,68 @@ from lightning_asyncpp.pipeline.optimizers.steps import no_closure, several_grad
 
 _CUT = {"partition": [1]}
 _STEPS = 3
+_OTHERWISE = "or strategy='delayed_gradient' in one process, which computes with the whole model's"
+_REASONS = {
+    GLOBAL: (
+        "computes over all of its parameters (other gradients of some of them, or leaving them out, changed the step of"
+        " the rest), but every stage has an optimizer of its own, and would compute over the stage's; use an optimizer"
+        " that treats every parameter by itself, the option that switches this off (max_grad_norm=0, and"
+        f" gradient_clip_val of the Trainer or fabric.clip_gradients), {_OTHERWISE}"
+    ),
+    RANDOM: (
+        "draws random numbers in its step: every stage and every replica would draw its own, and weights that are the"
+        " same ones would drift apart; use an optimizer, or options, that draw none,"
+        f" {_OTHERWISE}"
+    ),
+    LOSS: (
+        "computes with the loss that its closure returns, which no stage knows when it steps; use an optimizer that"
+        f" needs gradients only, {_OTHERWISE}"
+    ),
+    TALKS: (
+        "communicates with other processes in its step, but these hold other stages; use an optimizer that steps by"
+        f" itself: gradients are summed over replicas before, {_OTHERWISE}"
+    ),
+}
+
+
+def stage_problems(optimizer: Optimizer, with_closure: bool) -> list[str]:
+    """Why an optimizer cannot step one stage of a model; other ranks may find what this one does not.
+
+    Args:
+        optimizer: over this stage's parameters; it stays as it is.
+        with_closure: whether its step is given a closure that does more than to return something.
+    """
+    if is_known(optimizer) and not isinstance(optimizer, LBFGS):
+        return []
+    verdict = examine(optimizer)
+    if verdict.kind == SEVERAL:
+        return [several_gradients(optimizer)]
+    if verdict.kind:
+        return [f"{name_of(optimizer)} {_REASONS[verdict.kind]}"]
+    if problems := state_problems(optimizer):
+        return problems
+    if verdict.unknown:
+        _warn(optimizer, verdict)
+    elif with_closure and not verdict.calls_closure:
+        return [no_closure(optimizer)]
+    return []
+
+
+def sparse_problems(model: nn.Module) -> list[str]:
+    """Layers of this stage whose gradients would be sparse, which are not summed over micro-batches and ranks."""
+    return [
+        f"{name or 'the model'} ({type(layer).__name__}) has sparse=True: gradients are summed, counted and clipped"
+        " over micro-batches and stages, which is done with dense ones only; make it with sparse=False"
+        for name, layer in model.named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
+    ]
+
+
+def delayed_problems(optimizer: Optimizer) -> list[str]:
+    """Why an optimizer over the whole model cannot take delayed gradients."""
+    if is_known(optimizer) and not isinstance(optimizer, LBFGS):
+        return []
+    return [several_gradients(optimizer)] if examine(optimizer).kind == SEVERAL else []
 
 
 def state_problems(optimizer: Optimizer) -> list[str]:
@@ -109,70 +169,6 @@ def _refusal(optimizer: Optimizer, reason: str) -> str:
         " could be written, or gone on from: use what it wraps, if it is a wrapper, another optimizer with the form of"
         " torch's ('state' and 'param_groups', parameters by number), or strategy='delayed_gradient'"
     )
-
-
-_OTHERWISE = "or strategy='delayed_gradient' in one process, which computes with the whole model's"
-_REASONS = {
-    GLOBAL: (
-        "computes over all of its parameters (other gradients of some of them, or leaving them out, changed the step of"
-        " the rest), but every stage has an optimizer of its own, and would compute over the stage's; use an optimizer"
-        " that treats every parameter by itself, the option that switches this off (max_grad_norm=0, and"
-        f" gradient_clip_val of the Trainer or fabric.clip_gradients), {_OTHERWISE}"
-    ),
-    RANDOM: (
-        "draws random numbers in its step: every stage and every replica would draw its own, and weights that are the"
-        " same ones would drift apart; use an optimizer, or options, that draw none,"
-        f" {_OTHERWISE}"
-    ),
-    LOSS: (
-        "computes with the loss that its closure returns, which no stage knows when it steps; use an optimizer that"
-        f" needs gradients only, {_OTHERWISE}"
-    ),
-    TALKS: (
-        "communicates with other processes in its step, but these hold other stages; use an optimizer that steps by"
-        f" itself: gradients are summed over replicas before, {_OTHERWISE}"
-    ),
-}
-
-
-def stage_problems(optimizer: Optimizer, with_closure: bool) -> list[str]:
-    """Why an optimizer cannot step one stage of a model; other ranks may find what this one does not.
-
-    Args:
-        optimizer: over this stage's parameters; it stays as it is.
-        with_closure: whether its step is given a closure that does more than to return something.
-    """
-    if is_known(optimizer) and not isinstance(optimizer, LBFGS):
-        return []
-    verdict = examine(optimizer)
-    if verdict.kind == SEVERAL:
-        return [several_gradients(optimizer)]
-    if verdict.kind:
-        return [f"{name_of(optimizer)} {_REASONS[verdict.kind]}"]
-    if problems := state_problems(optimizer):
-        return problems
-    if verdict.unknown:
-        _warn(optimizer, verdict)
-    elif with_closure and not verdict.calls_closure:
-        return [no_closure(optimizer)]
-    return []
-
-
-def sparse_problems(model: nn.Module) -> list[str]:
-    """Layers of this stage whose gradients would be sparse, which are not summed over micro-batches and ranks."""
-    return [
-        f"{name or 'the model'} ({type(layer).__name__}) has sparse=True: gradients are summed, counted and clipped"
-        " over micro-batches and stages, which is done with dense ones only; make it with sparse=False"
-        for name, layer in model.named_modules()
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
-    ]
-
-
-def delayed_problems(optimizer: Optimizer) -> list[str]:
-    """Why an optimizer over the whole model cannot take delayed gradients."""
-    if is_known(optimizer) and not isinstance(optimizer, LBFGS):
-        return []
-    return [several_gradients(optimizer)] if examine(optimizer).kind == SEVERAL else []
 
 
 def _warn(optimizer: Optimizer, verdict: Verdict) -> None:

@@ -1,11 +1,4 @@
-"""An optimizer's step under a pipeline: with the gradient that is there already, and at no other time.
-
-The closure of a step whose gradient is there already.
-
-An optimizer steps when its strategy applies an update, and at no other time.
-
-Whether an optimizer took the step that it was asked for.
-"""
+"""An optimizer's step under a pipeline: with the gradient that is there already, and at no other time."""
 
 from __future__ import annotations
 
@@ -54,23 +47,6 @@ class OneGradient:
     def _writes(self) -> list[Any]:
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [(p._version, None if p.grad is None else (id(p.grad), p.grad._version)) for p in held]
-
-
-def several_gradients(optimizer: Optimizer) -> str:
-    """Message about an optimizer for which one gradient per step is not enough."""
-    return (
-        f"{name_of(optimizer)} evaluates the loss several times per step, or changes weights or gradients before it"
-        " does (as LBFGS and SAM), but here every step has one gradient, which was taken before; use an optimizer whose"
-        " step() evaluates its closure once, first of all"
-    )
-
-
-def no_closure(optimizer: Optimizer) -> str:
-    """Message about an optimizer that ignores what Lightning does in a closure."""
-    return (
-        f"{name_of(optimizer)}.step() never evaluates its closure, in which Lightning clips gradients and calls"
-        " on_before_optimizer_step (and, without this strategy, trains at all): let step() call it once, first of all"
-    )
 
 
 class StepGuard:
@@ -150,3 +126,20 @@ def watch_steps(optimizer: Optimizer) -> Iterator[Steps]:
         yield steps
     finally:
         handle.remove()
+
+
+def several_gradients(optimizer: Optimizer) -> str:
+    """Message about an optimizer for which one gradient per step is not enough."""
+    return (
+        f"{name_of(optimizer)} evaluates the loss several times per step, or changes weights or gradients before it"
+        " does (as LBFGS and SAM), but here every step has one gradient, which was taken before; use an optimizer whose"
+        " step() evaluates its closure once, first of all"
+    )
+
+
+def no_closure(optimizer: Optimizer) -> str:
+    """Message about an optimizer that ignores what Lightning does in a closure."""
+    return (
+        f"{name_of(optimizer)}.step() never evaluates its closure, in which Lightning clips gradients and calls"
+        " on_before_optimizer_step (and, without this strategy, trains at all): let step() call it once, first of all"
+    )

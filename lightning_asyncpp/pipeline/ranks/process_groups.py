@@ -1,14 +1,10 @@
 """Process groups, made by all ranks together, and messages on them that can be asked whether they are done.
 
-Process groups: made by all ranks together, in as few calls as the backend allows.
-
 With NCCL every new group splits the communicator of all ranks, and all of them take part, whoever is in it: groups that
 have no rank in common are made by one split.
 
-A message over gloo that can be asked whether it is done.
-
-``isend`` and ``irecv`` of gloo say so only to whoever waits for them: ``is_completed()`` of theirs stays false until
-then. Who polled them would keep what was sent for ever, and never take up what has arrived. So a thread waits.
+``isend`` and ``irecv`` of gloo say that they are done only to whoever waits for them: ``is_completed()`` stays false
+until then. Polling them would keep what was sent for ever, and never take up what has arrived. So a thread waits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Gradients that users take or hook by themselves, and what a pipeline makes of it.
+"""Gradients that a user's step takes by itself, and hooks on parameters: what cannot be had in a pipeline is refused.
 
-Gradients that a user's step computes by itself: one that would have to pass other stages cannot be had there.
-
-The input lives on the first stage and the loss on the last, whose step is over before the backward of the others.
-
-Hooks on parameters, which do not fire in a pipeline: forwards run on the tensors of a weight version.
+The input lives on the first stage and the loss on the last, whose step is over before the backward of the others: a
+gradient that would have to pass other stages cannot be had there. Hooks on parameters do not fire, because forwards run
+on the tensors of a weight version.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ _MEND = (
     "use a strategy that holds the model in one process (delayed_gradient, or Lightning's own), or compute the term"
     " inside one layer of the model and add it with lightning_asyncpp.auxiliary.add_auxiliary_loss"
 )
+_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def refuse_input_gradients(arguments: Any, model: str) -> None:
@@ -105,9 +104,6 @@ class GradientsInStep:
             " with respect to what is inside): the pipeline runs the backward of every micro-batch itself, on all"
             f" stages, after the step; return the loss, and leave backward out; a term that needs gradients: {_MEND}"
         )
-
-
-_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def parameter_hook_problems(model: nn.Module, name: str = "self.model") -> list[str]:

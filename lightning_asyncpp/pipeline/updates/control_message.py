@@ -185,7 +185,10 @@ class ControlChain:
         self._total: Tensor | None = None
 
     def send(self, message: Tensor) -> None:
-        """Add this rank's vector (length,) to those of the stages behind; their gradients were complete before."""
+        """Add this rank's vector (length,) to those of the stages behind; their gradients were complete before.
+
+        Theirs follows the last gradient that came from there, so it is there or about to be: it is waited for.
+        """
         if not self.mesh.is_last:
             message = self.transport.receive_part(self.mini_batch, self.length) + message
         if not self.mesh.is_first:

@@ -32,7 +32,9 @@ class MiniBatch:
     """Micro-batches that share one update.
 
     Batches are added to it until :meth:`close`. When its last backward is done, :meth:`launch` sends its gradient on
-    the way to the optimizer; from there on nothing blocks until :meth:`finish`.
+    the way to the optimizer. From there on until :meth:`finish` nothing waits, but for what is there or about to be:
+    with one replica on CPUs :meth:`poll` reads what the stages behind have added to the control message, which follows
+    the last gradient that came from there.
 
     Attributes:
         mesh: this rank's place.

@@ -1,12 +1,8 @@
 """Sums the gradients of a mini-batch over the replicas, in flat buckets and in the background.
 
-Flat buckets of gradients, for one reduction over the replicas instead of one per parameter.
-
-Sums the gradients of a mini-batch over the replicas, in the background.
-
-A bucket is sent off as soon as the last backward of the mini-batch has completed it, while the rest of that backward
-runs; what arrives is taken up, and its norm computed, as soon as anybody looks. The host reads all norms, and which
-gradients there are, in one piece.
+A bucket is one reduction instead of one per parameter. It is sent off as soon as the last backward of the mini-batch
+has completed it, while the rest of that backward runs; what arrives is taken up, and its norm computed, as soon as
+anybody looks. The host reads all norms, and which gradients there are, in one piece.
 """
 
 from __future__ import annotations
@@ -102,33 +98,6 @@ def plan_buckets(
     for name in [n for n in backwards if n not in late] + [n for n in backwards if n in late]:
         together.setdefault((name in late, like[name].dtype), []).append(name)
     return [Bucket(names, like) for group in together.values() for names in _parts(group, like, bucket_bytes)]
-
-
-def _parts(names: list[str], like: Mapping[str, Tensor], bucket_bytes: int) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name in names:
-        if size >= bucket_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += like[name].nbytes
-    return parts
-
-
-class _Sent:
-    """A bucket on its way."""
-
-    def __init__(self, bucket: Bucket, flat: Tensor, group: dist.ProcessGroup, clock: Clock) -> None:
-        self.bucket, self.flat, self._clock = bucket, flat, clock
-        self.ended: Moment | None = None
-        self.work = started(dist.all_reduce(flat, group=group, async_op=True))
-        if clock is not HOST or not flat.is_cuda:  # on a GPU each takes one of torch's few streams
-            self.work.get_future().add_done_callback(self._end)
-
-    def _end(self, _: object) -> None:
-        # With NCCL this is called at once, on a stream that waits for the sum.
-        self.ended = self._clock.now()
 
 
 class Reduction:
@@ -264,3 +233,30 @@ def squares(gradients: Mapping[str, Tensor | None]) -> list[float]:
     """Sum of squares of each gradient that there is, in fp64; waits for the device."""
     present = [gradient for gradient in gradients.values() if gradient is not None]
     return [norm * norm for norm in foreach.norms(present, torch.float64).tolist()]
+
+
+class _Sent:
+    """A bucket on its way."""
+
+    def __init__(self, bucket: Bucket, flat: Tensor, group: dist.ProcessGroup, clock: Clock) -> None:
+        self.bucket, self.flat, self._clock = bucket, flat, clock
+        self.ended: Moment | None = None
+        self.work = started(dist.all_reduce(flat, group=group, async_op=True))
+        if clock is not HOST or not flat.is_cuda:  # on a GPU each takes one of torch's few streams
+            self.work.get_future().add_done_callback(self._end)
+
+    def _end(self, _: object) -> None:
+        # With NCCL this is called at once, on a stream that waits for the sum.
+        self.ended = self._clock.now()
+
+
+def _parts(names: list[str], like: Mapping[str, Tensor], bucket_bytes: int) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name in names:
+        if size >= bucket_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += like[name].nbytes
+    return parts

@@ -134,7 +134,10 @@ class UpdateQueue:
         self.poll()
 
     def poll(self) -> None:
-        """Take up what has arrived; waits for nothing.
+        """Take up what has arrived.
+
+        It waits for nothing, but for what is there or about to be: with one replica on CPUs, for the part of the
+        control message that follows the last gradient from the stage behind.
 
         Messages and shared gradients leave in the order of the mini-batches, which is how their receivers tell them
         apart: what arrives in the meantime for a later one waits for the one before.

@@ -1,13 +1,10 @@
-"""The header in front of every activation, with the order in memory of what follows.
-
-In which order the dimensions of a tensor lie in memory, which has to survive a cut.
-
-A product of matrices is rounded otherwise, and a convolution is slower, where its input lies otherwise in memory than
-it would in a single process: transposed, or with the channels last.
-
-The header in front of every activation: what comes, how much it weighs, and which batch it belongs to.
+"""The header in front of every activation: what comes, how much it weighs, and which batch it belongs to.
 
 A beginning of fixed length announces how long the rest is: descriptions of the tensors, and what was around them.
+
+A description tells in which order the dimensions of a tensor lie in memory, too. Where the next stage had them
+otherwise than a single process (transposed, or with the channels last), a product of matrices would be rounded
+differently, and a convolution would be slower.
 """
 
 from __future__ import annotations
@@ -27,28 +24,6 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError, ProtocolError,
 
 Order = tuple[int, ...]
 """Dimensions, the one with the largest stride first; empty: as they are numbered, which nearly all tensors are."""
-
-
-def order_of(tensor: Tensor) -> Order:
-    """The order of a tensor, which may have gaps; a copy without any is what travels."""
-    if tensor.is_contiguous():
-        return ()
-    order = tuple(tensor.dim_order())
-    return () if order == tuple(range(tensor.ndim)) else order
-
-
-def as_stored(tensor: Tensor, order: Order) -> Tensor:
-    """A view with the dimensions as they lie in memory: contiguous if ``order`` is the tensor's and it has no gaps."""
-    return tensor.permute(order) if order else tensor
-
-
-def empty(shape: Sequence[int], order: Order, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor whose dimensions lie so in memory."""
-    if not order:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty_permuted(shape, order, dtype=dtype, device=device)
-
-
 MAX_TENSORS = 256
 MAX_DIMENSIONS = 8
 _MAGIC = 0x2B57A8
@@ -203,6 +178,26 @@ def describe(tensors: tuple[Tensor, ...], layer: str) -> tuple[TensorInfo, ...]:
                 " convert it in this layer and back in the next, or cut the model elsewhere (partition=[...])"
             )
     return tuple([TensorInfo.of(tensor) for tensor in tensors])
+
+
+def order_of(tensor: Tensor) -> Order:
+    """The order of a tensor, which may have gaps; a copy without any is what travels."""
+    if tensor.is_contiguous():
+        return ()
+    order = tuple(tensor.dim_order())
+    return () if order == tuple(range(tensor.ndim)) else order
+
+
+def as_stored(tensor: Tensor, order: Order) -> Tensor:
+    """A view with the dimensions as they lie in memory: contiguous if ``order`` is the tensor's and it has no gaps."""
+    return tensor.permute(order) if order else tensor
+
+
+def empty(shape: Sequence[int], order: Order, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor whose dimensions lie so in memory."""
+    if not order:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_permuted(shape, order, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,4 @@
-"""A byte stream between two neighbouring stages, and how a stage is connected with those beside it.
-
-A byte stream between two neighbouring stages, written and read by the training thread itself.
+"""A byte stream between two neighbouring stages, written and read by the training thread itself.
 
 A message over torch.distributed's gloo takes two threads to be woken on the receiving side, that of gloo and the one
 that waits for it, and costs the sender a quarter of a millisecond. A socket that the waiting thread reads itself takes
@@ -9,9 +7,7 @@ one, and costs a fifth: between stages that run for milliseconds this is most of
 Writing never waits for the other side to read: what the socket does not take at once a thread sends on, whatever the
 training thread waits for meanwhile. So two neighbours that both send do not block each other.
 
-Connects every stage with the stage before and the stage after it.
-
-Every stage but the first listens, tells all ranks where, and is called by the stage before: see
+To be connected, every stage but the first listens, tells all ranks where, and is called by the stage before: see
 :mod:`lightning_asyncpp.pipeline.ranks.rendezvous`.
 """
 
@@ -36,7 +32,6 @@ _LOCAL_BUFFER_BYTES = 4 * 2**20
 _DEFAULT_TIMEOUT = 1800.0
 NO_TIMEOUT = 0.0
 """Seconds, as the kernel takes them: a wait does not end by itself."""
-
 Bytes = bytes | bytearray | memoryview
 
 
@@ -179,6 +174,36 @@ class Link:
         return count
 
 
+class Neighbours(NamedTuple):
+    """Links with the stage before and the stage after; None at the ends of the pipeline."""
+
+    before: Link | None
+    after: Link | None
+
+
+def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | None = None) -> Neighbours:
+    """Connect the stages of every replica; a collective call.
+
+    Args:
+        mesh: this rank's place; its groups are connected.
+        before: seconds that a wait for the stage before may take; default: half an hour.
+        after: the same for the stage after.
+
+    Raises:
+        PeerLostError: a neighbour cannot be reached.
+    """
+    with ExitStack() as closing:
+        listener = None if mesh.is_first else closing.enter_context(Listener())
+        offers = exchange(mesh, "" if listener is None else listener.offer)
+        there = None
+        if not mesh.is_last:
+            next_stage = mesh.stage + 1
+            there = call(offers[mesh.rank_of(next_stage)], mesh.name_of(next_stage), f"stage {mesh.stage}")
+        here = None if listener is None else listener.answer(mesh.name_of(mesh.stage - 1))
+    ends = ((here, mesh.stage - 1, before), (there, mesh.stage + 1, after))
+    return Neighbours(*(None if c is None else Link(c, mesh.name_of(stage), seconds) for c, stage, seconds in ends))
+
+
 class _Backlog:
     """What a socket did not take at once, and the thread that sends it on: there is none until it is needed.
 
@@ -241,33 +266,3 @@ class _Backlog:
         with self._changed:
             self._changed.wait_for(lambda: self.parts or self._closing)
             return self.parts[0] if self.parts else None
-
-
-class Neighbours(NamedTuple):
-    """Links with the stage before and the stage after; None at the ends of the pipeline."""
-
-    before: Link | None
-    after: Link | None
-
-
-def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | None = None) -> Neighbours:
-    """Connect the stages of every replica; a collective call.
-
-    Args:
-        mesh: this rank's place; its groups are connected.
-        before: seconds that a wait for the stage before may take; default: half an hour.
-        after: the same for the stage after.
-
-    Raises:
-        PeerLostError: a neighbour cannot be reached.
-    """
-    with ExitStack() as closing:
-        listener = None if mesh.is_first else closing.enter_context(Listener())
-        offers = exchange(mesh, "" if listener is None else listener.offer)
-        there = None
-        if not mesh.is_last:
-            next_stage = mesh.stage + 1
-            there = call(offers[mesh.rank_of(next_stage)], mesh.name_of(next_stage), f"stage {mesh.stage}")
-        here = None if listener is None else listener.answer(mesh.name_of(mesh.stage - 1))
-    ends = ((here, mesh.stage - 1, before), (there, mesh.stage + 1, after))
-    return Neighbours(*(None if c is None else Link(c, mesh.name_of(stage), seconds) for c, stage, seconds in ends))

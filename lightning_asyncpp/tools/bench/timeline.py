@@ -21,8 +21,13 @@ _PALETTE = {
     "update": ("#b02a5b", "#ff6b9d"),
 }
 _VERSION_HUES = (("#3f7fca", "#a8caee"), ("#d9822b", "#f6cf9b"), ("#3f9b63", "#b3dfc2"), ("#9556b8", "#dcbfea"))
-
 _LABELS = {"on-strong": "#ffffff", "on-light": "#1f2933"}  # on boxes that look the same in both modes
+_WIDTH, _LEFT, _RIGHT = 1120.0, 74.0, 22.0
+_LANE, _GAP, _PANEL_HEAD, _PANEL_FOOT = 22.0, 4.0, 32.0, 10.0
+_TOP, _AXIS, _LEGEND = 36.0, 42.0, 34.0
+_MARKER = 2.5  # an update is a moment compared with a forward: drawn as a line that can be seen
+_NAMES: dict[object, str] = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+_LEGEND_ENTRIES = (("forward", "forward"), ("backward", "backward"), ("update", "update"), ("lane", "idle"))
 
 
 @dataclass
@@ -99,14 +104,6 @@ def fill_of(style: str) -> str:
 def _style() -> str:
     dark = "".join(f".{name}{{fill:{colour}}}" for name, (_, colour) in _PALETTE.items())
     return f"@media (prefers-color-scheme:dark){{{dark}.rule{{stroke:{_PALETTE['line'][1]}}}}}"
-
-
-_WIDTH, _LEFT, _RIGHT = 1120.0, 74.0, 22.0
-_LANE, _GAP, _PANEL_HEAD, _PANEL_FOOT = 22.0, 4.0, 32.0, 10.0
-_TOP, _AXIS, _LEGEND = 36.0, 42.0, 34.0
-_MARKER = 2.5  # an update is a moment compared with a forward: drawn as a line that can be seen
-_NAMES: dict[object, str] = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
-_LEGEND_ENTRIES = (("forward", "forward"), ("backward", "backward"), ("update", "update"), ("lane", "idle"))
 
 
 @dataclass(frozen=True)

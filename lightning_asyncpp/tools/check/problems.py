@@ -34,6 +34,7 @@ from lightning_asyncpp.tools.check.trial import StepOf, copied, name_of, network
 from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problems
 
 T = TypeVar("T")
+_ROUNDING = 1e-3
 
 
 class Problems(list[str]):
@@ -158,9 +159,6 @@ def _grouping_problems(
         if found := position_problems(on_stage, {name: in_whole[name] for name in names.values() if name in in_whole}):
             return found
     return []
-
-
-_ROUNDING = 1e-3
 
 
 def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed: int, name: str) -> None:

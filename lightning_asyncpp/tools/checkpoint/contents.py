@@ -18,6 +18,11 @@ from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.sharded import files_of, is_sharded, read_index
 
 _STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
+_OF_STRATEGY = (
+    "num_stages", "partition", "data_parallel_size", "micro_batches", "delay", "fresh_last_stage", "synchronous_start",
+    "weight_dtype", "seed", "mini_batch", "optimizer",
+)  # fmt: skip
+_LIGHTNING = "pytorch-lightning_version"
 
 
 class Contents(NamedTuple):
@@ -120,13 +125,6 @@ def _optimizers(value: Any) -> Iterator[Mapping[str, Any]]:
     for state in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(state, Mapping) and "state" in state and ("param_groups" in state or BY_PARAMETER in state):
             yield state
-
-
-_OF_STRATEGY = (
-    "num_stages", "partition", "data_parallel_size", "micro_batches", "delay", "fresh_last_stage", "synchronous_start",
-    "weight_dtype", "seed", "mini_batch", "optimizer",
-)  # fmt: skip
-_LIGHTNING = "pytorch-lightning_version"
 
 
 def describe(path: Path) -> dict[str, Any]:

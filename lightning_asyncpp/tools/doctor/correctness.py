@@ -13,6 +13,9 @@ from lightning_asyncpp.tools.doctor.cases import CASES, REPLICATED, Case, Place
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.task import Findings, NoTimeLeftError, Status, Task
 
+_METRIC, _METRIC_TOLERANCE = "val_loss", 1e-3
+"""Relative: a pipeline takes a mean over micro-batches, and on GPUs weights are equal to rounding."""
+
 
 def run(task: Task, findings: Findings) -> None:
     """Compare every place with the emulator of the delay in one process."""
@@ -130,10 +133,6 @@ def _fix_of(place: Place) -> str:
     if place.route == "nccl":
         return "run it again with NCCL_DEBUG=INFO; a stack of each rank is in the log below; see docs/gpus.md"
     return "a stack of each rank is in the log below; report it with this file"
-
-
-_METRIC, _METRIC_TOLERANCE = "val_loss", 1e-3
-"""Relative: a pipeline takes a mean over micro-batches, and on GPUs weights are equal to rounding."""
 
 
 def judged(

@@ -20,8 +20,10 @@ from lightning_asyncpp.tools.text import aligned
 
 LOG_CHARACTERS = 12_000
 """Of each part, so that the report fits an issue, which GitHub ends at 65,536; more is in the other file."""
-
 _HEADER = ["part", "result", "s", "failed", "warnings", "ok", "not checked"]
+_IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\w|\.\d)")
+_COLONS = re.compile(r"(?<![\w:.])[0-9A-Fa-f]*:[0-9A-Fa-f:]*(?:[0-9A-Fa-f]|::)(?!\w|:[\w:])")
+"""What may be an address of IPv6, or of hardware."""
 
 
 def _now() -> str:
@@ -130,11 +132,6 @@ def _paragraph(finding: Finding) -> Iterator[str]:
 
 def _figure(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-_IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\w|\.\d)")
-_COLONS = re.compile(r"(?<![\w:.])[0-9A-Fa-f]*:[0-9A-Fa-f:]*(?:[0-9A-Fa-f]|::)(?!\w|:[\w:])")
-"""What may be an address of IPv6, or of hardware."""
 
 
 class Scrubber:

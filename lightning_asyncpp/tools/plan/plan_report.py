@@ -16,6 +16,9 @@ from lightning_asyncpp.tools.plan.search import MOST_SAMPLES, Limits, Mend, limi
 from lightning_asyncpp.tools.plan.stage_run import Profile
 from lightning_asyncpp.tools.plan.timing import Prediction
 
+_WIDTH = 120
+_COLUMNS = ("weights", "versions", "gradients", "optimizer", "correction", "activations", "working", "other")
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -169,10 +172,6 @@ def _speed_as_json(speed: Prediction, plan: Plan) -> Mapping[str, Any]:
         **asdict(speed), "samples_per_second": plan.samples / speed.step,
         "tokens_per_second": None if plan.tokens is None else plan.tokens / speed.step,
     }  # fmt: skip
-
-
-_WIDTH = 120
-_COLUMNS = ("weights", "versions", "gradients", "optimizer", "correction", "activations", "working", "other")
 
 
 def table(plan: Plan) -> str:

@@ -32,6 +32,14 @@ from lightning_asyncpp.tools.plan.in_flight import Memory, StageSchedule, peak_o
 from lightning_asyncpp.tools.plan.planned_recipe import Recipe, quiet, resized
 from lightning_asyncpp.tools.plan.stage_run import Profile, StageJob, profile
 
+_BY_SIZES = "by numbers of parameters"
+_MEASURED = (
+    "a training cuts this model by times that it measures with example_input_array, this plan by numbers of parameters,"
+    " {}: stages, memory and times may differ; plan the cut that a training logs with"
+    " --trainer.strategy.init_args.partition"
+)
+_HOLDERS = ("_parameters", "_buffers", "_modules")
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -61,14 +69,6 @@ class Cut:
     def units_of(self, stage: int) -> tuple[Unit, ...]:
         """The units of a stage."""
         return self.units[self.first(stage) : self.first(stage + 1)]
-
-
-_BY_SIZES = "by numbers of parameters"
-_MEASURED = (
-    "a training cuts this model by times that it measures with example_input_array, this plan by numbers of parameters,"
-    " {}: stages, memory and times may differ; plan the cut that a training logs with"
-    " --trainer.strategy.init_args.partition"
-)
 
 
 def cut_of(recipe: Recipe, num_stages: int, asked: Asked) -> Cut:
@@ -227,9 +227,6 @@ class Stages:
 def _replace(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
-
-
-_HOLDERS = ("_parameters", "_buffers", "_modules")
 
 
 def alike(first: Sequence[Unit], second: Sequence[Unit]) -> bool:

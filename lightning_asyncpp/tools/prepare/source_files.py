@@ -22,6 +22,9 @@ LINES = (".jsonl", ".ndjson")
 COMPRESSED_LINES = tuple(f"{ending}{packed}" for ending in (".jsonl", ".ndjson", ".json") for packed in (".gz", ".zst"))
 ENDINGS = (*PARQUET, *LINES, *COMPRESSED_LINES)
 _BLOCK_BYTES = 4 * 2**20  # read ahead of what is asked of the hub
+_ROWS = 1024
+_TEXT_BYTES = 4 * 2**20
+_BUFFER_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -203,11 +206,6 @@ def _how_to_copy(source: str) -> str:
 @lru_cache(maxsize=1)
 def _hub_file_system(endpoint: str) -> Any:
     return hub_package().HfFileSystem(endpoint=endpoint)
-
-
-_ROWS = 1024
-_TEXT_BYTES = 4 * 2**20
-_BUFFER_BYTES = 2**20
 
 
 @dataclass

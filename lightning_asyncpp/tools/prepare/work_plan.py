@@ -28,6 +28,10 @@ from lightning_asyncpp.storage.durable import write_durably
 from lightning_asyncpp.tools.prepare.source_files import SourceFile, Span, in_one_line
 
 _DATASET = re.compile(re.escape(HUB) + "datasets/[^/]+/[^/]+")
+_FORMAT = 1
+_FOOTERS_AT_A_TIME = 8
+_FILES_AT_A_TIME = 64  # after which is asked whether they are enough
+_TEXT = ("string", "large_string", "string_view")  # Arrow's names
 
 
 @dataclass(frozen=True)
@@ -156,12 +160,6 @@ class Request:
 
 def _absolute(path: str) -> Path:
     return Path(path).expanduser().absolute()
-
-
-_FORMAT = 1
-_FOOTERS_AT_A_TIME = 8
-_FILES_AT_A_TIME = 64  # after which is asked whether they are enough
-_TEXT = ("string", "large_string", "string_view")  # Arrow's names
 
 
 Piece = tuple[Span, ...]

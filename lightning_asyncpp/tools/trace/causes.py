@@ -18,6 +18,25 @@ from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.tools.trace.recorded_run import RankTrace
 
 Interval = tuple[float, float]
+WORK = ("forward", "backward")
+CAUSES = (
+    "warm-up", "drain", "activation", "gradient", "send", "agreement", "update", "data", "evaluate", "checkpoint",
+    "framework",
+)  # fmt: skip
+"""What a stage does when it neither runs a forward nor a backward; ``framework`` is what nothing recorded explains."""
+# Where spans lie in each other the first of these counts: a wait inside a forward is a wait.
+_ORDER: tuple[Kind | Wait | Beside, ...] = (
+    Wait.ACTIVATION, Wait.GRADIENT, Wait.AGREEMENT, Beside.SEND, Kind.UPDATE, Kind.FORWARD, Kind.BACKWARD,
+    Beside.CHECKPOINT, Beside.EVALUATE, Wait.DATA,
+)  # fmt: skip
+_RANK = {kind: rank for rank, kind in enumerate(_ORDER)}
+_NAMES: dict[Kind | Wait | Beside, str] = {kind: kind.value for kind in _ORDER} | {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.UPDATE: "update",
+}
+_FILLING, _DRAINING = len(_ORDER), len(_ORDER) + 1
+_NEIGHBOURS = (Wait.ACTIVATION, Wait.GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -110,28 +129,6 @@ def phases_of(stage: RankTrace, stages: Sequence[RankTrace], episodes: Sequence[
 
 def _times(rank: RankTrace, kind: Kind) -> dict[int, Span]:
     return {span.index: span for span in rank.spans if span.kind is kind}
-
-
-WORK = ("forward", "backward")
-CAUSES = (
-    "warm-up", "drain", "activation", "gradient", "send", "agreement", "update", "data", "evaluate", "checkpoint",
-    "framework",
-)  # fmt: skip
-"""What a stage does when it neither runs a forward nor a backward; ``framework`` is what nothing recorded explains."""
-
-# Where spans lie in each other the first of these counts: a wait inside a forward is a wait.
-_ORDER: tuple[Kind | Wait | Beside, ...] = (
-    Wait.ACTIVATION, Wait.GRADIENT, Wait.AGREEMENT, Beside.SEND, Kind.UPDATE, Kind.FORWARD, Kind.BACKWARD,
-    Beside.CHECKPOINT, Beside.EVALUATE, Wait.DATA,
-)  # fmt: skip
-_RANK = {kind: rank for rank, kind in enumerate(_ORDER)}
-_NAMES: dict[Kind | Wait | Beside, str] = {kind: kind.value for kind in _ORDER} | {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.UPDATE: "update",
-}
-_FILLING, _DRAINING = len(_ORDER), len(_ORDER) + 1
-_NEIGHBOURS = (Wait.ACTIVATION, Wait.GRADIENT)
 
 
 class Piece(NamedTuple):

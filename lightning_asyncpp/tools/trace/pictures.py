@@ -25,6 +25,30 @@ _KINDS: tuple[Kind | Wait | Beside, ...] = (
 )  # fmt: skip
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _SCRIPTS = ("model.js", "draw.js", "overview.js", "report.js", "main.js")
+Event = dict[str, Any]
+NEEDS_MATPLOTLIB = "--png needs matplotlib: pip install 'lightning-asyncpp[plots]'"
+_THREADS = {1: "work", 2: "waits", 3: "messages", 4: "reductions", 5: "drains and pauses"}
+_THREAD_OF: dict[Kind | Wait | Beside, int] = {
+    **dict.fromkeys(Kind, 1), **dict.fromkeys(Wait, 2), Beside.SEND: 3, Beside.REDUCE: 4, Beside.DRAIN: 5,
+    Beside.EVALUATE: 5, Beside.CHECKPOINT: 5,
+}  # fmt: skip
+NAMES: dict[Kind | Wait | Beside, str] = {
+    Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update", Wait.ACTIVATION: "wait for activation",
+    Wait.GRADIENT: "wait for gradient", Wait.AGREEMENT: "wait for agreement", Wait.DATA: "wait for data",
+    Beside.SEND: "send", Beside.REDUCE: "reduce", Beside.DRAIN: "drain", Beside.EVALUATE: "validation",
+    Beside.CHECKPOINT: "checkpoint",
+}  # fmt: skip
+_COLOURS: dict[Kind | Wait | Beside, str] = {
+    Wait.ACTIVATION: "#c3d9f3", Wait.GRADIENT: "#fae0b5", Wait.AGREEMENT: "#edc2d3", Wait.DATA: "#cfe0c0",
+    Beside.EVALUATE: "#bcc7d3", Beside.CHECKPOINT: "#cbb48d", Kind.FORWARD: "#4c8fdb", Kind.BACKWARD: "#f0a136",
+    Kind.UPDATE: "#b02a5b", Beside.SEND: "#159b86",
+}  # fmt: skip
+_CAUSES = {
+    "forward": "#4c8fdb", "backward": "#f0a136", "warm-up": "#d4dae1", "drain": "#98a3b0", "activation": "#c3d9f3",
+    "gradient": "#fae0b5", "send": "#159b86", "agreement": "#edc2d3", "update": "#b02a5b", "data": "#cfe0c0",
+    "evaluate": "#bcc7d3", "checkpoint": "#cbb48d", "framework": "#e8ebef",
+}  # fmt: skip
+_INK, _DIM, _LANE = "#1f2933", "#5c6875", "#eceff3"
 
 
 def write_html(run: RecordedRun, summary: Summary, path: Path) -> None:
@@ -77,21 +101,6 @@ def _lane(run: RecordedRun, rank: RankTrace) -> dict[str, Any]:
 
 def _part(name: str) -> str:
     return resources.files("lightning_asyncpp.tools.trace").joinpath("page").joinpath(name).read_text(encoding="utf-8")
-
-
-Event = dict[str, Any]
-
-_THREADS = {1: "work", 2: "waits", 3: "messages", 4: "reductions", 5: "drains and pauses"}
-_THREAD_OF: dict[Kind | Wait | Beside, int] = {
-    **dict.fromkeys(Kind, 1), **dict.fromkeys(Wait, 2), Beside.SEND: 3, Beside.REDUCE: 4, Beside.DRAIN: 5,
-    Beside.EVALUATE: 5, Beside.CHECKPOINT: 5,
-}  # fmt: skip
-NAMES: dict[Kind | Wait | Beside, str] = {
-    Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update", Wait.ACTIVATION: "wait for activation",
-    Wait.GRADIENT: "wait for gradient", Wait.AGREEMENT: "wait for agreement", Wait.DATA: "wait for data",
-    Beside.SEND: "send", Beside.REDUCE: "reduce", Beside.DRAIN: "drain", Beside.EVALUATE: "validation",
-    Beside.CHECKPOINT: "checkpoint",
-}  # fmt: skip
 
 
 def write_perfetto(run: RecordedRun, summary: Summary, path: Path) -> None:
@@ -177,21 +186,6 @@ def _arrows(stages: Sequence[RankTrace]) -> Iterator[Event]:
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-_COLOURS: dict[Kind | Wait | Beside, str] = {
-    Wait.ACTIVATION: "#c3d9f3", Wait.GRADIENT: "#fae0b5", Wait.AGREEMENT: "#edc2d3", Wait.DATA: "#cfe0c0",
-    Beside.EVALUATE: "#bcc7d3", Beside.CHECKPOINT: "#cbb48d", Kind.FORWARD: "#4c8fdb", Kind.BACKWARD: "#f0a136",
-    Kind.UPDATE: "#b02a5b", Beside.SEND: "#159b86",
-}  # fmt: skip
-_CAUSES = {
-    "forward": "#4c8fdb", "backward": "#f0a136", "warm-up": "#d4dae1", "drain": "#98a3b0", "activation": "#c3d9f3",
-    "gradient": "#fae0b5", "send": "#159b86", "agreement": "#edc2d3", "update": "#b02a5b", "data": "#cfe0c0",
-    "evaluate": "#bcc7d3", "checkpoint": "#cbb48d", "framework": "#e8ebef",
-}  # fmt: skip
-_INK, _DIM, _LANE = "#1f2933", "#5c6875", "#eceff3"
-
-NEEDS_MATPLOTLIB = "--png needs matplotlib: pip install 'lightning-asyncpp[plots]'"
 
 
 def write_png(run: RecordedRun, summary: Summary, path: Path) -> None:

@@ -21,6 +21,8 @@ from lightning_asyncpp.pipeline.schedule import Kind
 
 PER_MICRO_BATCH = frozenset({Kind.FORWARD, Kind.BACKWARD, Wait.ACTIVATION, Wait.GRADIENT, Beside.SEND})
 _NO_WORK = frozenset({Wait.DATA, Beside.EVALUATE, Beside.CHECKPOINT, Beside.DRAIN})  # a drain has work inside it
+_KINDS: dict[str, Kind | Wait | Beside] = {kind.value: kind for kinds in (Kind, Wait, Beside) for kind in kinds}
+_LARGEST = 10**17  # number in a file: three years in ns, or 100 petabytes
 
 
 class TraceError(ValueError):
@@ -184,10 +186,6 @@ def _placed(rank: RankTrace, zero: float, end: float) -> RankTrace:
     ]
     starts = [replace(s, time=None if s.time is None else s.time - zero) for s in rank.starts]
     return replace(rank, starts=starts, spans=sorted(spans, key=lambda span: (span.start, -span.end)))
-
-
-_KINDS: dict[str, Kind | Wait | Beside] = {kind.value: kind for kinds in (Kind, Wait, Beside) for kind in kinds}
-_LARGEST = 10**17  # number in a file: three years in ns, or 100 petabytes
 
 
 def read_run(path: Path) -> RecordedRun:

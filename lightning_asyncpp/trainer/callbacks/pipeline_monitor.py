@@ -1,8 +1,6 @@
 """How well a pipeline runs, in the progress bar and the logger: from the spans of the last batches.
 
-The last batches of a stage, from its spans: how much of the time was work, and how old gradients are.
-
-How well a pipeline runs, in the progress bar and the logger.
+They tell how much of a stage's time was work, and how old gradients are.
 """
 
 from __future__ import annotations
@@ -24,6 +22,10 @@ from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
 from lightning_asyncpp.strategy_parts.recording import follow
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.callbacks.tokens_per_second import TokensPerSecond, log_on_rank_zero
+
+_DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
+_END_SECONDS = 1.0
+"""How long the end of a training waits for a device to come to what was launched."""
 
 
 class StalenessError(RuntimeError):
@@ -126,11 +128,6 @@ class StageWindow:
             return wait.start
         # From the newest on, which is one of the last few; backwards run in the order of their micro-batches.
         return next((time for k, time in reversed(self._backwards) if k < end), wait.start)
-
-
-_DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
-_END_SECONDS = 1.0
-"""How long the end of a training waits for a device to come to what was launched."""
 
 
 class _Batch(NamedTuple):

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
-from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
+from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
 from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole

@@ -1,11 +1,8 @@
-"""Metrics in the middle of an epoch: what Lightning and torchmetrics know so far.
-
-The torchmetrics objects of a module in the middle of an epoch, which their own ``state_dict`` leaves out.
-
-What Lightning knows of an epoch's metrics so far, which its checkpoints do not hold: all by private names of it.
+"""Metrics in the middle of an epoch: what Lightning knows so far, and the module's torchmetrics objects.
 
 The mean over an epoch is made of every batch since its beginning; without this a training that is resumed in the middle
-would log the mean of the rest.
+would log the mean of the rest. Lightning's checkpoints do not hold it, and the objects' own ``state_dict`` leaves it
+out; all of it is known by private names.
 """
 
 from __future__ import annotations
@@ -23,12 +20,72 @@ from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.private_names import required
 
+_PURPOSE = "go on with an epoch's metrics after a resume"
+_FIELDS = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
+    "metric_attribute",
+)  # fmt: skip
+_SYNC = {"should": "_should", "rank_zero_only": "rank_zero_only"}
+_VALUES = ("value", "cumulated_batch_size")
+_NEWEST = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _METRICS_PURPOSE = "go on with a torchmetrics object after a resume"
 _BESIDE_STATES: dict[type[nn.Module], tuple[str, ...]] = {
     MinMaxMetric: ("min_val", "max_val"),
     Running: ("_num_vals_seen",),
 }
 """What wrappers of torchmetrics keep in attributes that are no states."""
+
+
+def logged_state(trainer: Trainer) -> dict[str, Any]:
+    """The metrics of the training epoch that runs, and the newest value of every metric: numbers, tensors and strings.
+
+    Raises:
+        PrivateNameError: Lightning keeps them elsewhere by now.
+    """
+    connector = required(trainer, "_logger_connector", _PURPOSE)
+    results = required(trainer.fit_loop.epoch_loop, "_results", _PURPOSE)
+    return {
+        "epoch": {key: _entry(metric) for key, metric in results.items() if _is_kept(metric)},
+        "evaluated": _objects(required(trainer.fit_loop.epoch_loop.val_loop, "_results", _PURPOSE)),
+        "newest": {name: dict(required(connector, name, _PURPOSE)) for name in _NEWEST},
+        "hook": required(connector, "_current_fx", _PURPOSE),
+    }
+
+
+def names_of_spent(state: Mapping[str, Any], in_epoch: bool) -> list[str]:
+    """The objects of the module that Lightning would reset before they are used again: they begin anew after a resume.
+
+    Args:
+        state: what :func:`logged_state` returned.
+        in_epoch: whether the training's epoch goes on. A validation that was under way begins again.
+    """
+    trained = [entry["meta"]["metric_attribute"] for entry in state["epoch"].values() if not entry["values"]]
+    return [*state["evaluated"], *([] if in_epoch else trained)]
+
+
+def load_logged_state(trainer: Trainer, state: Mapping[str, Any], in_epoch: bool) -> None:
+    """Go on with metrics that :func:`logged_state` returned.
+
+    Args:
+        trainer: about to train.
+        state: of the run that is resumed.
+        in_epoch: whether its epoch goes on; else a new one begins.
+
+    Raises:
+        PrivateNameError: Lightning keeps them elsewhere by now.
+    """
+    connector = required(trainer, "_logger_connector", _PURPOSE)
+    for name in _NEWEST:
+        required(connector, name, _PURPOSE).update(state["newest"][name])
+    if not in_epoch:
+        return
+    results = required(trainer.fit_loop.epoch_loop, "_results", _PURPOSE)
+    for key, entry in state["epoch"].items():
+        results[key] = (_number if entry["values"] else _object)(trainer, entry)
+    # The next batch is not the first one of its epoch, after which Lightning would begin to count anew.
+    required(connector, "_first_loop_iter", _PURPOSE)
+    connector._first_loop_iter = True
+    connector._current_fx = state["hook"]
 
 
 def metric_states(module: LightningModule) -> dict[str, Any]:
@@ -82,68 +139,6 @@ def _metrics_of(module: LightningModule) -> dict[str, Metric]:
 
 def _trackers_of(module: LightningModule) -> dict[str, MetricTracker]:
     return {name: part for name, part in module.named_modules() if isinstance(part, MetricTracker)}
-
-
-_PURPOSE = "go on with an epoch's metrics after a resume"
-_FIELDS = (
-    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
-    "metric_attribute",
-)  # fmt: skip
-_SYNC = {"should": "_should", "rank_zero_only": "rank_zero_only"}
-_VALUES = ("value", "cumulated_batch_size")
-_NEWEST = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-
-
-def logged_state(trainer: Trainer) -> dict[str, Any]:
-    """The metrics of the training epoch that runs, and the newest value of every metric: numbers, tensors and strings.
-
-    Raises:
-        PrivateNameError: Lightning keeps them elsewhere by now.
-    """
-    connector = required(trainer, "_logger_connector", _PURPOSE)
-    results = required(trainer.fit_loop.epoch_loop, "_results", _PURPOSE)
-    return {
-        "epoch": {key: _entry(metric) for key, metric in results.items() if _is_kept(metric)},
-        "evaluated": _objects(required(trainer.fit_loop.epoch_loop.val_loop, "_results", _PURPOSE)),
-        "newest": {name: dict(required(connector, name, _PURPOSE)) for name in _NEWEST},
-        "hook": required(connector, "_current_fx", _PURPOSE),
-    }
-
-
-def names_of_spent(state: Mapping[str, Any], in_epoch: bool) -> list[str]:
-    """The objects of the module that Lightning would reset before they are used again: they begin anew after a resume.
-
-    Args:
-        state: what :func:`logged_state` returned.
-        in_epoch: whether the training's epoch goes on. A validation that was under way begins again.
-    """
-    trained = [entry["meta"]["metric_attribute"] for entry in state["epoch"].values() if not entry["values"]]
-    return [*state["evaluated"], *([] if in_epoch else trained)]
-
-
-def load_logged_state(trainer: Trainer, state: Mapping[str, Any], in_epoch: bool) -> None:
-    """Go on with metrics that :func:`logged_state` returned.
-
-    Args:
-        trainer: about to train.
-        state: of the run that is resumed.
-        in_epoch: whether its epoch goes on; else a new one begins.
-
-    Raises:
-        PrivateNameError: Lightning keeps them elsewhere by now.
-    """
-    connector = required(trainer, "_logger_connector", _PURPOSE)
-    for name in _NEWEST:
-        required(connector, name, _PURPOSE).update(state["newest"][name])
-    if not in_epoch:
-        return
-    results = required(trainer.fit_loop.epoch_loop, "_results", _PURPOSE)
-    for key, entry in state["epoch"].items():
-        results[key] = (_number if entry["values"] else _object)(trainer, entry)
-    # The next batch is not the first one of its epoch, after which Lightning would begin to count anew.
-    required(connector, "_first_loop_iter", _PURPOSE)
-    connector._first_loop_iter = True
-    connector._current_fx = state["hook"]
 
 
 def _is_kept(metric: Any) -> bool:

@@ -1,9 +1,5 @@
 """How far a training has come beside its weights and loops: data, random numbers, metrics, the rest of a batch.
 
-What was still to come of the batch after which a checkpoint was written.
-
-How far a training has come beside its weights and loops: where its data is, its random numbers, its metrics.
-
 Every rank has its own: a checkpoint holds them by rank, and after a change of the stages a rank takes up those of the
 last stage of its replica, which is where the loss was computed.
 """
@@ -37,6 +33,13 @@ from lightning_asyncpp.trainer.checkpoint.epoch_metrics import (
     names_of_spent,
 )
 from lightning_asyncpp.trainer.checkpoint.validation_randomness import ValidationRandomness
+
+PROGRESS = "progress"
+"""Entry of a checkpoint's state of a strategy: by rank, what :meth:`Progress.state` returned."""
+INEXACT = (
+    "the rest of the run would not be that of the uninterrupted one. Resume from a checkpoint of an epoch's end, or"
+    " accept it: give the strategy inexact_resume=True"
+)
 
 
 class Outstanding(NamedTuple):
@@ -85,14 +88,6 @@ def count_as_unfinished(fit_loop: Mapping[str, Any]) -> None:
     for counts in (fit_loop["epoch_progress"]["total"], fit_loop["epoch_progress"]["current"]):
         counts["processed"] = min(counts["processed"], counts["started"] - 1)
         counts["completed"] = min(counts["completed"], counts["processed"])
-
-
-PROGRESS = "progress"
-"""Entry of a checkpoint's state of a strategy: by rank, what :meth:`Progress.state` returned."""
-INEXACT = (
-    "the rest of the run would not be that of the uninterrupted one. Resume from a checkpoint of an epoch's end, or"
-    " accept it: give the strategy inexact_resume=True"
-)
 
 
 class Progress:

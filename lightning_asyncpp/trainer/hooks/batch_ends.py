@@ -1,13 +1,10 @@
 """What a module does at the end of a batch: after the batch's own update, and before a checkpoint is saved.
 
-What a module does at the end of a batch comes before a checkpoint that is saved there, and so is part of it.
-
-A module's ``on_train_batch_end`` in an asynchronous pipeline: it comes when its batch's own update has been applied.
-
-The update of batch t is applied in the middle of batch t+1, or at the end of batch t where the pipeline drains there. A
-hook that changes weights, as a projection does, would be called before or after it, whichever it happens to be, and so
-would make the training depend on how often the run validates. Called between update t and update t+1 it does to W_{t+1}
-what it does in a single process.
+A checkpoint that is saved there has what the hook did. In an asynchronous pipeline the update of batch t is applied in
+the middle of batch t+1, or at the end of batch t where the pipeline drains there. A hook that changes weights, as a
+projection does, would be called before or after it, whichever it happens to be, and so would make the training depend
+on how often the run validates. Called between update t and update t+1 it does to W_{t+1} what it does in a single
+process.
 
 Of batches that share update t (gradient accumulation) only the last one's hook has to wait for it. Those before come
 after update t-1, and so change W_t, which update t is then applied to. Mini-batch t runs at W_{t-1}, so none of its
@@ -45,6 +42,8 @@ C = TypeVar("C", bound=Callback)
 Hook = Callable[[L.Trainer, LightningModule, Any, Any, int], None]
 HOOK = "on_train_batch_end"
 _MARK = "_asyncpp_after_own_update"
+_READS = "hooks that read weights"
+_MAY_CHANGE = "hooks that may change weights"
 
 
 def after_own_update(callback: C) -> C:
@@ -130,14 +129,6 @@ class ModuleFirst(Callback):
     def _take(self, owner: Any, call: Hook) -> None:
         self._taken.append(_Taken(owner, vars(owner).get(HOOK), call))
         vars(owner)[HOOK] = Replacement(owner, HOOK, lambda *_: None)
-
-
-def _comes_after_own_update(callback: Callback) -> bool:
-    return isinstance(callback, WeightAveraging) or bool(vars(callback).get(_MARK))
-
-
-_READS = "hooks that read weights"
-_MAY_CHANGE = "hooks that may change weights"
 
 
 class _BatchEnd(NamedTuple):
@@ -289,6 +280,10 @@ class BatchEnds(ModuleFirst):
         versioned = {id(buffer) for buffer in stage.buffers.values()}
         frozen = {name: p for name, p in stage.parameters.items() if not p.requires_grad}
         return frozen | {n: b for n, b in stage.model.named_buffers() if id(b) not in versioned}
+
+
+def _comes_after_own_update(callback: Callback) -> bool:
+    return isinstance(callback, WeightAveraging) or bool(vars(callback).get(_MARK))
 
 
 def _plain_values(module: LightningModule) -> dict[str, Any]:

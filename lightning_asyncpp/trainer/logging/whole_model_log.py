@@ -12,30 +12,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning_asyncpp.trainer.logging.log_recorder import LogRecorder
 
 
-class StatisticsLog(Callback):
-    """Logs metrics at the end of a training batch; in ``optimizer_step``, where they are made, Lightning allows none.
-
-    Attributes:
-        metrics: name -> value, to be logged once.
-    """
-
-    def __init__(self) -> None:
-        self.metrics: Mapping[str, float] = {}
-
-    def install(self, trainer: L.Trainer) -> None:
-        """Stand among the trainer's callbacks, once."""
-        others = [c for c in trainer.callbacks if not isinstance(c, StatisticsLog)]  # type: ignore[attr-defined]
-        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Log what the update of this batch brought."""
-        if self.metrics:
-            pl_module.log_dict(dict(self.metrics))
-            self.metrics = {}
-
-
 class MicroBatchLog:
     """Records what micro-batches log and logs the batch's values: weighted means, or as ``reduce_fx`` says.
 
@@ -78,6 +54,30 @@ class MicroBatchLog:
         recorder.clear()
         recorder.metrics.clear()
         recorder.metric_entries.clear()
+
+
+class StatisticsLog(Callback):
+    """Logs metrics at the end of a training batch; in ``optimizer_step``, where they are made, Lightning allows none.
+
+    Attributes:
+        metrics: name -> value, to be logged once.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: Mapping[str, float] = {}
+
+    def install(self, trainer: L.Trainer) -> None:
+        """Stand among the trainer's callbacks, once."""
+        others = [c for c in trainer.callbacks if not isinstance(c, StatisticsLog)]  # type: ignore[attr-defined]
+        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the update of this batch brought."""
+        if self.metrics:
+            pl_module.log_dict(dict(self.metrics))
+            self.metrics = {}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.partition import Partition
-from lightning_asyncpp.pipeline.emulator.emulator import DelayEmulator
+from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from tests.pipeline.cases import Case

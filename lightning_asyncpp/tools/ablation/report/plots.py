@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 Band = list[tuple[int, float, float, float]]
+_GAP_LABEL = "gap to sync (own scale)"  # a robust optimizer's gap could not be seen on a shared one
+_BY_STAGE = {"pipedream": VARIABLE, "fresh_last_stage": FRESH}
+_MOST_IN_ONE_ROW = 3  # corrections of an optimizer that the overview shows in one row
+_SHOWN_FROM = 0.25  # share of the steps from which on curves decide the range of the axis
+_SEARCH_REACH = 0.25  # from the worst chosen loss to the end of the axis, as a part of that loss
 
 
 def lines_of(ablation: Ablation, group: Group) -> list[tuple[Line, Result]]:
@@ -128,13 +133,6 @@ def _series(
         if at is not None and (gap := ablation.gap(row)):
             series.setdefault(line(row), []).append((at, gap))
     return series
-
-
-_GAP_LABEL = "gap to sync (own scale)"  # a robust optimizer's gap could not be seen on a shared one
-_BY_STAGE = {"pipedream": VARIABLE, "fresh_last_stage": FRESH}
-_MOST_IN_ONE_ROW = 3  # corrections of an optimizer that the overview shows in one row
-_SHOWN_FROM = 0.25  # share of the steps from which on curves decide the range of the axis
-_SEARCH_REACH = 0.25  # from the worst chosen loss to the end of the axis, as a part of that loss
 
 
 def write_plots(folder: Path, ablation: Ablation, curves: Curves) -> list[str]:

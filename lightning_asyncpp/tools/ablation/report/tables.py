@@ -21,6 +21,11 @@ _NOTES = {
     UNFINISHED: f"{UNFINISHED} not finished: trainings of this row, or of one that it is compared with, failed or are"
     " still to be run.",
 }
+_BEGIN = (
+    f"Not all trainings of the recipe have a result; what depends on one that is missing is marked {UNFINISHED}. The"
+    " further seeds of a row count once its search is over."
+)
+_MOST_LISTED = 20  # rows, and failed trainings, that are named one by one
 
 
 def page(ablation: Ablation, plots: Sequence[str]) -> str:
@@ -293,13 +298,6 @@ def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-_BEGIN = (
-    f"Not all trainings of the recipe have a result; what depends on one that is missing is marked {UNFINISHED}. The"
-    " further seeds of a row count once its search is over."
-)
-_MOST_LISTED = 20  # rows, and failed trainings, that are named one by one
 
 
 def missing_list(ablation: Ablation) -> str:

@@ -10,6 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+PACKAGES = ("lightning-asyncpp", "torch", "lightning")
+_COMPARED = ("python", *PACKAGES, "device", "threads")
+
 
 def usable_cores() -> int:
     """Cores that this process may use: a container or a scheduler may allow it fewer than there are."""
@@ -63,10 +66,6 @@ def _on_machine(gpu: str) -> str:
     """A number among the GPUs that this process sees -> what they call it who see all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return gpu if visible is None or not gpu.isdecimal() else visible.split(",")[int(gpu)].strip()
-
-
-PACKAGES = ("lightning-asyncpp", "torch", "lightning")
-_COMPARED = ("python", *PACKAGES, "device", "threads")
 
 
 def versions(device: str | None, threads: int) -> dict[str, str]:

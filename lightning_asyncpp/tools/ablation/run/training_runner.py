@@ -29,6 +29,7 @@ from lightning_asyncpp.tools.ablation.run.training_folders import LOG, Table
 
 _POLL_SECONDS = 0.1
 _MOST_FAILURES = 3  # that many at first, and nothing else: the rest would fail as well
+_LOG_LINES = 15
 
 
 @dataclass(frozen=True)
@@ -206,9 +207,6 @@ def worker_command(folder: Path) -> list[str]:
     """The command that trains the cell of ``folder`` and ends with this process."""
     worker = [sys.executable, "-m", "lightning_asyncpp.tools.ablation.run.cell"]
     return [*worker, str(folder), "--parent", str(os.getpid())]
-
-
-_LOG_LINES = 15
 
 
 class Report:

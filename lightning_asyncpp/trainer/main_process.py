@@ -1,0 +1,139 @@
+"""Gives the model that forked or spawned processes trained to the process that started them, as a notebook expects.
+
+Lightning hands over what rank 0's module holds, which in a pipeline is one stage. The processes end with the training,
+so they bring the whole model together before, and the module that was never cut takes it up.
+
+Imported where such processes are started: the launcher is derived from a private class of Lightning's, without which
+all else still works.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn import Module
+
+from lightning_asyncpp.pipeline.cut.materialize import materialize
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.randomness import preserved_generators
+from lightning_asyncpp.trainer import private
+
+if TYPE_CHECKING:
+    from lightning_asyncpp.trainer.launching import Launching
+
+_WHOLE = "asyncpp_whole_model"
+_HOST = torch.device("cpu")
+_Launcher: Any = private.multiprocessing_launcher()
+
+
+class MainProcessLauncher(_Launcher):
+    """Lightning's launcher of forked and spawned processes, which brings back all stages.
+
+    Attributes:
+        has_whole_model: whether the module of this process has taken up what others trained.
+    """
+
+    _strategy: Launching  # Lightning's name
+    has_whole_model = False
+
+    def launch(self, function: Callable, *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
+        """Run a function in the processes.
+
+        Raises:
+            ConfigurationError: the whole model could not be given to this process afterwards.
+        """
+        if trainer is not None:
+            if trainer.state.fn == TrainerFn.FITTING:
+                _check(trainer, self._strategy)
+            function = partial(_run_in_child, trainer, self._strategy, function)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
+        """On rank 0, what the starting process needs of it."""
+        extra: dict[str, Any] = super().get_extra_results(trainer)
+        whole, self._strategy.whole_model_state = self._strategy.whole_model_state, None
+        if whole is not None:
+            path = Path(tempfile.mkdtemp()) / "model.ckpt"  # it does not fit through the queue
+            torch.save(whole, path)
+            extra[_WHOLE] = str(path)
+        return extra
+
+    def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
+        """In the starting process, take up what rank 0 sent."""
+        super().update_main_process_results(trainer, extra)
+        if (path := extra.get(_WHOLE)) is None:
+            return
+        try:
+            state = torch.load(path, map_location=_HOST, weights_only=True)
+        finally:
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
+        module = trainer.lightning_module
+        _build(module, trainer)
+        _load(module, state)
+        self.has_whole_model = True
+
+
+def _run_in_child(trainer: L.Trainer, strategy: Launching, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run on every rank; Lightning tells a strategy of errors only where no launcher is in between."""
+    try:
+        results = function(*args, **kwargs)
+        if trainer.state.fn == TrainerFn.FITTING:
+            strategy.gather_whole_model()
+    except BaseException as error:
+        strategy.on_exception(error)
+        raise
+    return results
+
+
+def _check(trainer: L.Trainer, strategy: Launching) -> None:
+    """Refuse what would end with a part of the model, before anything is trained."""
+    problems = []
+    chosen, module = f"start_method={private.start_method(strategy)!r}", trainer.lightning_module
+    if (nodes := trainer.num_nodes) > 1:
+        problems.append(
+            f"{chosen} with num_nodes={nodes}: the process that starts the ranks of a node gets the trained model from"
+            " them, but only rank 0 has all of it; use start_method='popen'"
+        )
+    network = getattr(module, "model", None)
+    if not isinstance(network, Module) and not is_overridden("configure_model", module):
+        problems.append(
+            f"{chosen}: {type(module).__name__} has no self.model in this process, which takes up the trained weights:"
+            " assign the network to it in __init__ or configure_model, or use start_method='popen'"
+        )
+    if problems:
+        raise ConfigurationError.from_problems(problems)
+
+
+def _build(module: LightningModule, trainer: L.Trainer) -> None:
+    """Make the network where only the ranks have made it; its values are overwritten, or stand in no state_dict."""
+    with preserved_generators(_HOST), trainer.precision_plugin.module_init_context():
+        module.configure_model()
+    network = getattr(module, "model", None)
+    if isinstance(network, Module) and any(p.is_meta for p in network.parameters()):
+        units = pipeline_units(network)
+        materialize(units, range(len(units)), seed=0, device=_HOST)
+
+
+def _load(module: LightningModule, state: dict[str, Any]) -> None:
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    if not module.strict_loading:
+        return
+    for names, problem in ((missing, "was not in the trained model"), (unexpected, "is only in the trained model")):
+        if names:
+            rank_zero_warn(
+                f"{', '.join(names[:5])}{' and others' * (len(names) > 5)} {problem}: the module of this process has"
+                " other entries than the one that was trained; build it as a whole in __init__ or configure_model, or"
+                " load the checkpoint"
+            )
