@@ -63,8 +63,8 @@ class StalenessRule:
     """Which weights mini-batches run on, and which updates are due: nothing else in a pipeline computes that.
 
     The settings make it. The engine, the session and the queue of updates ask it, the last one also whether a stage
-    steps ahead of the others (:meth:`Schedule.steps_ahead`). Which version is alive beside the newest, for a checkpoint,
-    :class:`lightning_asyncpp.pipeline.weights.WeightVersions` knows by itself.
+    steps ahead of the others (:meth:`Schedule.steps_ahead`). Which version is alive beside the newest, for a
+    checkpoint, :class:`lightning_asyncpp.pipeline.weights.WeightVersions` knows by itself.
 
     Update t makes W_{t+1}. Mini-batch t runs, forward and backward, on W_{max(t - delay, N)}; before it, in a
     synchronous start of N mini-batches, on W_t. Mini-batches N and N + 1 both run on W_N, as 0 and 1 do on W_0 without
