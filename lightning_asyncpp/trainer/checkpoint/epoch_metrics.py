@@ -20,7 +20,7 @@ from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.private_names import required
 
-_PURPOSE = "go on with an epoch's metrics after a resume"
+_LOGGED_PURPOSE = "go on with an epoch's metrics after a resume"
 _FIELDS = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
@@ -42,13 +42,13 @@ def logged_state(trainer: Trainer) -> dict[str, Any]:
     Raises:
         PrivateNameError: Lightning keeps them elsewhere by now.
     """
-    connector = required(trainer, "_logger_connector", _PURPOSE)
-    results = required(trainer.fit_loop.epoch_loop, "_results", _PURPOSE)
+    connector = required(trainer, "_logger_connector", _LOGGED_PURPOSE)
+    results = required(trainer.fit_loop.epoch_loop, "_results", _LOGGED_PURPOSE)
     return {
         "epoch": {key: _entry(metric) for key, metric in results.items() if _is_kept(metric)},
-        "evaluated": _objects(required(trainer.fit_loop.epoch_loop.val_loop, "_results", _PURPOSE)),
-        "newest": {name: dict(required(connector, name, _PURPOSE)) for name in _NEWEST},
-        "hook": required(connector, "_current_fx", _PURPOSE),
+        "evaluated": _objects(required(trainer.fit_loop.epoch_loop.val_loop, "_results", _LOGGED_PURPOSE)),
+        "newest": {name: dict(required(connector, name, _LOGGED_PURPOSE)) for name in _NEWEST},
+        "hook": required(connector, "_current_fx", _LOGGED_PURPOSE),
     }
 
 
@@ -74,16 +74,16 @@ def load_logged_state(trainer: Trainer, state: Mapping[str, Any], in_epoch: bool
     Raises:
         PrivateNameError: Lightning keeps them elsewhere by now.
     """
-    connector = required(trainer, "_logger_connector", _PURPOSE)
+    connector = required(trainer, "_logger_connector", _LOGGED_PURPOSE)
     for name in _NEWEST:
-        required(connector, name, _PURPOSE).update(state["newest"][name])
+        required(connector, name, _LOGGED_PURPOSE).update(state["newest"][name])
     if not in_epoch:
         return
-    results = required(trainer.fit_loop.epoch_loop, "_results", _PURPOSE)
+    results = required(trainer.fit_loop.epoch_loop, "_results", _LOGGED_PURPOSE)
     for key, entry in state["epoch"].items():
         results[key] = (_number if entry["values"] else _object)(trainer, entry)
     # The next batch is not the first one of its epoch, after which Lightning would begin to count anew.
-    required(connector, "_first_loop_iter", _PURPOSE)
+    required(connector, "_first_loop_iter", _LOGGED_PURPOSE)
     connector._first_loop_iter = True
     connector._current_fx = state["hook"]
 
@@ -147,7 +147,7 @@ def _is_kept(metric: Any) -> bool:
 
 
 def _is_object(metric: Any) -> bool:
-    return not metric.is_tensor and required(metric.meta, "metric_attribute", _PURPOSE) is not None
+    return not metric.is_tensor and required(metric.meta, "metric_attribute", _LOGGED_PURPOSE) is not None
 
 
 def _objects(results: Mapping[str, Any]) -> list[str]:
@@ -159,11 +159,11 @@ def _entry(metric: Any) -> dict[str, Any]:
     kept = _VALUES if metric.is_tensor else ()  # those of an object are kept with it
     values: dict[str, Tensor] = {name: getattr(metric, name) for name in kept if hasattr(metric, name)}
     return {
-        "meta": {name: required(meta, name, _PURPOSE) for name in _FIELDS},
+        "meta": {name: required(meta, name, _LOGGED_PURPOSE) for name in _FIELDS},
         "reduce_fx": meta.reduce_fx.__name__,
-        "sync": {name: required(meta.sync, name, _PURPOSE) for name in _SYNC},
+        "sync": {name: required(meta.sync, name, _LOGGED_PURPOSE) for name in _SYNC},
         "values": values,
-        "step": required(metric, "_forward_cache", _PURPOSE),
+        "step": required(metric, "_forward_cache", _LOGGED_PURPOSE),
         "updates": metric.update_count,
     }
 
@@ -182,12 +182,12 @@ def _object(trainer: Trainer, entry: Mapping[str, Any]) -> Any:
 
 
 def _metric(trainer: Trainer, entry: Mapping[str, Any], is_tensor: bool) -> Any:
-    meta = required(lightnings, "_Metadata", _PURPOSE)(**entry["meta"], reduce_fx=entry["reduce_fx"])
+    meta = required(lightnings, "_Metadata", _LOGGED_PURPOSE)(**entry["meta"], reduce_fx=entry["reduce_fx"])
     sync = {argument: entry["sync"][name] for name, argument in _SYNC.items()}
     # As self.log makes it: metrics of one name with different options are refused.
-    meta.sync = required(lightnings, "_Sync", _PURPOSE)(fn=trainer.strategy.reduce, **sync)
-    metric = required(lightnings, "_ResultMetric", _PURPOSE)(meta, is_tensor)
+    meta.sync = required(lightnings, "_Sync", _LOGGED_PURPOSE)(fn=trainer.strategy.reduce, **sync)
+    metric = required(lightnings, "_ResultMetric", _LOGGED_PURPOSE)(meta, is_tensor)
     metric._forward_cache = entry["step"]
-    required(metric, "_update_count", _PURPOSE)
+    required(metric, "_update_count", _LOGGED_PURPOSE)
     metric._update_count = entry["updates"]
     return metric

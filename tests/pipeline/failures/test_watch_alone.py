@@ -12,7 +12,7 @@ import pytest
 
 from lightning_asyncpp.pipeline import background
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, is_noise
-from lightning_asyncpp.pipeline.failures import cause, guard
+from lightning_asyncpp.pipeline.failures import at_exit, guard
 from lightning_asyncpp.pipeline.failures.cause import Cause
 from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.failures.guard import Guard
@@ -272,16 +272,16 @@ def ending(code: object) -> BaseException | None:
         except ValueError:
             sys.exit(code)  # type: ignore[arg-type]
     except SystemExit:
-        return cause.uncaught()
+        return at_exit.uncaught()
 
 
 def test_the_error_that_ends_a_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cause.uncaught() is None
+    assert at_exit.uncaught() is None
     assert ending(0) is None
     assert repr(ending(1)) == 'ValueError("the user\'s own mistake")', "a worker of multiprocessing ends so"
     error = ValueError("nobody caught it")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    assert cause.uncaught() is error
+    assert at_exit.uncaught() is error
 
 
 @pytest.mark.parametrize("name", ["_start_method", "procs"])
