@@ -10,7 +10,7 @@ import pytest
 from tests.trainer.delayed_gradient.delays import delayed
 from tests.trainer.idioms.entry import REFUSED, Idiom
 from tests.trainer.idioms.page import PAGE, TABLE, page
-from tests.trainer.pool import Pools
+from tests.trainer.pool import Pools, impatient
 from tests.trainer.runs import fit
 
 STAGES = [3, pytest.param(2, marks=pytest.mark.slow)]
@@ -38,7 +38,7 @@ def test_works(pools: Pools, idiom: Idiom, stages: int) -> None:
 @pytest.mark.parametrize("idiom", REFUSED_ONES, ids=lambda idiom: idiom.name)
 def test_refused(pools: Pools, idiom: Idiom, stages: int) -> None:
     """Every rank says why."""
-    outcomes = pools.outcomes(stages, fit, replace(idiom.run(), options={"micro_batches": 3}))
+    outcomes = pools.outcomes(stages, impatient, fit, replace(idiom.run(), options={"micro_batches": 3}))
     assert all(outcome.error for outcome in outcomes)
     assert any(idiom.says in outcome.message for outcome in outcomes), outcomes[0].message
 
