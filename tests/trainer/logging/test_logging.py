@@ -67,9 +67,9 @@ def test_steps_that_are_logged_are_those_of_plain_lightning(pools: Pools, every:
 @pytest.mark.parametrize(
     ("module", "stages", "replicas"),
     [
-        (MetricNet, 3, 1),
+        pytest.param(MetricNet, 3, 1, marks=pytest.mark.slow),
         (SumsAndExtremes, 3, 1),
-        (Net, 2, 2),
+        pytest.param(Net, 2, 2, marks=pytest.mark.slow),
         (MetricNet, 2, 2),
         (ManyNames, 2, 2),
         pytest.param(Net, 3, 1, marks=pytest.mark.slow),
