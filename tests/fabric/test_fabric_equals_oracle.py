@@ -58,7 +58,7 @@ def test_weights_are_the_oracles(pools: Pools, num_stages: int, name: str) -> No
         assert results[0]["losses"] == pytest.approx(losses, rel=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_evaluations_within_a_mini_batch_leave_the_weights(pools: Pools, num_stages: int) -> None:
     """All stages are drained for them, also the last, which has nothing in flight."""
     case = CASES["accumulate-dropout"]

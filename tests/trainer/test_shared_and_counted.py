@@ -94,7 +94,7 @@ def tied_gpt(run: Run) -> Any:
     return small_gpt(run, tie_embeddings=True)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_gpt_with_tied_embeddings(pools: Pools, stages: int) -> None:
     run = Run(tied_gpt, "async", {"micro_batches": 3}, optimizer="muon", error_feedback=True, dataset="tokens")
     run = replace(run, trainer={"gradient_clip_val": 0.4})

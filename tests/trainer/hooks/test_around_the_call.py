@@ -22,7 +22,7 @@ class OtherBackend(around.SetsAll):
     backend = SDPBackend.FLASH_ATTENTION
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_autocast_and_attention_by_micro_batch(pools: Pools, stages: int) -> None:
     """Also where layers recompute their activations, and in validations."""
     run = Run(around.SetsAll, options={"micro_batches": 4, "partition": [2, 4] if stages == 2 else [1, 2, 3]},
