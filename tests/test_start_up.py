@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,18 +16,49 @@ from lightning_asyncpp.lightning_cli.command import AsyncppCLI, read_configurati
 from lightning_asyncpp.tools.parsers import PARSERS
 
 HEAVY = ("litdata", "boto3", "requests", "jsonargparse", "docstring_parser", "matplotlib", "pandas", "transformers")
+PACKAGES = ("lightning_asyncpp", "lightning_asyncpp.fabric", "lightning_asyncpp.data")
+
+# Runs programs, each in a fork of an interpreter that has imported Lightning, and nothing of this package.
+AFTER_LIGHTNING = """
+import json, os, sys
+import lightning.fabric, lightning.pytorch
+for line in sys.stdin:
+    if not (child := os.fork()):
+        os.dup2(2, 1)
+        exec(json.loads(line))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 
-def loaded(statement: str) -> set[str]:
-    """Names of the heavy packages that a new interpreter has loaded after a statement."""
-    code = f"import json, sys; {statement}; print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+@pytest.fixture(scope="module")
+def after_lightning() -> Iterator[Callable[[str], None]]:
+    """Runs a program after ``import lightning``; what it says is on the test's stderr."""
+    command = [sys.executable, "-c", AFTER_LIGHTNING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def run(code: str) -> None:
+            print(json.dumps(code), file=process.stdin, flush=True)
+            assert process.stdout.readline() == "0\n"
+
+        yield run
 
 
-@pytest.mark.parametrize("package", ["lightning_asyncpp", "lightning_asyncpp.fabric", "lightning_asyncpp.data"])
-def test_an_import_brings_nothing_heavy_but_what_lightning_does(package: str) -> None:
-    assert loaded(f"import {package}") <= loaded("import lightning.pytorch, lightning.fabric")
+def in_a_new_interpreter(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_an_import_brings_nothing_heavy_but_what_lightning_does(
+    package: str, after_lightning: Callable[[str], None]
+) -> None:
+    after_lightning(
+        f"before = set(sys.modules); import {package}\n"
+        f"heavy = [name for name in {HEAVY!r} if name in set(sys.modules) - before]\n"
+        "assert not heavy, heavy"
+    )
 
 
 COMMAND = """
@@ -81,9 +113,11 @@ def test_help_names_the_subcommands_of_lightning() -> None:
     [["fit", "--help"], ["trace", "x"], ["import", "--", "--help"], ["-c", "x", "frob"]],
     ids=" ".join,
 )
-def test_whatever_does_more_than_help_has_the_whole_package(arguments: list[str]) -> None:
+def test_whatever_does_more_than_help_has_the_whole_package(
+    arguments: list[str], after_lightning: Callable[[str], None]
+) -> None:
     """Its names, and the strategies in both registries, before anything else happens."""
-    code = (
+    after_lightning(
         f"import sys; sys.argv = ['asyncpp', *{arguments!r}]\n"
         "import lightning_asyncpp_command as command; command._import_package()\n"
         "import lightning_asyncpp, lightning.pytorch.strategies, lightning.fabric.strategies\n"
@@ -92,27 +126,27 @@ def test_whatever_does_more_than_help_has_the_whole_package(arguments: list[str]
         "assert names <= set(lightning.pytorch.strategies.StrategyRegistry.available_strategies())\n"
         "assert names <= set(lightning.fabric.strategies.STRATEGY_REGISTRY.available_strategies())\n"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
 @pytest.mark.parametrize("first", ["lightning_asyncpp", "lightning"])
-def test_strategies_have_their_names_whatever_is_imported_first(first: str) -> None:
-    code = (
-        f"import {first}, lightning_asyncpp, lightning as L\n"
+def test_strategies_have_their_names_whatever_is_imported_first(
+    first: str, after_lightning: Callable[[str], None]
+) -> None:
+    run = in_a_new_interpreter if first == "lightning_asyncpp" else after_lightning
+    run(
+        "import lightning_asyncpp, lightning as L\n"
         "assert type(L.Trainer(strategy='async_pipeline', accelerator='cpu', devices=2, logger=False).strategy)"
         " is lightning_asyncpp.AsyncPipelineStrategy\n"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
-def test_no_tool_is_imported_with_the_package() -> None:
-    code = (
+def test_no_tool_is_imported_with_the_package(after_lightning: Callable[[str], None]) -> None:
+    after_lightning(
         "import sys, lightning_asyncpp\n"
         "tools = [name for name in sys.modules if name.startswith('lightning_asyncpp.tools')]\n"
         "assert not tools, tools\n"
         "assert lightning_asyncpp.check_model.__module__.startswith('lightning_asyncpp.tools.check')\n"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
 def test_names_that_were_in_cli_are_still_found_there() -> None:

@@ -44,7 +44,7 @@ def weights_by_name(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return merged([result["weights"] for result in results])
 
 
-@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("num_stages", [*(pytest.param(few, marks=pytest.mark.slow) for few in (1, 2)), 3])
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_the_oracles(pools: Pools, num_stages: int, name: str) -> None:
     case = CASES[name]
@@ -58,7 +58,7 @@ def test_weights_are_the_oracles(pools: Pools, num_stages: int, name: str) -> No
         assert results[0]["losses"] == pytest.approx(losses, rel=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_evaluations_within_a_mini_batch_leave_the_weights(pools: Pools, num_stages: int) -> None:
     """All stages are drained for them, also the last, which has nothing in flight."""
     case = CASES["accumulate-dropout"]
@@ -66,7 +66,7 @@ def test_evaluations_within_a_mini_batch_leave_the_weights(pools: Pools, num_sta
     assert_same_weights(results, run_oracle(case)[0])
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_fresh_last_stage_has_the_weights_of_the_oracle(pools: Pools, num_stages: int) -> None:
     case = Case(
         3, fresh=True, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, batch_sizes=BATCHES,
@@ -135,7 +135,7 @@ def test_a_loaded_run_goes_on_with_other_stages(
     [
         (0, ("model", "optimizer")),
         (2, ("optimizer", "model")),
-        (4, ("optimizer", "model")),
+        pytest.param(4, ("optimizer", "model"), marks=pytest.mark.slow),
         pytest.param(0, ("optimizer", "model"), marks=pytest.mark.slow),
         pytest.param(2, ("model", "optimizer"), marks=pytest.mark.slow),
         pytest.param(4, ("model", "optimizer"), marks=pytest.mark.slow),

@@ -35,7 +35,7 @@ def train(emulated: bool) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy() for name, p in wrapped.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_stages_that_train_nothing(pools: Pools, stages: int) -> None:
     [expected] = pools.run(1, train, True)
     parts = pools.run(stages, train, False)

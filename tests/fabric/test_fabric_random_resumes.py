@@ -58,7 +58,7 @@ def assert_same_weights(results: list[dict[str, Any]], expected: dict[str, np.nd
         assert not different, f"not bitwise equal: {different}"
 
 
-@drawn(6)
+@drawn(4)
 @given(legs=chains())
 def test_the_end_is_the_oracles(pools: Pools, tmp_path_factory: pytest.TempPathFactory, legs: tuple[Leg, ...]) -> None:
     check(pools, legs, tmp_path_factory.mktemp("chain"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fabric import failing_script
-from tests.trainer.pool import Pools
+from tests.trainer.pool import Pools, impatient
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "docs" / "examples" / "fabric_gpt.py")
@@ -76,7 +76,7 @@ def test_a_failure_on_one_rank_ends_all(stage: int, where: str) -> None:
 
 
 def test_a_failure_on_one_rank_whose_process_lives_on_ends_all(pools: Pools) -> None:
-    outcomes = pools.outcomes(3, failing_script.main, 2, "step", timeout=25.0)
+    outcomes = pools.outcomes(3, impatient, failing_script.main, 2, "step", timeout=25.0)
     assert [outcome.error for outcome in outcomes] == ["ValueError", "PeerLostError", "PeerLostError"]
     line = "rank 0 (stage 2) failed first: ValueError: the user's own mistake"
     assert [outcome.message for outcome in outcomes[1:]] == [line] * 2

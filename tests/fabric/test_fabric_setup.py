@@ -104,7 +104,7 @@ def test_middle_stages_read_nothing(pools: Pools) -> None:
     assert middle["stream"] == first["stream"], "a loader without a length is read to know when it ends"
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_training_from_loaders_does_not_depend_on_the_number_of_stages(pools: Pools, num_stages: int) -> None:
     expected = pools.run(1, setups.train_from_loaders)[0]
     assert pools.run(num_stages, setups.train_from_loaders)[0] == pytest.approx(expected, rel=1e-6)

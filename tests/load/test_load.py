@@ -15,15 +15,15 @@ from tests.load.judge import count_problems, counts, judge
 from tests.load.probe import Sample
 from tests.load.runs import Load, trainer_under_load
 
-SHORT = Load(300, every=10, epoch=100, validate=50, save=60, drain=40, options={"micro_batches": 2})
+SHORT = Load(200, every=10, epoch=100, validate=50, save=60, drain=40, options={"micro_batches": 2})
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_short_training_leaves_nothing_behind() -> None:
     ranks = run_alone(trainer_under_load, SHORT, 2, timeout=200.0)
-    assert [len(samples) for samples in ranks] == [30, 30]
-    found = counts([samples[15:] for samples in ranks])  # after each kind of thing has happened once
+    assert [len(samples) for samples in ranks] == [20, 20]
+    found = counts([samples[10:] for samples in ranks])  # after each kind of thing has happened once
     assert not count_problems(found)
     assert all(last > 0 for _, last in found["threads"] + found["files"] + found["objects"])
 

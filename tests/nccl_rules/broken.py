@@ -14,7 +14,7 @@ from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.wire.transport import Transport
 from tests.nccl_rules import emulated
 
-SECONDS = 3.0
+SECONDS = 1.5
 
 
 def send_at_once(rank: int) -> Callable[[], None]:

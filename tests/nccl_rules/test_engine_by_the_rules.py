@@ -39,7 +39,7 @@ def emulated() -> Iterator[Pools]:
         yield pools
 
 
-@pytest.mark.parametrize("stages", [3, 5, *(pytest.param(few, marks=pytest.mark.slow) for few in (2, 4))])
+@pytest.mark.parametrize("stages", [5, *(pytest.param(few, marks=pytest.mark.slow) for few in (2, 3, 4))])
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_the_oracle(emulated: Pools, name: str, stages: int) -> None:
     case = CASES[name]
@@ -49,14 +49,14 @@ def test_it_equals_the_oracle(emulated: Pools, name: str, stages: int) -> None:
     assert_same_norms(results)
 
 
-@pytest.mark.parametrize("seed", range(1000, 1008))
+@pytest.mark.parametrize("seed", range(1000, 1004))
 def test_random_case(emulated: Pools, seed: int) -> None:
     """With replicas, too, whose reductions are then NCCL's."""
     check(emulated, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1008, 1100))
+@pytest.mark.parametrize("seed", range(1004, 1100))
 def test_more_random_cases(emulated: Pools, seed: int) -> None:
     check(emulated, seed)
 

@@ -73,7 +73,9 @@ def check(pools: Pools, world_size: int, counted: Counted) -> None:
         assert found.waits or counted.module == "tied", "the norm at least is read"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "gpt")), "experts", "replicas"]
+)
 def test_no_stage_waits_more_than_it_may(pools: Pools, name: str) -> None:
     check(pools, *CASES[name])
 

@@ -17,6 +17,10 @@ from tests.workers import opened
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
 
+# What their numbers are, and when they are read, is as in the other cases.
+REPEATS = ("no-lookahead", "partial", "checkpointing", "synchronous")
+
+
 @pytest.fixture(scope="module")
 def late() -> Iterator[Pools]:
     with opened(Pools(read_late)) as pools:
@@ -26,7 +30,9 @@ def late() -> Iterator[Pools]:
 @pytest.mark.parametrize(
     "stages", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in REPEATS else name for name in CASES]
+)
 def test_it_equals_the_oracle(late: Pools, name: str, stages: int) -> None:
     case = CASES[name]
     results = late.run(case, stages)
@@ -36,7 +42,7 @@ def test_it_equals_the_oracle(late: Pools, name: str, stages: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow][seed < 1004 :]) for seed in range(1000, 1040)]
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow][seed < 1002 :]) for seed in range(1000, 1040)]
 )
 def test_random_case(late: Pools, seed: int) -> None:
     """With replicas, too."""

@@ -130,7 +130,9 @@ def test_asynchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> Non
     check(pools, num_stages, case)
 
 
-@few_of(over(STAGES_SYNCHRONOUS, synchronous))
+@few_of(
+    over(STAGES_SYNCHRONOUS, synchronous), of=["num_stages", "lookahead", "max_norm", "error_feedback", "accumulate"]
+)
 def test_synchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 

@@ -12,31 +12,32 @@ from pathlib import Path
 
 import pytest
 
+from lightning_asyncpp.tools.doctor import doctor, parts
+from lightning_asyncpp.tools.doctor.task import Task
 from tests.tools.doctor_machines import CPUS
 from tests.tools.test_doctor import HANGS, assert_is_ended, on_linux
+from tests.workers import worker_context
 
 ROOT = Path(__file__).parents[2]
 
-SCRIPT = """
-import sys
-from lightning_asyncpp.tools.doctor import doctor, parts
-from tests.tools.doctor_machines import CPUS
 
-def command_of(task):
-    task.findings.add("before", "ok", "found before")
-    CPUS.save(task.machine_file)
-    return [sys.executable, *sys.argv[2:]]
+def examine(folder: str, *part: str) -> None:
+    """The doctor, whose parts run what is given in a Python process; its reports go to ``folder``."""
 
-parts.command_of = command_of
-doctor.main(["--parts", "correctness", "--output", sys.argv[1]])
-"""
+    def command_of(task: Task) -> list[str]:
+        task.findings.add("before", "ok", "found before")
+        CPUS.save(task.machine_file)
+        return [sys.executable, *part]
+
+    parts.command_of = command_of
+    doctor.main(["--parts", "correctness", "--output", folder])
 
 
-def doctor(folder: Path, *part: str, stdout: int) -> subprocess.Popen[bytes]:
-    """The doctor in a process of its own, whose parts do what is given; its reports go to ``folder``."""
-    command = [sys.executable, "-c", SCRIPT, str(folder), *part]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, cwd=ROOT)
+def examine_quietly(errors: str, folder: str, *part: str) -> None:
+    """In a worker: as if it had been started with its stderr in a file, and with nothing to print to."""
+    for name, descriptor in ((os.devnull, 1), (errors, 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+    examine(folder, *part)
 
 
 @on_linux
@@ -46,15 +47,17 @@ def doctor(folder: Path, *part: str, stdout: int) -> subprocess.Popen[bytes]:
 )
 def test_what_was_found_is_reported(number: signal.Signals, code: int, tmp_path: Path) -> None:
     pid = tmp_path / "child"
-    process = doctor(tmp_path / "out", "-c", HANGS, str(pid), stdout=subprocess.DEVNULL)
+    arguments = (str(tmp_path / "errors"), str(tmp_path / "out"), "-c", HANGS, str(pid))
+    process = worker_context().Process(target=examine_quietly, args=arguments, daemon=True)
+    process.start()
     deadline = time.monotonic() + 60
     while not pid.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     child = int(pid.read_text())
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == code
-    assert not errors
+    os.kill(process.pid, number)
+    process.join(timeout=30)
+    assert process.exitcode == code
+    assert not (tmp_path / "errors").read_text()
     assert_is_ended(child)
     content = json.loads((tmp_path / "out" / "report.json").read_text())
     first, second = content["parts"]
@@ -70,7 +73,10 @@ def test_what_was_found_is_reported(number: signal.Signals, code: int, tmp_path:
 def test_a_closed_stdout_does_not_end_the_examination(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    process = doctor(tmp_path / "out", "-c", "", stdout=writing)
+    script = f"from tests.tools.test_doctor_interrupted import examine; examine({str(tmp_path / 'out')!r}, '-c', '')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, env=environment, cwd=ROOT)
     os.close(writing)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0

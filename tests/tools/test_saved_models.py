@@ -23,11 +23,9 @@ from safetensors.torch import load_file
 
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.cli import main
-from lightning_asyncpp.data import BPETokenizer, ByteTokenizer, TextDataModule
-from lightning_asyncpp.data.tokenizer import prompt_tokens
+from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.models import GPTConfig, SavedGPT, open_saved
 from lightning_asyncpp.tools.saved.export import _size
-from lightning_asyncpp.tools.saved.generate import stream
 
 ROOT = Path(__file__).parents[2]
 CONFIG = GPTConfig(vocab_size=256, context_length=32, num_layers=2, dim=32, num_heads=2, mlp_dim=48)
@@ -377,36 +375,6 @@ def test_sizes_of_shards() -> None:
         2 * 10**9,
     ]
     assert [_size(text) for text in ("", "GB", "0", "5XB", "-1MB")] == [None] * 5
-
-
-def test_text_comes_when_its_characters_are_complete() -> None:
-    text = "größe 日本 🙂!"
-    tokens = list(text.encode())
-    pieces = list(stream(ByteTokenizer(), iter(tokens)))
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
-    assert pieces[:3] == ["g", "r", "ö"]
-    # What the model never completed is shown at the end.
-    assert "".join(stream(ByteTokenizer(), iter(tokens[:3]))) == "gr\ufffd"
-    trained = BPETokenizer.train([text * 20], 300)
-    assert "".join(stream(trained, iter(trained.encode(text).tolist()))) == text
-
-
-def test_the_space_behind_a_prompt() -> None:
-    """Tokenizers such as Llama 2's leave the first space of a text out, which behind a prompt is not the first."""
-    import tokenizers
-
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"▁one": 0, "▁two": 1, "</s>": 2, "?": 3}, unk_token="?")
-    )
-    backend.add_special_tokens(["</s>"])
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    backend.decoder = tokenizers.decoders.Metaspace()
-    tokenizer = BPETokenizer(backend)
-    prompt = prompt_tokens(tokenizer, "one")
-    assert prompt == [0]
-    assert "".join(stream(tokenizer, iter([1, 0, 2]), prompt)) == " two one"
-    assert "".join(stream(tokenizer, iter([1, 0, 2]), [2])) == "two one"
 
 
 @pytest.mark.slow

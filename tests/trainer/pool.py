@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_asyncpp.pipeline.failures import failure_watch
 from lightning_asyncpp.pipeline.ranks.mesh import destroy_retired
 from tests.workers import end_with_parent, free_port, worker_context
 
 Scenario = Callable[..., Any]
+SHORT_GRACE_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,15 @@ class Pools:
         """End all pools."""
         for pool in self._pools.values():
             pool.close()
+
+
+def impatient(scenario: Scenario, *args: Any) -> Any:
+    """Run a scenario in which one rank fails alone: it hangs up soon, not after the seconds that others have for it."""
+    grace, failure_watch.GRACE_SECONDS = failure_watch.GRACE_SECONDS, SHORT_GRACE_SECONDS
+    try:
+        return scenario(*args)
+    finally:
+        failure_watch.GRACE_SECONDS = grace
 
 
 def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

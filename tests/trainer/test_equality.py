@@ -34,7 +34,7 @@ from tests.trainer.reference import (
 )
 from tests.trainer.runs import Net, Run, fit, initial_weights, make_scheduler
 
-FOUR = pytest.param(4, marks=pytest.mark.slow)
+TWO, FOUR = (pytest.param(stages, marks=pytest.mark.slow) for stages in (2, 4))
 
 
 def check(
@@ -52,7 +52,7 @@ def check(
     return results
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, FOUR])
+@pytest.mark.parametrize("stages", [1, TWO, 3, FOUR])
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_adamw(pools: Pools, stages: int, strategy: str) -> None:
     """With the layers spread as unevenly as can be."""
@@ -67,7 +67,7 @@ def test_layers_that_change_their_input_in_place(pools: Pools, stages: int) -> N
     check(pools, run, stages, list(mini_batches_of(run)))
 
 
-@pytest.mark.parametrize("stages", [2, 3, FOUR])
+@pytest.mark.parametrize("stages", [TWO, 3, FOUR])
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_error_feedback_around_muon_with_clipping(pools: Pools, stages: int, strategy: str) -> None:
     """Under the synchronous strategy the feedback passes the base optimizer's step through."""
@@ -76,7 +76,7 @@ def test_error_feedback_around_muon_with_clipping(pools: Pools, stages: int, str
     check(pools, run, stages, list(mini_batches_of(run)), max_norm=0.4)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [TWO, 3])
 def test_accumulation_over_an_odd_number_of_batches(pools: Pools, stages: int) -> None:
     """Lightning steps on the last batch of an epoch, however many batches there are to accumulate."""
     run = Run(Net, optimizer="muon", error_feedback=True, samples=37, scheduler="decay-step")
@@ -86,7 +86,7 @@ def test_accumulation_over_an_odd_number_of_batches(pools: Pools, stages: int) -
     check(pools, run, stages, batches, max_norm=0.4)
 
 
-@pytest.mark.parametrize("stages", [2, 3, FOUR])
+@pytest.mark.parametrize("stages", [TWO, 3, FOUR])
 def test_validation_and_checkpoints_in_mid_epoch(pools: Pools, stages: int, tmp_path: Path) -> None:
     """Each of them drains the pipeline, which changes the clock and not the trajectory."""
     saving = (ModelCheckpoint, {"dirpath": tmp_path, "every_n_train_steps": 3, "save_top_k": -1})
@@ -105,7 +105,7 @@ def test_layers_that_stay_in_evaluation_mode_when_the_pipeline_drains(pools: Poo
     check(pools, run, 2, list(mini_batches_of(run, epochs=2)))
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [TWO, 3])
 @pytest.mark.parametrize(
     ("trainer", "batches"),
     [({"max_steps": 3, "max_epochs": -1}, slice(3)), ({"limit_train_batches": 4, "max_epochs": 2}, slice(None))],

@@ -59,7 +59,7 @@ def test_a_llama_of_transformers(pools: Pools, stages: int, tmp_path: Path) -> N
     assert_equal_weights(joined_weights(again, stages), arrays(dict(expected.named_parameters())))
 
 
-@pytest.mark.parametrize("reentrant", [None, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(None, marks=pytest.mark.slow), True])
 def test_a_llama_without_padding_and_with_checkpointing(reentrant: bool | None) -> None:
     """No mask crosses the cuts then; and layers run their forwards again in the backward, on the older weights."""
     pytest.importorskip("transformers")

@@ -54,7 +54,14 @@ def one_process(**options: Any) -> dict[str, Any]:
     return fit(replace(plain, module=functools.partial(gpt, **options)))
 
 
-@pytest.mark.parametrize(("how", "stages"), [("none", 3), ("block", 3), ("selective", 3), ("block", 2)])
+@pytest.mark.parametrize(
+    ("how", "stages"),
+    [
+        ("block", 3),
+        ("selective", 3),
+        *(pytest.param(how, n, marks=pytest.mark.slow) for how, n in (("none", 3), ("block", 2))),
+    ],
+)
 def test_a_pipeline_is_bitwise_the_same_run_in_one_process(pools: Pools, how: str, stages: int) -> None:
     """Recomputed blocks, too: each on the weights and the biases of its forward, and saying nothing twice."""
     run = replace(RUN, module=functools.partial(gpt, activation_checkpointing=how))

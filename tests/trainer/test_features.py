@@ -55,7 +55,7 @@ def test_precision(pools: Pools, precision: str, dtype: str) -> None:
 # -- evaluation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [*(pytest.param(few, marks=pytest.mark.slow) for few in (1, 2)), 3])
 def test_validate_and_test(pools: Pools, stages: int) -> None:
     run = Run(Net, val_samples=(13, 6))
     results = pools.run(stages, evaluate, run, "validate")

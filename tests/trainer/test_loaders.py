@@ -38,7 +38,7 @@ class StreamingNet(Net):
         return DataLoader(Stream(13, 1), batch_size=self.run.batch_size)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_iterable_dataset(pools: Pools, stages: int) -> None:
     """A middle stage reads it too: only the loader knows when an epoch ends."""
     run = Run(StreamingNet, samples=37, dropout=0.2, trainer={"max_epochs": 2, "logger": "list"})
@@ -77,7 +77,7 @@ class UnequalPairNet(PairNet):
     train_dataloader = PairNet.train_dataloader
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_two_loaders_at_once(pools: Pools, stages: int) -> None:
     run = Run(PairNet, trainer={"max_epochs": 2})
     results = pools.run(stages, fit, run)
@@ -109,7 +109,7 @@ class CuttingNet(WeighingNet):
         return [{"x": x[a:b], "y": batch["y"][a:b]} for a, b in zip([0, *ends], ends)]
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_module_that_cuts_and_weighs(pools: Pools, stages: int) -> None:
     run = Run(CuttingNet, trainer={"logger": "list"})
     results = pools.run(stages, fit, run)

@@ -75,7 +75,7 @@ def fit(strategy: str, options: dict[str, Any], devices: int, masked: list[int],
     }
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_it_is_left_out_and_told_once(pools: Pools, stages: int) -> None:
     masked = [*range(BATCH, BATCH + BATCH // stages), *range(3 * BATCH - BATCH // stages, 3 * BATCH)]
     count = BATCH * BATCHES

@@ -59,7 +59,7 @@ class SparseFirst(Net):
         (SparseFirst, "(Looks) has sparse=True"),
     ],
 )
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_refused_on_every_rank(pools: Pools, module: Any, said: str, stages: int) -> None:
     for outcome in pools.outcomes(stages, fit, Run(module, callbacks=((m.CountsSteps, {}),))):
         assert outcome.error == "ConfigurationError"
@@ -201,7 +201,7 @@ class RaisesTheSecondTime(DecaysByLayer):
         (TrainsTheFirstOnes, "is in a group in the whole model and in none on its stage"),
     ],
 )
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_groups_by_position_are_refused(pools: Pools, module: Any, said: str, stages: int) -> None:
     for outcome in pools.outcomes(stages, fit, Run(module, callbacks=((m.CountsSteps, {}),))):
         assert outcome.error == "ConfigurationError"

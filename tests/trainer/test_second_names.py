@@ -122,7 +122,7 @@ def test_the_emulator_is_the_reference(expected: dict[str, np.ndarray]) -> None:
     assert all(name in expected for name in NAMES)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [3, *(pytest.param(few, marks=pytest.mark.slow) for few in (1, 2))])
 def test_all_names_hold_the_trained_values(
     pools: Pools, stages: int, expected: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
@@ -136,7 +136,7 @@ def test_all_names_hold_the_trained_values(
     SecondNet(RUN).load_state_dict(checkpoint["state_dict"])
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
 def test_a_run_goes_on_with_other_stages(
     pools: Pools, form: str, expected: dict[str, np.ndarray], tmp_path: Path
 ) -> None:

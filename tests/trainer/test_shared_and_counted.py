@@ -54,7 +54,10 @@ def logged(records: list[Any], name: str) -> dict[int, float]:
     return {step: metrics[name] for step, metrics in records if name in metrics}
 
 
-@pytest.mark.parametrize(("stages", "strategy"), [(1, "async"), (2, "async"), (3, "async"), (3, "sync")])
+@pytest.mark.parametrize(
+    ("stages", "strategy"),
+    [(3, "async"), (3, "sync"), *(pytest.param(few, "async", marks=pytest.mark.slow) for few in (1, 2))],
+)
 def test_the_pipeline_the_oracle_and_the_emulator_agree(pools: Pools, stages: int, strategy: str) -> None:
     run = replace(RUN, strategy=strategy)
     results = pools.run(stages, fit, run)
@@ -91,7 +94,7 @@ def tied_gpt(run: Run) -> Any:
     return small_gpt(run, tie_embeddings=True)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_gpt_with_tied_embeddings(pools: Pools, stages: int) -> None:
     run = Run(tied_gpt, "async", {"micro_batches": 3}, optimizer="muon", error_feedback=True, dataset="tokens")
     run = replace(run, trainer={"gradient_clip_val": 0.4})

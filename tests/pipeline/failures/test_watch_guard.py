@@ -41,7 +41,7 @@ def test_a_killed_rank_is_missed_at_once(rank: int) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a stopped process cannot be found")
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_missed_after_the_limit_and_killed(rank: int) -> None:
     outcomes = run_ranks(watched.stopped, RANKS, rank)
     text = f"rank {rank} (stage {RANKS - 1 - rank}) is gone: no sign of life for 4 s: it was stopped, or its machine"

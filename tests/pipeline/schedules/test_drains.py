@@ -21,7 +21,7 @@ quick = settings(
 drains = st.sets(st.integers(0, 5), min_size=1).map(lambda steps: tuple(sorted(steps)))
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 @quick
 @given(drains=drains, extra=st.integers(0, 2), accumulate=st.sampled_from([1, 2]), feedback=st.booleans())
 def test_drains_do_not_change_the_result(

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.pipeline.cases import DIM
-from tests.trainer.pool import Pools
+from tests.trainer.pool import Pools, impatient
 from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, val_loaders
 
 EMA = ((EMAWeightAveraging, {"decay": 0.6}),)
@@ -196,7 +196,7 @@ def fitted(run: Run) -> dict[str, np.ndarray]:
     ],
 )
 def test_what_cannot_be_right_is_refused(pools: Pools, run: Run, said: list[str]) -> None:
-    outcomes = pools.outcomes(2, fitted, run)
+    outcomes = pools.outcomes(2, impatient, fitted, run)
     assert all(outcome.error for outcome in outcomes)
     assert any(all(word in outcome.message for word in said) for outcome in outcomes), outcomes
 

@@ -16,7 +16,7 @@ from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.pipeline.recording.trace import Span, Wait
 from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
 from lightning_asyncpp.trainer.callbacks.pipeline_monitor import StageWindow, StalenessError
-from tests.trainer.pool import Pools
+from tests.trainer.pool import Pools, impatient
 from tests.trainer.recorded import SleepingNet
 from tests.trainer.runs import Net, Run, fit
 
@@ -93,7 +93,7 @@ def test_it_works_beside_a_recording_and_with_middle_stages(pools: Pools, tmp_pa
 
 
 def test_a_wrong_weight_version_ends_the_run_on_all_ranks(pools: Pools) -> None:
-    outcomes = pools.outcomes(2, fit, replace(RUN, callbacks=(*RUN.callbacks, (WrongSchedule, {}))))
+    outcomes = pools.outcomes(2, impatient, fit, replace(RUN, callbacks=(*RUN.callbacks, (WrongSchedule, {}))))
     assert outcomes[0].error == "StalenessError", outcomes[0].trace
     assert "ran on W0 on stage 1, not on W1: its gradient is 1 updates old instead of 0" in outcomes[0].message
     assert outcomes[1].error

@@ -73,7 +73,7 @@ def run_of(strategy: str = "async", **trainer: Any) -> Run:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_whole_model_writes(pools: Pools, stages: int) -> None:
     run = run_of()
     results = pools.run(stages, sampled, run)

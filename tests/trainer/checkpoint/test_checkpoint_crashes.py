@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp.storage.loading import load, verify
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
-from tests.trainer.pool import Pools, TrainerPool
+from tests.trainer.pool import Pools, TrainerPool, impatient
 from tests.trainer.reference import joined_weights
 from tests.trainer.runs import Run, fit
 
@@ -110,7 +110,7 @@ def fit_with_a_failing_disk(run: Run, rank: int, at: int) -> tuple[str, str]:
 )
 def test_a_disk_that_fails(rank: int, at: int, options: dict[str, Any], pools: Pools, tmp_path: Path) -> None:
     """The whole run ends with the cause, and what is there is whole."""
-    outcomes = pools.run(2, fit_with_a_failing_disk, run_of(tmp_path, 3, **options), rank, at, timeout=120)
+    outcomes = pools.run(2, impatient, fit_with_a_failing_disk, run_of(tmp_path, 3, **options), rank, at, timeout=120)
     assert outcomes[rank][0] == "StorageError"
     for _, message in outcomes:
         assert re.search(r"could not be written: OSError: .*Input/output error", message), outcomes
@@ -139,7 +139,7 @@ def test_the_link_to_the_last_checkpoint_leads_to_a_whole_one(
     run = run_of(tmp_path, 3, **options)
     keeping = run.callbacks[0][1] | {"save_last": "link", "save_top_k": kept}
     run = replace(run, callbacks=((ModelCheckpoint, keeping),))
-    outcomes = pools.run(2, fit_with_a_failing_disk, run, 0, at, timeout=120)
+    outcomes = pools.run(2, impatient, fit_with_a_failing_disk, run, 0, at, timeout=120)
     assert outcomes[0][0] in ("StorageError", "OSError")
     assert "Input/output error" in outcomes[0][1]
     assert os.readlink(tmp_path / "last.ckpt") == "step=1.ckpt"

@@ -106,7 +106,7 @@ def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 @pytest.mark.parametrize(
     ("stages", "resumed_on", "options"),
     [
-        (2, 2, {}),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
         (3, 2, {"state_dict_type": "sharded", "async_checkpoints": True}),
         (1, 2, {}),
         pytest.param(2, 3, {}, marks=pytest.mark.slow),

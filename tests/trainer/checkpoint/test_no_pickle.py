@@ -100,7 +100,7 @@ def watched(kind: type[Watches], options: dict[str, Any]) -> tuple[list[str], in
 
 
 @pytest.mark.parametrize("kind", [Watches, BroadcastsPlain])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_no_pickle_is_read_while_batches_are_trained(pools: Pools, kind: type[Watches], replicas: int) -> None:
     options = {"data_parallel_size": replicas, "micro_batches": 2 * replicas}
     for found, validations in pools.run(2 * replicas, watched, kind, options):

@@ -42,9 +42,7 @@ CASES = {
     "while it saves": (OFTEN, TWO, "on_save_checkpoint", 1, 4, 1),
     "between epochs": (EPOCHS, (20,), "on_train_epoch_start", 1, 7, 1),
 }  # fmt: skip
-DEFAULT = (
-    "at an epoch's end, counting steps", "in an epoch's last validation",
-)  # fmt: skip
+DEFAULT = ("at an epoch's end, counting steps",)  # others below are told in validations
 
 
 def run_of(folder: Path, trainer: dict[str, Any], vals: tuple[int, ...], *more: Any, **changes: Any) -> Run:

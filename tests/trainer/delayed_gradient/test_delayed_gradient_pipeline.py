@@ -29,7 +29,10 @@ def test_in_micro_batches_it_is_bitwise_the_oracle(delay: int, error_feedback: b
     assert len(logged) == len(losses)
 
 
-@pytest.mark.parametrize(("stages", "precision"), [(1, "32-true"), (2, "32-true"), (2, "bf16-mixed"), (2, "bf16-true")])
+@pytest.mark.parametrize(
+    ("stages", "precision"),
+    [pytest.param(1, "32-true", marks=pytest.mark.slow), (2, "32-true"), (2, "bf16-mixed"), (2, "bf16-true")],
+)
 def test_in_micro_batches_it_is_bitwise_the_pipeline(pools: Pools, stages: int, precision: str) -> None:
     run = Run(
         Net, "async", {"micro_batches": 4}, optimizer="muon", error_feedback=True, scheduler="decay-step",
@@ -61,7 +64,11 @@ def test_every_correction_acts_in_the_pipeline_as_here(pools: Pools, correction:
 
 @pytest.mark.parametrize(
     ("stages", "correction", "partition"),
-    [(2, "feedback", "auto"), (3, "feedback", "uniform"), (2, "prediction-ahead", [8, 1])],
+    [
+        pytest.param(2, "feedback", "auto", marks=pytest.mark.slow),
+        (3, "feedback", "uniform"),
+        (2, "prediction-ahead", [8, 1]),
+    ],
 )
 def test_a_fresh_last_stage_trains_in_the_pipeline_as_here(
     pools: Pools, stages: int, correction: str, partition: Any
@@ -83,7 +90,8 @@ def test_a_fresh_last_stage_trains_in_the_pipeline_as_here(
 
 
 @pytest.mark.parametrize(
-    ("stages", "correction", "fresh"), [(2, "feedback", True), (3, "feedback", False), (2, "prediction-ahead", False)]
+    ("stages", "correction", "fresh"),
+    [(2, "feedback", True), pytest.param(3, "feedback", False, marks=pytest.mark.slow), (2, "prediction-ahead", False)],
 )
 def test_a_synchronous_start_trains_in_the_pipeline_as_here(
     pools: Pools, stages: int, correction: str, fresh: bool

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.trainer.pool import Pools
+from tests.trainer.pool import Pools, impatient
 from tests.trainer.runs import Net, Run, fit, make_trainer
 from tests.trainer.test_loaders import Stream
 
@@ -83,7 +83,7 @@ def run_on_streams(run: Run, what: str, shorter: int) -> None:
     ],
 )
 def test_a_loader_that_is_shorter_on_one_rank(pools: Pools, what: str, shorter: int) -> None:
-    outcomes = pools.outcomes(STAGES, run_on_streams, RUN, what, shorter, timeout=SOON)
+    outcomes = pools.outcomes(STAGES, impatient, run_on_streams, RUN, what, shorter, timeout=SOON)
     assert [outcome.error for outcome in outcomes] == ["ProtocolError", "PeerLostError"]
     assert outcomes[0].message.startswith(ENDS[shorter])
     assert "Usually the data loaders have different numbers of batches on these ranks" in outcomes[0].message
@@ -92,7 +92,7 @@ def test_a_loader_that_is_shorter_on_one_rank(pools: Pools, what: str, shorter: 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_epoch_that_a_callback_ends_on_one_rank(pools: Pools, rank: int) -> None:
     run = replace(RUN, callbacks=((StopsAlone, {"rank": rank}),))
-    outcomes = pools.outcomes(STAGES, fit, run, timeout=SOON)
+    outcomes = pools.outcomes(STAGES, impatient, fit, run, timeout=SOON)
     assert [outcome.error for outcome in outcomes] == ["ProtocolError", "PeerLostError"]
     assert outcomes[0].message.startswith(ENDS[rank])
     assert "raised StopIteration on one rank alone" in outcomes[0].message

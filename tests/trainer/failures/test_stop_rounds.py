@@ -50,7 +50,7 @@ def random_evaluations(seed: int, number: int) -> list[tuple[int, list[list[int]
     return outcomes
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_all_ranks_end_where_they_have_to(pools: Pools, world: int) -> None:
     per_rank = pools.run(world, random_evaluations, world, 60)
     stopped = 0

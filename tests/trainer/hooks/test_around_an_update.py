@@ -43,7 +43,11 @@ CASES: dict[str, tuple[type[Net], int, dict[str, Any], dict[str, Any], dict[str,
 
 
 @pytest.mark.parametrize("intervals", [(2, 5), pytest.param((1, 3), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    # Other memory has test_between_accumulated_batches.py, too.
+    [pytest.param(name, marks=pytest.mark.slow) if name == "other memory" else name for name in CASES],
+)
 def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(
     pools: Pools, name: str, intervals: tuple[int, ...]
 ) -> None:
@@ -127,7 +131,7 @@ def fit_seen(run: Run) -> list[tuple[str, int, int, float]]:
     return module.seen
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_hooks_of_an_update_see_the_step_of_its_batch(pools: Pools, accumulate: int) -> None:
     run = Run(Counts, "async", {"micro_batches": 3}, scheduler="decay-step", val_samples=(9,))
     run = replace(run, trainer={"max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": accumulate})
@@ -150,8 +154,7 @@ def test_a_batch_without_a_step_belongs_to_no_update(pools: Pools, strategy: str
     run = Run(StepsSometimes, strategy, {"micro_batches": 3}, dropout=0.2, val_samples=(9,))
     run = replace(run, trainer={"max_epochs": 2, "val_check_interval": 3})
     emulated = train(delayed(run, delay=int(strategy == "async"), micro_batches=3))
-    for stages in (2, 3):
-        assert_equal_weights(joined_weights(pools.run(stages, fit, run), stages), emulated["weights"])
+    assert_equal_weights(joined_weights(pools.run(3, fit, run), 3), emulated["weights"])
 
 
 def test_a_batch_without_a_step_is_dropped_as_in_a_single_process() -> None:

@@ -13,7 +13,7 @@ from tests.trainer.delayed_gradient.delays import delayed
 from tests.trainer.failures.mistakes import CountsSteps
 from tests.trainer.hooks import around
 from tests.trainer.idioms.steps import PairsHooks
-from tests.trainer.pool import Pools
+from tests.trainer.pool import Pools, impatient
 from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Run, evaluate, fit, fit_and_hear
 
@@ -22,7 +22,7 @@ class OtherBackend(around.SetsAll):
     backend = SDPBackend.FLASH_ATTENTION
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_autocast_and_attention_by_micro_batch(pools: Pools, stages: int) -> None:
     """Also where layers recompute their activations, and in validations."""
     run = Run(around.SetsAll, options={"micro_batches": 4, "partition": [2, 4] if stages == 2 else [1, 2, 3]},
@@ -85,7 +85,7 @@ USUAL = (around.SetsAttributesOfAllLayers, around.SetsAttributesAfterwards, arou
 )
 def test_refused_when_it_makes_a_difference(pools: Pools, module: Any, says: str, stages: int) -> None:
     run = Run(module, dropout=0.1, options={"micro_batches": 4})
-    outcomes = pools.outcomes(stages, fit, run)
+    outcomes = pools.outcomes(stages, impatient, fit, run)
     assert all(outcome.error for outcome in outcomes), "every rank ends"
     assert any(outcome.error == "ConfigurationError" and says in outcome.message for outcome in outcomes), outcomes
 

@@ -21,6 +21,7 @@ from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Net, Run, fit
 
 MODULES = {"projected": Projected, "other memory": PutsOtherMemory, "shrinks": Shrinks}
+ACCUMULATED = {"projected": 2, "other memory": 3, "shrinks": 2, "draws": 3}
 DELAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # strategy, its options, those of the emulator
     "async": ("async", {}, {"delay": 1}),
@@ -34,33 +35,49 @@ DELAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# Over three stages: every module where gradients are delayed, and every other delay with one of them at least.
+USUAL = [
+    *(("async", name) for name in ACCUMULATED),
+    *(("sync", "projected"), ("synchronous start", "draws")),
+    *(("fresh last stage", name) for name in ("other memory", "shrinks")),
+]
+CASES = [
+    pytest.param(delays, name, stages, marks=[] if stages == 3 and (delays, name) in USUAL else pytest.mark.slow)
+    for delays in DELAYS
+    for name in ACCUMULATED
+    for stages in ((2, 3) if delays == "fresh last stage" else (1, 2, 3))
+]
+
+
 def accumulating(module: type[Net], strategy: str, options: dict[str, Any], accumulate: int = 2, **trainer: Any) -> Run:
     run = Run(module, strategy, {"micro_batches": 3} | options, dropout=0.2, val_samples=(9,), samples=56)
     return replace(run, trainer={"max_epochs": 2, "accumulate_grad_batches": accumulate} | trainer)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("delays", DELAYS)
-def test_every_change_means_what_it_means_in_one_process(pools: Pools, delays: str, stages: int) -> None:
+@pytest.mark.parametrize(("delays", "name", "stages"), CASES)
+def test_every_change_means_what_it_means_in_one_process(pools: Pools, delays: str, name: str, stages: int) -> None:
     strategy, options, emulated = DELAYS[delays]
     if delays == "fresh last stage":
-        if stages == 1:
-            pytest.skip("one stage is the last")
         emulated = emulated | {"stages": stages}
-    modules = {**MODULES, "draws": Draws}
-    for (name, module), accumulate in zip(modules.items(), (2, 3, 2, 3)):
-        run = accumulating(module, strategy, options, accumulate)
-        expected = train(delayed(run, micro_batches=3, **emulated))["weights"]
-        for interval in (1, 7):
-            run = replace(run, trainer=run.trainer | {"val_check_interval": interval})
-            results = pools.run(stages, fit, run)
-            try:
-                assert_equal_weights(joined_weights(results, stages), expected)
-            except AssertionError as error:
-                raise AssertionError(f"{name}, validated every {interval} batches: {error}") from None
+    run = accumulating({**MODULES, "draws": Draws}[name], strategy, options, ACCUMULATED[name])
+    expected = train(delayed(run, micro_batches=3, **emulated))["weights"]
+    for interval in (1, 7):
+        run = replace(run, trainer=run.trainer | {"val_check_interval": interval})
+        results = pools.run(stages, fit, run)
+        try:
+            assert_equal_weights(joined_weights(results, stages), expected)
+        except AssertionError as error:
+            raise AssertionError(f"validated every {interval} batches: {error}") from None
 
 
-@pytest.mark.parametrize("delays", DELAYS)
+@pytest.mark.parametrize(
+    "delays",
+    [
+        "async",
+        "fresh last stage",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "synchronous start")),
+    ],
+)
 def test_with_replicas_as_well(pools: Pools, delays: str) -> None:
     strategy, options, emulated = DELAYS[delays]
     if delays == "fresh last stage":

@@ -68,7 +68,10 @@ SLOW: dict[str, tuple[Run, int]] = {
                 trainer=PLAIN.trainer | {"precision": "bf16-mixed"}), 3,
     ),
 }  # fmt: skip
-PARAMETERS = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+PARAMETERS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW or name == "two stages" else [])
+    for name in CASES | SLOW
+]
 
 
 def check(pools: Pools, of: Run, devices: int, folder: Path, method: str = "fork", timeout: float = 40.0) -> None:

@@ -30,6 +30,7 @@ CASES = {
     "torch's own shuffling": Evaluations({"val_check_interval": 2}, shuffled=True),
     "with gradients": Evaluations({"val_check_interval": 2, "inference_mode": False}, gradients=True),
 }
+REPEATS = ("every batch", "a share of the batches")  # the first beside gradients that add up, too
 WORLDS = [(1, 1), (2, 1), (3, 1), (2, 2)]
 
 
@@ -58,7 +59,10 @@ def equal(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "stages", "replicas"),
-    [(name, *WORLDS[index % len(WORLDS)]) for index, name in enumerate(CASES)],
+    [
+        pytest.param(name, *WORLDS[index % len(WORLDS)], marks=[pytest.mark.slow] if name in REPEATS else [])
+        for index, name in enumerate(CASES)
+    ],
 )
 def test_training_is_that_without_evaluation(pools: Pools, name: str, stages: int, replicas: int) -> None:
     check(pools, CASES[name], stages, replicas)

@@ -67,9 +67,9 @@ def test_steps_that_are_logged_are_those_of_plain_lightning(pools: Pools, every:
 @pytest.mark.parametrize(
     ("module", "stages", "replicas"),
     [
-        (MetricNet, 3, 1),
+        pytest.param(MetricNet, 3, 1, marks=pytest.mark.slow),
         (SumsAndExtremes, 3, 1),
-        (Net, 2, 2),
+        pytest.param(Net, 2, 2, marks=pytest.mark.slow),
         (MetricNet, 2, 2),
         (ManyNames, 2, 2),
         pytest.param(Net, 3, 1, marks=pytest.mark.slow),
@@ -101,7 +101,7 @@ def test_metrics_in_a_callback_are_one_batch_old_unless_drained(pools: Pools) ->
     assert results[0]["losses"] == pytest.approx(losses, rel=1e-6)  # what the last stage returns is the batch's own
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_validation_loss_is_that_of_a_plain_evaluation(pools: Pools, stages: int) -> None:
     run = Run(Net, val_samples=(13, 6), dropout=0.2)
     results = pools.run(stages, fit, run)

@@ -1,0 +1,37 @@
+"""Text that a saved model writes: it comes when its characters are complete, behind the prompt as it stands."""
+
+from __future__ import annotations
+
+from lightning_asyncpp.data import BPETokenizer, ByteTokenizer
+from lightning_asyncpp.data.tokenizer import prompt_tokens
+from lightning_asyncpp.tools.saved.generate import stream
+
+
+def test_text_comes_when_its_characters_are_complete() -> None:
+    text = "größe 日本 🙂!"
+    tokens = list(text.encode())
+    pieces = list(stream(ByteTokenizer(), iter(tokens)))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert pieces[:3] == ["g", "r", "ö"]
+    # What the model never completed is shown at the end.
+    assert "".join(stream(ByteTokenizer(), iter(tokens[:3]))) == "gr\ufffd"
+    trained = BPETokenizer.train([text * 20], 300)
+    assert "".join(stream(trained, iter(trained.encode(text).tolist()))) == text
+
+
+def test_the_space_behind_a_prompt() -> None:
+    """Tokenizers such as Llama 2's leave the first space of a text out, which behind a prompt is not the first."""
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"▁one": 0, "▁two": 1, "</s>": 2, "?": 3}, unk_token="?")
+    )
+    backend.add_special_tokens(["</s>"])
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = BPETokenizer(backend)
+    prompt = prompt_tokens(tokenizer, "one")
+    assert prompt == [0]
+    assert "".join(stream(tokenizer, iter([1, 0, 2]), prompt)) == " two one"
+    assert "".join(stream(tokenizer, iter([1, 0, 2]), [2])) == "two one"
