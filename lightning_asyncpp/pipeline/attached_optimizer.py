@@ -23,20 +23,26 @@ class AttachedOptimizer:
         optimizer: of the engine's stage; it is told the delay if it wants to know.
         engine: whose updates are applied.
         step: clips the gradient of an update, and steps the optimizer.
+        check: raises what ended the run meanwhile, if anything did; called before every step.
 
     Attributes:
         update: that is being applied.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Engine, step: OptimizerStep) -> None:
-        self.optimizer, self._engine, self._step = optimizer, engine, step
+    def __init__(self, optimizer: Optimizer, engine: Engine, step: OptimizerStep, check: Callable[[], None]) -> None:
+        self.optimizer, self._engine, self._step, self._check = optimizer, engine, step, check
         self.update: Update | None = None
         self._office = TicketOffice(optimizer)
         self.tell_delay()
         engine.weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
         self._guard = StepGuard(optimizer, lambda: self.update is not None)
-        self.check_same, self.release = self._guard.check_same, self._guard.release
+        self.check_same = self._guard.check_same
         engine.updates.apply, engine.updates.leave_out = self._apply, lambda: leave_out(optimizer)
+
+    def release(self) -> None:
+        """Let anybody step the optimizer, and the engine go: a circle would keep its weights until a collection."""
+        self._guard.release()
+        self._engine.updates.detach()
 
     def tell_delay(self) -> None:
         """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
@@ -54,6 +60,7 @@ class AttachedOptimizer:
         return self._office.file(note)
 
     def _apply(self, update: Update) -> None:
+        self._check()
         weights = self._engine.weights
         self.update = update
         try:

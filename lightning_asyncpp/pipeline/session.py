@@ -182,7 +182,8 @@ class PipelineSession:
         if problems:
             raise ConfigurationError.from_problems(problems)
         stage.layers_elsewhere = {}  # whoever groups parameters has done so
-        self._attached = AttachedOptimizer(optimizer, engine, step)
+        self._release_optimizer()
+        self._attached = AttachedOptimizer(optimizer, engine, step, self.watch.check)
         if stage.num_stages > 1:
             self._clipping_guard.begin(stage.parameters.values())
 

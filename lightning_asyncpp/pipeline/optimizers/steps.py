@@ -80,10 +80,10 @@ class StepGuard:
             )
 
     def release(self) -> None:
-        """Let anybody step."""
+        """Let anybody step, and whoever was asked for updates go."""
         if self._handle is not None:
             self._handle.remove()
-            self._handle = None
+        self._handle, self._is_updating = None, lambda: True
 
     def _check(self, *_: Any) -> None:
         if not self._is_updating():

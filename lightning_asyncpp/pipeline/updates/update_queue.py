@@ -61,8 +61,9 @@ class UpdateQueue:
         self.last_norm: float | None = None
         self.requested = StopFlags()
         self.agreed = StopFlags()
-        self.apply: Callable[[Update], None] = _no_optimizer
-        self.leave_out: Callable[[], None] = lambda: None
+        self.apply: Callable[[Update], None]
+        self.leave_out: Callable[[], None]
+        self.detach()
         self._late = torch.empty(0, device=runner.device).is_cuda
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
         size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
@@ -70,6 +71,10 @@ class UpdateQueue:
         self._told = False  # of a mini-batch without weight
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
+
+    def detach(self) -> None:
+        """Forget who applies updates."""
+        self.apply, self.leave_out = _no_optimizer, lambda: None
 
     @property
     def applied(self) -> int:
