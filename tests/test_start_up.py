@@ -44,6 +44,7 @@ def after_lightning() -> Iterator[Callable[[str], None]]:
             assert process.stdout.readline() == "0\n"
 
         yield run
+        process.kill()
 
 
 def in_a_new_interpreter(code: str) -> None:

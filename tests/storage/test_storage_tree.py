@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,6 +53,7 @@ TREES = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(TREES)
 def test_any_tree_comes_back(tree: Any) -> None:
     assert_same(again(tree), tree)

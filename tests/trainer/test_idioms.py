@@ -14,21 +14,12 @@ from tests.trainer.pool import Pools, impatient
 from tests.trainer.runs import fit
 
 STAGES = [3, pytest.param(2, marks=pytest.mark.slow)]
-# What these arguments do has its tests elsewhere: clipping, accumulation and ends in test_equality.py, and so on.
-TESTED_ELSEWHERE = {
-    "accumulate_grad_batches", "gradient_clip_val", "limit_train_batches", "max_steps", "val_check_interval",
-    "check_val_every_n_epoch", "num_sanity_val_steps", "inference_mode", "precision",
-}  # fmt: skip
-WORKING = [
-    pytest.param(idiom, marks=[pytest.mark.slow] if idiom.name in TESTED_ELSEWHERE else [], id=idiom.name)
-    for idiom in TABLE
-    if idiom.verdict != REFUSED
-]
+WORKING = [idiom for idiom in TABLE if idiom.verdict != REFUSED]
 REFUSED_ONES = [idiom for idiom in TABLE if idiom.verdict == REFUSED]
 
 
 @pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("idiom", WORKING)
+@pytest.mark.parametrize("idiom", WORKING, ids=lambda idiom: idiom.name)
 def test_works(pools: Pools, idiom: Idiom, stages: int) -> None:
     """Weights equal to the last bit those of one process, and so does what is logged."""
     run = replace(idiom.run(), options={"micro_batches": 3})

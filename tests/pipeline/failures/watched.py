@@ -16,6 +16,7 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 
 LIMIT = 4.0  # busy machines let a process wait for seconds
 SOON = 20.0
+SLOW = 5.0  # longer than what is then the limit
 
 
 @dataclass(eq=False)
@@ -65,16 +66,16 @@ def stopped(mesh: Mesh, rank: int) -> None:
 
 def slow(mesh: Mesh) -> list[tuple[str, bool]]:
     """One rank sleeps, one computes, and one leaves early: nobody is missed."""
-    session, guard = begun(mesh, 3.0)
-    end = time.monotonic() + 7.0
+    session, guard = begun(mesh, SLOW - 2.0)
+    end = time.monotonic() + SLOW
     if mesh.rank == 0:
-        time.sleep(7.0)
+        time.sleep(SLOW)
     elif mesh.rank == 1:
         while time.monotonic() < end:
             sum(range(10_000))
     else:
         guard.end()
-        time.sleep(7.0)
+        time.sleep(SLOW)
     dist.barrier()
     guard.end()
     return session.lost

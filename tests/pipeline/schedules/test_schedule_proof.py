@@ -217,11 +217,11 @@ def drained_after_every_micro_batch(micro_batches: Collection[int]) -> None:
 
 
 def test_drains_after_any_micro_batch_keep_the_rules() -> None:
-    drained_after_every_micro_batch(range(1, 21))
+    drained_after_every_micro_batch(range(1, 15))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", range(21, MOST_MICRO_BATCHES + 1))
+@pytest.mark.parametrize("micro_batches", range(15, MOST_MICRO_BATCHES + 1))
 def test_drains_after_any_micro_batch_of_any_shape_keep_the_rules(micro_batches: int) -> None:
     drained_after_every_micro_batch([micro_batches])
 

@@ -35,8 +35,9 @@ def resumed(pools: Pools, stages: int, run: Run, folder: Path, step: int, **opti
 @pytest.mark.parametrize(
     ("stages", "options", "others"),
     [
-        (3, {}, [(2, {}), (1, {}), (3, {"partition": [1, 6, 2]})]),
+        (3, {}, [(2, {}), (3, {"partition": [1, 6, 2]})]),
         (2, SHARDED | BEHIND, [(3, {}), (1, SHARDED)]),
+        pytest.param(3, {}, [(1, {})], marks=pytest.mark.slow),
         pytest.param(1, SHARDED, [(2, {}), (4, {})], marks=pytest.mark.slow),
         pytest.param(4, BEHIND, [(1, {}), (2, SHARDED), (3, {})], marks=pytest.mark.slow),
         pytest.param(4, SHARDED, [(4, {"partition": [1, 2, 2, 4]}), (3, {})], marks=pytest.mark.slow),

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from tests.trainer.delayed_gradient.delays import delayed
 from tests.trainer.failures.mistakes import CountsSteps
-from tests.trainer.hooks import around
+from tests.trainer.hooks import around, crossing
 from tests.trainer.idioms.steps import PairsHooks
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.reference import assert_equal_weights, joined_weights
@@ -52,7 +52,7 @@ def test_without_the_trainers_precision(pools: Pools) -> None:
 
 def test_many_tensors_cross_a_cut(pools: Pools) -> None:
     """21 and 41, with more than a kilobyte of names around them."""
-    run = Run(around.UNet, options={"micro_batches": 3, "partition": [1, 1, 3]})
+    run = Run(crossing.UNet, options={"micro_batches": 3, "partition": [1, 1, 3]})
     results = pools.run(3, fit, run)
     (expected,) = pools.run(1, fit, delayed(run, micro_batches=3))
     assert_equal_weights(expected["weights"], joined_weights(results, 3))
@@ -67,7 +67,7 @@ def test_gradients_of_the_output_are_there(pools: Pools) -> None:
 
 @pytest.mark.parametrize(("module", "says", "stages"), around.REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_refused(pools: Pools, module: Any, says: str, stages: int) -> None:
-    options = {"partition": [3, 1]} if module is around.Complex else {}
+    options = {"partition": [3, 1]} if module is crossing.Complex else {}
     outcomes = pools.outcomes(stages, fit, Run(module, options=options, callbacks=((CountsSteps, {}),)))
     for outcome in outcomes:
         assert outcome.error == "ConfigurationError", outcome.trace
@@ -108,15 +108,15 @@ def test_a_mode_set_in_a_validation(pools: Pools) -> None:
 def test_what_layers_keep_for_the_step_is_warned_of(pools: Pools) -> None:
     for stages, partition in ((2, [3, 3]), (3, [1, 2, 3])):
         heard = pools.run(
-            stages, fit_and_hear, Run(around.SumsBalances, options={"partition": partition}), "kept, with a gradient"
+            stages, fit_and_hear, Run(crossing.SumsBalances, options={"partition": partition}), "kept, with a gradient"
         )[::-1]
         named = [" ".join(texts).split(":")[0] for _, texts in heard]  # the first stage's first
         assert ", ".join(named[:-1]) == "features, model.1.balance"
         assert named[-1] == ""
 
 
-@pytest.mark.parametrize("module", [around.KeepsForItsBackward, PairsHooks])
+@pytest.mark.parametrize("module", [crossing.KeepsForItsBackward, PairsHooks])
 def test_what_forwards_keep_for_backward_hooks_is_warned_of_but_for_queues(pools: Pools, module: Any) -> None:
     heard = [texts for _, texts in pools.run(2, fit_and_hear, Run(module), "full backward hook")]
     assert heard[0] == []  # the last stage, where every forward is followed by its backward
-    assert ["model.0.kept" in text for text in heard[1]] == [True] * (module is around.KeepsForItsBackward)
+    assert ["model.0.kept" in text for text in heard[1]] == [True] * (module is crossing.KeepsForItsBackward)
