@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.cli import AsyncppCLI, main, run
+from lightning_asyncpp.lightning_cli.resumed_model import saved_hyper_parameters
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.private_names import PrivateNameError
 from lightning_asyncpp.storage.sharded import commit, new_target, shard_name, write_shard
@@ -261,3 +262,21 @@ def test_a_run_is_made_longer(tmp_path: Path) -> None:
     assert content["hyper_parameters"]["total_steps"] == 9
     module = GPTModule(GPTConfig(**SIZES), warmup_steps=1, total_steps=9)
     assert content["lr_schedulers"][0]["_last_lr"] == [module._learning_rate_factor()(4)]
+
+
+def test_arguments_that_changed_nothing_and_are_no_more_are_left_out() -> None:
+    muon = {"lr": 0.02, "newton_schulz": "quintic", "newton_schulz_scale": "frobenius"}
+    base = {"class_path": "lightning_asyncpp.optim.MuonAdamW", "init_args": muon}
+    feedback = {"base": base, "strength": 2.0, "anneal": False, "match_lr": False}
+    optimizer = {"class_path": "lightning_asyncpp.optim.ErrorFeedback", "init_args": feedback}
+    others = {"class_path": "mine.ErrorFeedback", "init_args": {"anneal": False}}
+    checkpoint(optimizer=optimizer, others=[others])
+    saved = saved_hyper_parameters("x.ckpt")
+    left = {"base": {**base, "init_args": {"lr": 0.02}}, "strength": 2.0}
+    assert saved["optimizer"] == {**optimizer, "init_args": left}
+    assert saved["others"] == [others]
+    feedback["anneal"] = muon["newton_schulz"] = True  # these meant something: the parser will name them
+    checkpoint(optimizer=optimizer)
+    kept = saved_hyper_parameters("x.ckpt")["optimizer"]["init_args"]
+    assert kept["anneal"] is True
+    assert kept["base"]["init_args"]["newton_schulz"] is True

@@ -18,6 +18,14 @@ from lightning_asyncpp.storage.whole import missing
 _CHOSEN_BY_THE_TRAINER = ("best", "last", "hpc")
 _CLASS = "_class_path"  # which LightningCLI saves among the hyper-parameters
 _NOT_AN_ARGUMENT = "_instantiator"
+_NEWTON_SCHULZ = {"newton_schulz": "quintic", "newton_schulz_scale": "frobenius"}
+_REMOVED: dict[str, dict[str, Any]] = {
+    "lightning_asyncpp.optim.MuonAdamW": _NEWTON_SCHULZ,
+    "lightning_asyncpp.optim.NorMuonAdamW": _NEWTON_SCHULZ,
+    "lightning_asyncpp.optim.ErrorFeedback": {"anneal": False, "match_lr": False},
+    "lightning_asyncpp.optim.WeightPrediction": {"smoothing": 0.0, "source": "last_step"},
+}
+"""Class path -> arguments that it had, and the values that say what is so without them."""
 
 
 def saved_hyper_parameters(ckpt_path: str | None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -42,7 +50,22 @@ def saved_hyper_parameters(ckpt_path: str | None, weights_only: bool | None = No
     found = content.get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ConfigurationError(f"--ckpt_path: {path} is damaged or no checkpoint: its hyper-parameters have no names")
-    return {name: value for name, value in found.items() if name != _NOT_AN_ARGUMENT}
+    return {name: _without_removed(value) for name, value in found.items() if name != _NOT_AN_ARGUMENT}
+
+
+def _without_removed(value: Any) -> Any:
+    """Hyper-parameters without arguments that there are no more, where these change nothing."""
+    if isinstance(value, list):
+        return [_without_removed(entry) for entry in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = {name: _without_removed(entry) for name, entry in value.items()}
+    removed = _REMOVED.get(str(kept.get("class_path")), {})
+    if removed and isinstance(kept.get("init_args"), Mapping):
+        kept["init_args"] = {
+            name: entry for name, entry in kept["init_args"].items() if name not in removed or entry != removed[name]
+        }
+    return kept
 
 
 def _local_checkpoint(ckpt_path: str | None) -> Path | None:

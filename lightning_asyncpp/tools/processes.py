@@ -248,7 +248,7 @@ def traced(seconds: float, module: str, *arguments: str) -> list[str]:
 
 def _run_traced(until: float, module: str, arguments: Sequence[str]) -> None:
     faulthandler.dump_traceback_later(max(0.1, until - time.time()), exit=False)
-    if Path(sys.path[0]) == Path(__file__).parent:
+    if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
         sys.path[0] = os.getcwd()  # as ``python -m`` has it
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
