@@ -18,14 +18,7 @@ from lightning_asyncpp.storage.whole import missing
 _CHOSEN_BY_THE_TRAINER = ("best", "last", "hpc")
 _CLASS = "_class_path"  # which LightningCLI saves among the hyper-parameters
 _NOT_AN_ARGUMENT = "_instantiator"
-_NEWTON_SCHULZ = {"newton_schulz": "quintic", "newton_schulz_scale": "frobenius"}
-_REMOVED: dict[str, dict[str, Any]] = {
-    "lightning_asyncpp.optim.MuonAdamW": _NEWTON_SCHULZ,
-    "lightning_asyncpp.optim.NorMuonAdamW": _NEWTON_SCHULZ,
-    "lightning_asyncpp.optim.ErrorFeedback": {"anneal": False, "match_lr": False},
-    "lightning_asyncpp.optim.WeightPrediction": {"smoothing": 0.0, "source": "last_step"},
-}
-"""Class path -> arguments that it had, and the values that say what is so without them."""
+_OURS = "lightning_asyncpp."
 
 
 def saved_hyper_parameters(ckpt_path: str | None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -54,16 +47,17 @@ def saved_hyper_parameters(ckpt_path: str | None, weights_only: bool | None = No
 
 
 def _without_removed(value: Any) -> Any:
-    """Hyper-parameters without arguments that there are no more, where these change nothing."""
+    """Hyper-parameters without arguments that a class of this package has no more, where they changed nothing."""
     if isinstance(value, list):
         return [_without_removed(entry) for entry in value]
     if not isinstance(value, Mapping):
         return value
     kept = {name: _without_removed(entry) for name, entry in value.items()}
-    removed = _REMOVED.get(str(kept.get("class_path")), {})
-    if removed and isinstance(kept.get("init_args"), Mapping):
+    class_path, given = str(kept.get("class_path")), kept.get("init_args")
+    if class_path.startswith(_OURS) and isinstance(given, Mapping):
+        removed = getattr(pydoc.locate(class_path), "removed", {})
         kept["init_args"] = {
-            name: entry for name, entry in kept["init_args"].items() if name not in removed or entry != removed[name]
+            name: entry for name, entry in given.items() if name not in removed or entry != removed[name]
         }
     return kept
 

@@ -73,6 +73,8 @@ class DelayCorrection(OptimizerAround):
     state_name: ClassVar[str]
     buffer_names: ClassVar[tuple[str, ...]]
     option_names: ClassVar[tuple[str, ...]]
+    removed: ClassVar[dict[str, Any]] = {}
+    """Arguments that what was saved before may name, with the values that say what is so without them."""
     needs_weights_before: ClassVar[bool] = True
     """Whether :meth:`_after_step` looks at the weights before the step."""
 

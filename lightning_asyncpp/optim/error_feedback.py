@@ -68,6 +68,7 @@ class ErrorFeedback(DelayCorrection):
     state_name = "error_feedback"
     buffer_names = ("previous",)
     option_names = ("strength", "buffer_dtype")
+    removed = {"anneal": False, "match_lr": False}
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class WeightPrediction(DelayCorrection):
     state_name = "weight_prediction"
     buffer_names = ("predicted_step",)
     option_names = ("horizon", "ahead")
+    removed = {"smoothing": 0.0, "source": "last_step"}
 
     def __init__(
         self,
