@@ -125,7 +125,7 @@ class PipelineSession:
         assert stage is not None, "cut() comes before start()"
         self.watch.begin(mesh)
         stage.refresh()
-        copy_first_replica(mesh, stage.state_dict().values())
+        copy_first_replica(mesh, stage.state_dict)
         if self.averages is not None:
             self.averages.fill()
         settings = self.settings if training else self.settings.with_delay(0)
@@ -172,13 +172,14 @@ class PipelineSession:
             ConfigurationError: it cannot step a stage by itself, one gradient per step is not enough for it, or it
                 treats the copies of a shared parameter differently.
         """
-        engine, stage = self.running(), self.running().stage
+        engine, mesh = self.running(), self._connected()
+        stage = engine.stage
         problems = [*stage_problems(optimizer, with_closure), *sparse_problems(stage.model)]
         if not engine.mesh.is_last:  # the last stage runs each backward at once
             problems += cuda_graph_problems(stage.model, engine.runner.device)
-        agree_on_problems(self._connected(), problems)
+        agree_on_problems(mesh, problems)
         ties, fresh = self.whole_model.ties, self._fresh_stage
-        problems = tied_group_problems(self._connected(), ties, stage.parameters, optimizer, fresh)
+        problems = tied_group_problems(mesh, ties, stage.parameters, optimizer, fresh)
         if problems:
             raise ConfigurationError.from_problems(problems)
         stage.layers_elsewhere = {}  # whoever groups parameters has done so

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -98,13 +98,18 @@ def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup | Non
     tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def copy_first_replica(mesh: Mesh, tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors of a stage with those of replica 0; a blocking collective."""
+def copy_first_replica(mesh: Mesh, state_dict: Callable[[], Mapping[str, Tensor]]) -> None:
+    """Overwrite tensors of a stage with those of replica 0; a blocking collective.
+
+    Args:
+        mesh: this rank's place.
+        state_dict: of the stage, name -> tensor; not called with one replica.
+    """
     group = mesh.groups.data_parallel if mesh.groups is not None else None
     if group is None:
         return
     source = mesh.rank_of(mesh.stage, replica=0)
-    for tensor in tensors:
+    for tensor in state_dict().values():
         with lost_peers():
             broadcast_tensor(tensor, source, group)
 
