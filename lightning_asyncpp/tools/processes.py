@@ -151,10 +151,11 @@ def started(command: Sequence[str], log: Path, environment: Mapping[str, str] | 
         )  # fmt: skip
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, where the kernel can (Linux)."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent() -> bool:
+    """Let the kernel kill this process when its parent ends; whether it will (Linux)."""
+    with contextlib.suppress(AttributeError):  # macOS
+        return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
+    return False
 
 
 def end_tree(process: subprocess.Popen[bytes], deadline: float) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
 import sys
 import threading
 import time
@@ -22,11 +20,11 @@ from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_
 from lightning_asyncpp.tools.ablation.results import CellResult, thinned, write_result
 from lightning_asyncpp.tools.ablation.run.conditions import device_name, versions
 from lightning_asyncpp.tools.ablation.run.recorder import DivergedError, Recorder
+from lightning_asyncpp.tools.processes import end_with_parent
 
 CELL = "cell.yaml"
 CHANGED = 75
 """Exit code of a training that was not started because the user's code has changed since it got its name."""
-_PR_SET_PDEATHSIG = 1
 
 
 class ChangedError(RuntimeError):
@@ -76,11 +74,7 @@ def train(folder: Path) -> CellResult:
 
 def die_with(parent: int) -> None:
     """End this process when ``parent``, which started it, ends in whatever way."""
-    try:
-        at_once = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
-    except AttributeError:  # macOS
-        at_once = False
-    if not at_once:
+    if not end_with_parent():
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it ended before this line
         os._exit(1)
