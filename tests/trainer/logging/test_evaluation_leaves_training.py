@@ -30,7 +30,7 @@ CASES = {
     "torch's own shuffling": Evaluations({"val_check_interval": 2}, shuffled=True),
     "with gradients": Evaluations({"val_check_interval": 2, "inference_mode": False}, gradients=True),
 }
-REPEATS = ("every batch", "a share of the batches")  # the first beside gradients that add up, too
+REPEATS = ("every batch",)  # beside gradients that add up, too
 WORLDS = [(1, 1), (2, 1), (3, 1), (2, 2)]
 
 
