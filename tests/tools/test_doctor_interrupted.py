@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,8 +16,6 @@ from lightning_asyncpp.tools.doctor.task import Task
 from tests.tools.doctor_machines import CPUS
 from tests.tools.test_doctor import HANGS, assert_is_ended, on_linux
 from tests.workers import worker_context
-
-ROOT = Path(__file__).parents[2]
 
 
 def examine(folder: str, *part: str) -> None:
@@ -70,16 +67,21 @@ def test_what_was_found_is_reported(number: signal.Signals, code: int, tmp_path:
     assert "interrupted after" in text
 
 
-def test_a_closed_stdout_does_not_end_the_examination(tmp_path: Path) -> None:
+def examine_unread(errors: str, folder: str) -> None:
+    """In a worker: as if whoever read its stdout had gone."""
     reading, writing = os.pipe()
     os.close(reading)
-    script = f"from tests.tools.test_doctor_interrupted import examine; examine({str(tmp_path / 'out')!r}, '-c', '')"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", script]
-    process = subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, env=environment, cwd=ROOT)
-    os.close(writing)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert not errors
+    os.dup2(writing, 1)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    examine(folder, "-c", "")
+
+
+def test_a_closed_stdout_does_not_end_the_examination(tmp_path: Path) -> None:
+    arguments = (str(tmp_path / "errors"), str(tmp_path / "out"))
+    process = worker_context().Process(target=examine_unread, args=arguments, daemon=True)
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == 0
+    assert not (tmp_path / "errors").read_text()
     parts = json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
     assert [part["status"] for part in parts] == ["ok", "ok"]

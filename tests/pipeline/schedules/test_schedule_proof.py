@@ -239,7 +239,7 @@ def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_drains_at_boundaries_keep_the_rules(delay: int) -> None:
-    for count, num_stages in itertools.product(range(1, MOST_MICRO_BATCHES + 1, 7), range(1, MOST_STAGES + 1)):
+    for count, num_stages in itertools.product(range(1, MOST_MICRO_BATCHES + 1, 9), range(1, MOST_STAGES + 1, 2)):
         for lookahead in admitted(num_stages, count) if delay else [0]:
             for drains in ({count}, {2 * count}, {count, 2 * count, 3 * count}):
                 assert check(pipeline(num_stages, lookahead, delay), count, 1, drains) == []

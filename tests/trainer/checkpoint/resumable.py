@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
 from litdata.streaming import Cache
@@ -132,6 +133,18 @@ class Marks(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self.logged[trainer.global_step] = len(trainer.logger.records)  # type: ignore[union-attr]
+
+
+class SavesAfter(ModelCheckpoint):
+    """Saves after every step, or after these alone, so that between them nothing drains the pipeline."""
+
+    def __init__(self, steps: Sequence[int] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if self.steps is None or trainer.global_step in self.steps:
+            super().on_train_batch_end(trainer, *args)
 
 
 def fit_showing(

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor
 
-from tests.trainer.checkpoint.resumable import Showing, fit_showing, write_litdata
+from tests.trainer.checkpoint.resumable import SavesAfter, Showing, fit_showing, write_litdata
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Net, Run
@@ -27,7 +27,7 @@ def run_of(folder: Path, kind: str, trainer: dict[str, Any], val_samples: tuple[
     return Run(
         Net, dropout=0.2, optimizer="muon", error_feedback=True, val_samples=val_samples,
         shuffle="own" not in kind,
-        callbacks=((ModelCheckpoint, {"dirpath": folder} | SAVING),), trainer=options | trainer,
+        callbacks=((SavesAfter, {"dirpath": folder} | SAVING),), trainer=options | trainer,
         **{"scheduler": "decay-step", "samples": 37} | more,
     )  # fmt: skip
 
@@ -48,7 +48,9 @@ def check(
     """
     write_litdata(folder / "data", run.samples)
     processes = stages * run.options.get("data_parallel_size", 1)
-    whole = pools.run(processes, fit, run, kind, str(folder / "data"))
+    *callbacks, (saves, options) = run.callbacks
+    saving = (saves, options | ({"steps": steps} if saves is SavesAfter else {}))
+    whole = pools.run(processes, fit, replace(run, callbacks=(*callbacks, saving)), kind, str(folder / "data"))
     for step in steps:
         again = replace(run, callbacks=run.callbacks[:-1], ckpt_path=str(folder / f"step={step}.ckpt"))
         resumed = pools.run(processes, fit, again, kind, str(folder / "data"))

@@ -35,11 +35,10 @@ DELAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# Over three stages: every module where gradients are delayed, and every other delay with one of them at least.
+# Over three stages: every module, and every delay.
 USUAL = [
-    *(("async", name) for name in ACCUMULATED),
-    *(("sync", "projected"), ("synchronous start", "draws")),
-    *(("fresh last stage", name) for name in ("other memory", "shrinks")),
+    *(("async", "projected"), ("async", "shrinks")),
+    *(("sync", "projected"), ("synchronous start", "draws"), ("fresh last stage", "other memory")),
 ]
 CASES = [
     pytest.param(delays, name, stages, marks=[] if stages == 3 and (delays, name) in USUAL else pytest.mark.slow)
