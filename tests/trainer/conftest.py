@@ -10,7 +10,7 @@ from tests.trainer.pool import Pools
 from tests.workers import opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     with opened(Pools()) as pools:
         yield pools
