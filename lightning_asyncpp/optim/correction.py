@@ -33,7 +33,7 @@ class Memory:
         announced: whether it was said that there is nothing to correct.
     """
 
-    delay: int | dict[Tensor, int] = 1
+    delay: float | dict[Tensor, float] = 1
     buffers: dict[str, dict[Tensor, Tensor]] = field(default_factory=dict)
     steps: int = 0
     lent: Weights | None = None
@@ -77,6 +77,8 @@ class DelayCorrection(OptimizerAround):
     """Arguments that what was saved before may name, with the values that say what is so without them."""
     needs_weights_before: ClassVar[bool] = True
     """Whether :meth:`_after_step` looks at the weights before the step."""
+    takes_fractions: ClassVar[bool] = True
+    """Whether a gradient may be taken at two versions of the weights."""
 
     def __init__(self, params: ParamsT, base: Callable[[Iterable], Optimizer]) -> None:
         check_base(base)
@@ -106,20 +108,30 @@ class DelayCorrection(OptimizerAround):
 
     # -- what a strategy says -------------------------------------------------------------------------------------
 
-    def set_delay(self, delay: int | Mapping[Tensor, int]) -> None:
+    def set_delay(self, delay: float | Mapping[Tensor, float]) -> None:
         """Say how many updates old the gradients are: all alike (1 is the default), or each parameter's.
 
+        A fraction below 1 says that this share of the micro-batches was taken at the weights before the update.
+
         Raises:
-            ValueError: a delay is no whole number of at least 0.
+            ValueError: a delay is neither a whole number of at least 0 nor such a fraction, which not all can use.
         """
         delays = list(delay.values()) if isinstance(delay, Mapping) else [delay]
-        wrong = [d for d in delays if not isinstance(d, int) or d < 0]
+        wrong = [d for d in delays if not (isinstance(d, int) and d >= 0) and not 0 < d < 1]
         if wrong:
-            raise ValueError(f"a gradient cannot be {wrong[0]!r} updates old: delay must be a whole number, 0 or more")
+            raise ValueError(
+                f"a gradient cannot be {wrong[0]!r} updates old: delay must be a whole number, 0 or more, or a fraction"
+                " below 1"
+            )
+        if not self.takes_fractions and (parts := [d for d in delays if not isinstance(d, int)]):
+            raise ValueError(
+                f"{type(self).__name__} needs gradients that are taken at one version of the weights, but of these"
+                f" {parts[0]:.3g} are an update old: use staleness='uniform', or another correction"
+            )
         memory = self._memory
         if not any(delays) and not self._acts_on_fresh:
             memory.reset()
-        memory.delay = delay if isinstance(delay, int) else dict(delay)
+        memory.delay = dict(delay) if isinstance(delay, Mapping) else delay
         if isinstance(self.base, DelayCorrection):
             self.base.set_delay(delay)
 
@@ -138,15 +150,15 @@ class DelayCorrection(OptimizerAround):
             self.base.begin_anew()
 
     @property
-    def delay(self) -> int:
+    def delay(self) -> float:
         """How many updates old the oldest gradients are."""
         delay = self._memory.delay
-        return delay if isinstance(delay, int) else max(delay.values(), default=0)
+        return max(delay.values(), default=0) if isinstance(delay, Mapping) else delay
 
-    def delay_of(self, parameter: Tensor) -> int:
+    def delay_of(self, parameter: Tensor) -> float:
         """How many updates old the gradients of ``parameter`` are."""
         delay = self._memory.delay
-        return delay if isinstance(delay, int) else delay.get(parameter, 0)
+        return delay.get(parameter, 0) if isinstance(delay, Mapping) else delay
 
     @property
     def _acts_on_fresh(self) -> bool:

@@ -107,7 +107,7 @@ class ErrorFeedback(DelayCorrection):
                 continue
             torch.sub(buffer, p.detach(), out=buffer)
             if self._memory.steps == 0:
-                p.detach().add_(buffer, alpha=self.strength)
+                p.detach().add_(buffer, alpha=self._strength_of(p))
 
     def _write(self, weights: Weights) -> None:
         if not self._moves_the_base_trajectory:
@@ -116,7 +116,7 @@ class ErrorFeedback(DelayCorrection):
         steps = self._memory.buffers["previous"]
         for p, tensor in weights.items():
             if p in steps:
-                extrapolate(p.detach(), steps[p], self.strength, tensor)
+                extrapolate(p.detach(), steps[p], self._strength_of(p), tensor)
             else:
                 tensor.copy_(p)
 
@@ -125,10 +125,15 @@ class ErrorFeedback(DelayCorrection):
             self._take_steps(moving)
             return
         known = self._memory.buffers["previous"]
-        strength = 0.0 if self._memory.steps == 0 else self.strength
+        is_first = self._memory.steps == 0
         for p in self._parameters():
             if p in before or p in known:  # no step so far is a step of 0
+                strength = 0.0 if is_first else self._strength_of(p)
                 feed_back(p.detach(), before.get(p), self._buffer("previous", p), strength)
+
+    def _strength_of(self, p: Tensor) -> float:
+        """Less where only a share of the gradient is delayed."""
+        return self.strength * min(1.0, self.delay_of(p))
 
     def _buffer_dtype(self, p: Tensor) -> torch.dtype:
         return BUFFER_DTYPES[self.buffer_dtype] if self.buffer_dtype else p.dtype

@@ -32,6 +32,7 @@ class AttachedOptimizer:
     def __init__(self, optimizer: Optimizer, engine: Engine, step: OptimizerStep, check: Callable[[], None]) -> None:
         self.optimizer, self._engine, self._step, self._check = optimizer, engine, step, check
         self.update: Update | None = None
+        self._told: float | None = None
         self._office = TicketOffice(optimizer)
         self.tell_delay()
         engine.weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
@@ -45,9 +46,9 @@ class AttachedOptimizer:
         self._engine.updates.detach()
 
     def tell_delay(self) -> None:
-        """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
-        if callable(set_delay := getattr(self.optimizer, "set_delay", None)):
-            set_delay(self._engine.schedule.stage_rule.updates_behind(self._engine.mini_batch))
+        """Tell the optimizer how old the gradients of a mini-batch are, if it wants to know, before any update."""
+        engine, rule = self._engine, self._engine.schedule.stage_rule
+        self._tell(0 if rule.in_start(engine.mini_batch) else rule.staleness(engine.settings.micro_batches))
 
     def file_ticket(self, note: Any) -> Ticket:
         """What is set for the mini-batch that ends, kept for its update.
@@ -55,12 +56,16 @@ class AttachedOptimizer:
         Args:
             note: what the strategy wants to find in it.
         """
-        if self._engine.schedule.stage_rule.begins_at(self._engine.mini_batch):
-            self.tell_delay()  # all earlier updates have been applied: they ended with a flush
         return self._office.file(note)
+
+    def _tell(self, staleness: float) -> None:
+        if staleness != self._told and callable(set_delay := getattr(self.optimizer, "set_delay", None)):
+            set_delay(staleness)
+        self._told = staleness
 
     def _apply(self, update: Update) -> None:
         self._check()
+        self._tell(update.staleness)
         weights = self._engine.weights
         self.update = update
         try:

@@ -56,6 +56,14 @@ class ChangeGuard:
         if self._engine.updates.applied < self._engine.mini_batch:
             self._outstanding.note()
 
+    def before_update_within(self) -> None:
+        """Raise if weights have changed; on this rank alone, since other stages apply the update at another time."""
+        self._outstanding.check(together=False)
+
+    def after_update_within(self) -> None:
+        """An update was applied within a batch: none is outstanding until that is over."""
+        self._outstanding.forget()
+
     def before_drain(self) -> None:
         """Raise if weights have changed; on this rank alone, since a drain may come at any moment."""
         self._under_way.check(together=False)

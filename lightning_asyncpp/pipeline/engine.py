@@ -1,8 +1,9 @@
-"""Runs the schedule on one stage: forwards, backwards, and the updates that follow them one batch later."""
+"""Runs the schedule on one stage: forwards, backwards, and the updates that follow them within the next mini-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_asyncpp.pipeline.batches.micro_batch import Slot
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
+from lightning_asyncpp.pipeline.cut.ties import first_sharing
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.parameter_guard import ParameterGuard
 from lightning_asyncpp.pipeline.randomness import preserved_generators
@@ -65,7 +67,7 @@ class Engine:
         transport: Transport | None = None,
     ) -> None:
         self.stage, self.mesh, self.settings = stage, mesh, settings
-        self.schedule = settings.schedule(mesh.stage)
+        self.schedule = settings.schedule(mesh.stage, first_sharing(mesh.stage, stage.whole.ties))
         versions = self.schedule.stage_rule.num_versions
         self.weights = WeightVersions(stage.parameters, versions, stage.uses, stage.buffers, settings.compute_dtype)
         if transport is None and mesh.num_stages > 1:
@@ -114,12 +116,14 @@ class Engine:
         """
         return self.schedule.pipeline_rule.at_newest(self.mini_batch)
 
-    def run(self, batch: Any, step: Step) -> BatchOutput:
+    def run(self, batch: Any, step: Step, apply_held: Callable[[], object] | None = None) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
 
         Args:
             batch: the batch, on the first and the last stage; ignored on the others.
             step: the user's step, called with a micro-batch and its weight.
+            apply_held: called between two micro-batches, where the update of the mini-batch before is due; default:
+                ``updates.apply_held``.
         """
         count = self.settings.micro_batches
         self._guard.check_there()
@@ -130,16 +134,23 @@ class Engine:
             self.weights.adopt()
         first = self.next_forward
         flights: list[Flight] = []
-        with preserved_generators(self.runner.device):
-            if not self._checked:
+        if not self._checked:
+            with preserved_generators(self.runner.device):
                 flights.append(self._run_checked(first, slots[0], step))
-            done = len(flights)
-            for action in self.schedule.batch(first + done, count - done, self.next_backward):
-                if action.kind is Kind.FORWARD:
-                    flights.append(self._forward(action.index, slots[action.index - first], step))
-                else:
-                    self._backward(action)
-                self.updates.poll()
+        done, opened = len(flights), self.updates.open
+        actions = self.schedule.batch(first + done, count - done, self.next_backward, opened.index, opened.first)
+        for part in _between_updates(actions):
+            if part[0].kind is Kind.UPDATE:
+                (apply_held or self.updates.apply_held)()
+                self.runner.around.updated()
+                continue
+            with preserved_generators(self.runner.device):
+                for action in part:
+                    if action.kind is Kind.FORWARD:
+                        flights.append(self._forward(action.index, slots[action.index - first], step))
+                    else:
+                        self._backward(action)
+                    self.updates.poll()
         return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
 
     def drop(self) -> None:
@@ -280,7 +291,7 @@ class Engine:
         return slots
 
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
-        version = self.schedule.stage_rule.version(self.mini_batch)
+        version = self.schedule.stage_rule.version(self.mini_batch, k - self.updates.open.first)
         leaves = self.weights.leaves(version)
         task = Task(k, version, leaves, slot.content, slot.mark, step, weight=slot.weight)
         flight = self.runner.forward(task)
@@ -294,7 +305,7 @@ class Engine:
 
     def _backward(self, action: Action) -> None:
         flight = self._flights.pop(action.index)
-        weights = self.weights.leaves(flight.version)
+        weights = self.weights.sum_at(flight.version)
         with self.updates.reducing(action.index, weights):
             self.runner.backward(flight, weights)
         flight.outputs = flight.inputs = ()
@@ -310,7 +321,7 @@ class Engine:
         flight, error = None, None
         try:
             flight = self._forward(k, slot, step)
-            self.weights.check_unwritten(self.schedule.stage_rule.version(self.mini_batch))
+            self.weights.check_unwritten(flight.version)
         except Exception as caught:
             error = caught
             self.runner.announce_failure(k, error)
@@ -341,3 +352,9 @@ class Engine:
         finally:
             for module in others:
                 module.training = not module.training
+
+
+def _between_updates(actions: Iterable[Action]) -> Iterator[list[Action]]:
+    """Actions in pieces: each an update alone, or what comes between two of them."""
+    for _, part in itertools.groupby(actions, key=lambda action: action.kind is Kind.UPDATE):
+        yield list(part)

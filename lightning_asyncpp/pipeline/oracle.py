@@ -9,9 +9,10 @@ computed, so no mistake in how a pipeline computes it can hide in them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.randomness import derive
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
+Held = tuple[Sequence[nn.Parameter], int]  # parameters of a stage; how many micro-batches it holds back
 
 
 def train_reference(
@@ -42,7 +44,9 @@ def train_reference(
     weight: Callable[[Any], float] = number_of_samples,
     split: Callable[[Any, int], list[Any]] = split_batch,
     skip_nonfinite: bool = False,
-    fresh: Collection[nn.Parameter] = (),
+    held: Sequence[Held] = (),
+    exact_norm: bool = False,
+    replicas: int = 1,
     synchronous_start: int = 0,
     weight_dtype: torch.dtype | None = None,
     seed: int = 0,
@@ -50,8 +54,9 @@ def train_reference(
 ) -> list[float]:
     """Train ``model`` in place by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - delay, 0)}.
 
-    With a synchronous start of N mini-batches: at W_t for t < N, then at W_{max(t - delay, N)}. What layers add to the
-    loss is added to it, and buffers that they change once per update are part of W.
+    With a synchronous start of N mini-batches: at W_t for t < N, then at W_{max(t - delay, N)}. Of a stage in ``held``
+    only the first h micro-batches are taken there, the others at W_t. What layers add to the loss is added to it,
+    and buffers that they change once per update are part of W.
 
     Args:
         model: an ``nn.Sequential`` or a module with ``pipeline_layers()``. Of a parameter that several of its units
@@ -63,12 +68,15 @@ def train_reference(
         delay: 1 for PipeDream-2BW, 0 for synchronous training.
         max_norm: clip the gradient's 2-norm to this.
         error_feedback: strength; W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1})), u_t the base optimizer's step.
+            Of a stage in ``held``, strength * phi, with phi the share of the micro-batches that it holds back.
         after_update: called after every update, for schedulers.
         weight: micro-batch -> its weight in the mean loss.
         split: (batch, parts) -> its micro-batches.
         skip_nonfinite: leave weights and optimizer alone where a gradient is not finite.
-        fresh: parameters of a last stage without delay: their gradients are taken at W_t, and clipped by the norm of
-            the whole gradient one mini-batch earlier (the first time, by the norm of their own); no error feedback.
+        held: parameters of a stage, and h. They are clipped by the norm of the whole gradient one mini-batch earlier
+            (not at all before there is one), and not corrected where h is 0.
+        replicas: of how many a mini-batch lists the batches, one after the other; each holds back by its own count.
+        exact_norm: they are clipped by the norm of the whole gradient, like all others.
         synchronous_start: N; error feedback begins with update N, which is the first that is not corrected.
         weight_dtype: of the weights W that gradients are taken at, with the optimizer's parameters as masters Y beside
             them: W_t is Y_t rounded, and with error feedback W_{t+1} = Y_{t+1} - strength * u_t, where strength * u_0
@@ -80,19 +88,20 @@ def train_reference(
     Returns:
         The weighted mean loss of every mini-batch, without micro-batches where it is NaN if others have a number.
     """
-    run = _Trajectory(model, optimizer, fresh, weight_dtype)
+    run = _Trajectory(model, optimizer, held, exact_norm, weight_dtype)
     losses = []
     k = first_micro_batch
     for t, batches in enumerate(mini_batches):
         is_async = t >= synchronous_start
-        run.go_to(max(t - delay, synchronous_start) if is_async else t)
+        older = max(t - delay, synchronous_start) if is_async else t
         slots = [piece for batch in batches for piece in split(batch, micro_batches)]
-        gradient = _gradient(model, run.masters, step, slots, weight, seed, k)
+        go_to = functools.partial(run.go_to, older, [_place(i, micro_batches, replicas) for i in range(len(slots))])
+        gradient = _gradient(model, run.masters, step, slots, go_to, weight, seed, k)
         losses.append(gradient.mean_loss())
         k += len(slots)
         run.stay()
         if gradient.is_usable(skip_nonfinite):
-            run.update(gradient, max_norm, error_feedback, is_async)
+            run.update(gradient, max_norm, error_feedback, is_async, len(slots) // replicas)
         if after_update is not None:
             after_update()
     return losses
@@ -140,7 +149,12 @@ class _Trajectory:
     """W_0, ..., W_t, and what W_{t+1} depends on."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, fresh: Collection[Tensor], dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        held: Sequence[Held],
+        exact_norm: bool,
+        dtype: torch.dtype | None,
     ) -> None:
         self.optimizer, self.dtype = optimizer, dtype
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -148,32 +162,38 @@ class _Trajectory:
         self.buffers = [getattr(layer, name) for layer in self.layers for name in layer.versioned_buffers]
         self.masters = _values(self.parameters)  # Y_t; without a dtype they are W_t
         self.versions = [_rounded(self.masters, dtype) | _values(self.buffers)]
-        self.fresh = dict.fromkeys(x for x in self.versions[0] if x in _with_buffers(model, set(fresh)))
+        self.exact_norm = exact_norm
+        numbers: dict[Tensor, int] = {p: h for parameters, h in held for p in parameters}
+        self.held = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.versions[0]}
         self.step_before: Weights | None = None  # u_{t-1}
-        self.norm_before: float | None = None
+        self.norm_before = 0.0
 
-    def go_to(self, version: int) -> None:
-        """Let the model hold the weights of a version, the newest ones where it is fresh."""
-        _load(self.versions[version] | {tensor: self.versions[-1][tensor] for tensor in self.fresh})
+    def go_to(self, older: int, places: Sequence[int], slot: int) -> None:
+        """Let the model hold the weights that a micro-batch of the next mini-batch is taken at."""
+        newest = {tensor: self.versions[-1][tensor] for tensor, h in self.held.items() if places[slot] >= h}
+        _load(self.versions[older] | newest)
 
     def stay(self) -> None:
         """W_{t+1} = W_t, which the model holds from now on, or its masters."""
         self.versions.append(self.versions[-1])
         _load(self.versions[-1] | self.masters)
 
-    def update(self, gradient: _Gradient, max_norm: float | None, strength: float | None, is_async: bool) -> None:
+    def update(
+        self, gradient: _Gradient, max_norm: float | None, strength: float | None, is_async: bool, count: int
+    ) -> None:
         """Make W_{t+1} another one than W_t."""
         norm = gradient.norm(self.parameters)
-        norm_of_fresh = gradient.norm(self.fresh) if self.norm_before is None else self.norm_before
         for p in self.parameters:
-            p.grad = gradient.mean(p, norm_of_fresh if is_async and p in self.fresh else norm, max_norm)
+            steps_ahead = is_async and p in self.held and not self.exact_norm
+            p.grad = gradient.mean(p, self.norm_before if steps_ahead else norm, max_norm)
         self.norm_before = norm
         self.optimizer.step()
         self.optimizer.zero_grad()
         ahead: Weights = {}
         if strength is not None and is_async:
-            step = {p: self.masters[p] - p.detach() for p in self.parameters if p not in self.fresh}  # u_t
-            ahead = (_feed_back if self.dtype is None else _look_ahead)(step, self.step_before, strength)
+            step = {p: self.masters[p] - p.detach() for p in self.parameters if self.held.get(p) != 0}  # u_t
+            strengths = {p: strength * min(self.held.get(p, count) / count, 1.0) for p in step}
+            ahead = (_feed_back if self.dtype is None else _look_ahead)(step, self.step_before, strengths)
             self.step_before = step
         self._update_buffers(gradient.counts)
         self.masters = _values(self.parameters)
@@ -195,17 +215,24 @@ def _gradient(
     masters: Weights,
     step: Callable[[Any], Tensor],
     slots: Sequence[Any],
+    go_to: Callable[[int], None],
     weight: Callable[[Any], float],
     seed: int,
     first: int,
 ) -> _Gradient:
-    """Run micro-batches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype."""
+    """Run micro-batches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype.
+
+    Before number i of them, ``go_to(i)`` puts the weights in place.
+    """
     found, sums = _Gradient(), Weights()
     with _uses_apart(model) as further_uses:
         uses = [*((p, p) for p in masters), *further_uses]
         for k, micro_batch in enumerate(slots, first):
             w = 0.0 if micro_batch is None else float(weight(micro_batch))
             if w:
+                go_to(k - first)
+                for parameter, leaf in further_uses:
+                    leaf.data.copy_(parameter.data)
                 with _derived_randomness(model, seed, k), collecting() as said:
                     loss = step(micro_batch)
                 ((loss + said.total_loss()) * w).backward()
@@ -221,6 +248,12 @@ def _gradient(
         if leaf in sums:
             _add(found.sums, parameter, sums[leaf])
     return found
+
+
+def _place(slot: int, micro_batches: int, replicas: int) -> int:
+    """Number of a micro-batch among those of its replica."""
+    batch, within = divmod(slot, micro_batches)
+    return batch // replicas * micro_batches + within
 
 
 def _add(sums: Weights, key: Tensor, value: Tensor) -> None:
@@ -298,28 +331,32 @@ def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _feed_back(step: Weights, before: Weights | None, strength: float) -> Weights:
+def _feed_back(step: Weights, before: Weights | None, strengths: dict[Tensor, float]) -> Weights:
     """Correct the steps just taken; at the first there is nothing to compare with."""
     for p, u in step.items():
         if before is not None:
-            p.sub_(u - before[p], alpha=strength)
+            p.sub_(u - before[p], alpha=strengths[p])
     return {}
 
 
 @torch.no_grad()
-def _look_ahead(step: Weights, before: Weights | None, strength: float) -> Weights:
+def _look_ahead(step: Weights, before: Weights | None, strengths: dict[Tensor, float]) -> Weights:
     """The same with masters Y in the parameters: W_{t+1} = Y_{t+1} - strength * u_t, after Y_1 += strength * u_0."""
     for p, u in step.items():
         if before is None:
-            p.add_(u, alpha=strength)
-    return {p: torch.sub(p.detach(), u, alpha=strength) for p, u in step.items()}
+            p.add_(u, alpha=strengths[p])
+    return {p: torch.sub(p.detach(), u, alpha=strengths[p]) for p, u in step.items()}
 
 
-def _with_buffers(model: nn.Module, tensors: set[Tensor]) -> set[Tensor]:
-    """Parameters, and the buffers that the units which hold some of them change."""
-    units = [unit.module for unit in pipeline_units(model) if not tensors.isdisjoint(unit.module.parameters())]
-    layers = [layer for unit in units for layer in unit.modules() if isinstance(layer, StatisticsLayer)]
-    return tensors | {getattr(layer, name) for layer in layers for name in layer.versioned_buffers}
+def _with_buffers(model: nn.Module, held: Mapping[Tensor, int]) -> dict[Tensor, int]:
+    """Parameters, and the buffers that the units which hold some of them change, each with its h."""
+    found = dict(held)
+    for unit in pipeline_units(model):
+        numbers = [held[p] for p in unit.module.parameters() if p in held]
+        layers = [layer for layer in unit.module.modules() if isinstance(layer, StatisticsLayer)]
+        for layer in layers if numbers else ():
+            found |= {getattr(layer, name): numbers[0] for name in layer.versioned_buffers}
+    return found
 
 
 def _values(tensors: Iterable[Tensor]) -> Weights:

@@ -237,15 +237,31 @@ class PipelineSession:
         if self.watch.failure is not None:
             self.watch.check()
 
-    def run(self, batch: Any, step: Step) -> BatchOutput:
+    def run(self, batch: Any, step: Step, afterwards: Callable[[], None] = lambda: None) -> BatchOutput:
         """Run a training batch: see :meth:`Engine.run`.
+
+        Args:
+            batch: the batch, on the first and the last stage; ignored on the others.
+            step: the user's step, called with a micro-batch and its weight.
+            afterwards: called when an update has been applied between two micro-batches; it may still change weights.
 
         Raises:
             ConfigurationError: somebody has changed the weights that gradients of the batch before are taken at.
         """
         engine, changes = self._watched()
+
+        def apply_held() -> None:
+            changes.before_update_within()
+            in_step, self._in_step = self._in_step, False  # it is between two micro-batches, and no step runs
+            try:
+                engine.updates.apply_held()
+                afterwards()
+            finally:
+                self._in_step = in_step
+            changes.after_update_within()
+
         changes.before_batch()
-        output = engine.run(batch, step)
+        output = engine.run(batch, step, apply_held)
         changes.after_batch()
         return output
 
@@ -344,7 +360,7 @@ class PipelineSession:
     @property
     def _fresh_stage(self) -> int | None:
         """A last stage without delay, if there is one."""
-        return self._connected().num_stages - 1 if self.settings.fresh_last_stage else None
+        return self._connected().num_stages - 1 if self.settings.staleness == "fresh_last_stage" else None
 
     def _watched(self) -> tuple[Engine, ChangeGuard]:
         engine = self.running()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.ranks.mesh import PLACEMENTS, Placement
-from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule, depth, largest_lookahead
+from lightning_asyncpp.pipeline.schedule import Schedule, Slack, Staleness, StalenessRule, depth, largest_lookahead
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # of Lightning
+STALENESS = get_args(Staleness)
 _MOST_CTAS = 64  # channels of a communicator
 _MOST_METRIC_SLOTS = 2**16  # far below what a control message may hold
 
@@ -104,7 +105,8 @@ class PipelineSettings:
     micro_batches: int | None = None
     lookahead: int | None = None
     data_parallel_size: int = 1
-    fresh_last_stage: bool = False
+    staleness: Staleness = "uniform"
+    slack: Slack = 0
     synchronous_start: int = 0
     weight_dtype: Literal["bf16"] | None = None
     partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
@@ -143,6 +145,8 @@ class PipelineSettings:
         if problems:
             return None, problems
         found = {"num_stages": num_stages, "micro_batches": micro_batches, "lookahead": lookahead}
+        if not self._schedule(0, num_stages, lookahead).agrees_first:
+            found["synchronous_start"] = max(self.synchronous_start, 1)
         return ResolvedSettings(**vars(self) | found), []
 
     def resolved(self, world_size: int) -> ResolvedSettings:
@@ -156,7 +160,7 @@ class PipelineSettings:
         """The same pipeline with another delay: how a synchronous twin is made."""
         if delay:
             return replace(self, delay=delay)
-        return replace(self, delay=0, fresh_last_stage=False, synchronous_start=0)
+        return replace(self, delay=0, staleness="uniform", slack=0, synchronous_start=0)
 
     def _problems_of_stages(self) -> list[str]:
         """What is wrong with the schedule, where the partition says how many stages there are."""
@@ -193,16 +197,10 @@ class PipelineSettings:
             problems.append(f"placement={self.placement!r} must be {' or '.join(map(repr, PLACEMENTS))}")
         if self.delay not in (0, 1):
             problems.append(f"delay={self.delay} must be 0 or 1")
-        if self.fresh_last_stage and self.delay == 0:
-            problems.append("fresh_last_stage=True has no meaning without a delay: all stages are fresh; leave it out")
+        problems += self._problems_of_staleness()
         problems += problems_of_start(self.synchronous_start, self.delay)
         if self.weight_dtype not in (None, "bf16"):
             problems.append(f"weight_dtype={self.weight_dtype!r} must be 'bf16', or None for that of the parameters")
-        if self.fresh_last_stage and self.nonfinite_gradients == "skip":
-            problems.append(
-                "fresh_last_stage=True steps the last stage before it is known whether the gradients of the others are"
-                " finite, so nonfinite_gradients='skip' could not leave its update out; use 'stop'"
-            )
         if self.max_message_bytes < 1:
             problems.append(f"max_message_bytes={self.max_message_bytes} must be at least 1")
         if self.neighbour_ctas is not None and not 1 <= self.neighbour_ctas <= _MOST_CTAS:
@@ -215,20 +213,31 @@ class PipelineSettings:
             problems.append(f"metric_slots={self.metric_slots} must be at most {_MOST_METRIC_SLOTS}")
         return problems + problems_of_heartbeat(self.heartbeat)
 
+    def _problems_of_staleness(self) -> list[str]:
+        if self.staleness not in STALENESS:
+            return [f"staleness={self.staleness!r} must be {' or '.join(map(repr, STALENESS))}"]
+        if self.staleness != "uniform" and self.delay == 0:
+            return [f"staleness={self.staleness!r} has no meaning without a delay: no gradient is old; leave it out"]
+        if self.slack != "exact" and (not is_whole(self.slack) or self.slack < 0):
+            return [f"slack={self.slack!r} must be a number of micro-batches, 0 or more, or 'exact'"]
+        if self.slack and self.staleness != "least":
+            return [f"slack={self.slack!r} has a meaning only with staleness='least': set that, or leave it out"]
+        return []
+
     def _resolved_lookahead(self, num_stages: int, micro_batches: int) -> int:
         if self.lookahead is not None:
             return self.lookahead
-        if self.delay == 0:
+        if self.delay == 0 or self.staleness == "least":
             return 0
         return max(0, min(1, largest_lookahead(num_stages, micro_batches, self.data_parallel_size)))
 
     def _problems_of_schedule(self, num_stages: int, micro_batches: int, lookahead: int) -> list[str]:
         if self.delay == 0:
             return []
-        if self.fresh_last_stage and num_stages == 1:
+        if self.staleness != "uniform" and num_stages == 1:
             return [
-                "fresh_last_stage=True with one stage would be synchronous training; use more stages, or strategy"
-                " 'sync_pipeline'"
+                f"staleness={self.staleness!r} with one stage would be synchronous training; use more stages, or"
+                " strategy 'sync_pipeline'"
             ]
         if micro_batches < num_stages:
             return [
@@ -242,7 +251,17 @@ class PipelineSettings:
                 f" {self.data_parallel_size} replica(s): the largest is {most};"
                 f" lower it, or use micro_batches >= {micro_batches + min(lookahead, num_stages - 1) - most}"
             ]
+        if self.nonfinite_gradients == "skip" and not self._schedule(0, num_stages, lookahead).agrees_first:
+            mend = "" if self.staleness == "fresh_last_stage" else ", or slack='exact'"
+            return [
+                f"staleness={self.staleness!r} steps stages before it is known whether the gradients of the others are"
+                f" finite, so nonfinite_gradients='skip' could not leave their updates out; use 'stop'{mend}"
+            ]
         return []
+
+    def _schedule(self, stage: int, num_stages: int, lookahead: int, shares_with: int | None = None) -> Schedule:
+        rule = StalenessRule(self.delay, self.synchronous_start)
+        return Schedule(stage, num_stages, lookahead, rule, self.staleness, self.slack, shares_with)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +285,20 @@ class ResolvedSettings(PipelineSettings):
         """For the log: what runs in a batch, and how old its gradients are."""
         ahead = f", lookahead {min(self.lookahead, self.num_stages - 1)}" if self.delay else ""
         after = f" after {self.synchronous_start} synchronous mini-batches" if self.synchronous_start else ""
-        return f"{self.micro_batches} micro-batches{ahead}, delay {self.delay}{after}"
+        return f"{self.micro_batches} micro-batches{ahead}, {self._described_delay()}{after}"
 
-    def schedule(self, stage: int) -> Schedule:
-        """Order and weights of what ``stage`` runs."""
-        rule = StalenessRule(self.delay, self.synchronous_start)
-        return Schedule(stage, self.num_stages, self.lookahead, rule, self.fresh_last_stage)
+    def _described_delay(self) -> str:
+        if self.staleness == "uniform":
+            return f"delay {self.delay}"
+        rules = [self.schedule(stage).stage_rule for stage in range(self.num_stages)]
+        stale = ", ".join(f"{rule.staleness(self.micro_batches):.3g}" for rule in rules)
+        return f"gradients {stale} updates old, by stage"
+
+    def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:
+        """Order and weights of what ``stage`` runs.
+
+        Args:
+            stage: 0 first.
+            shares_with: the first stage that shares a trained parameter with it, if one does.
+        """
+        return self._schedule(stage, self.num_stages, self.lookahead, shares_with)

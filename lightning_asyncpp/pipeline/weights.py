@@ -60,8 +60,9 @@ class WeightVersions:
             self._uses_of.setdefault(name, []).append(use)
         self._slots = [self._slot(copied=False)] + [self._slot(copied=True) for _ in range(room - 1)]
         self._writes = [_writes(slot) for slot in self._slots]
-        # By slot: name of a leaf -> its gradients, summed in the masters' dtype.
-        self._sums: list[dict[str, Tensor]] = [{} for _ in range(room)]
+        # Name of a leaf -> its gradients, summed in the masters' dtype.
+        self._sums: dict[str, Tensor] = {}
+        self._summed_at = 0  # slot whose leaves hold the gradients so far, without masters
         self._released: dict[str, Tensor] = {}
         self.masters_hold_weights = True
         self._master_writes = self._writes_to_masters()
@@ -79,11 +80,25 @@ class WeightVersions:
             raise RuntimeError(f"weight version {version} is not alive: the newest of {self.room} is {self.newest}")
         return self._slots[version % self.room]
 
-    def take_gradients(self, version: int) -> dict[str, Tensor | None]:
-        """Hand over the gradients summed at a version so far and start its sum anew; see :meth:`check_unwritten`."""
-        self.check_unwritten(version)
-        leaves = self.leaves(version)
-        gradients = {name: sum_of(self.gradients_apart(version, name)) for name in self.parameters}
+    def sum_at(self, version: int) -> dict[str, Tensor]:
+        """Leaf tensors of a version, whose backward adds to the gradients so far, whichever version these are of."""
+        leaves, slot = self.leaves(version), version % self.room
+        if slot != self._summed_at:
+            before, self._summed_at = self._slots[self._summed_at], slot
+            for name in (*self.parameters, *self._uses):
+                leaves[name].grad, before[name].grad = before[name].grad, None
+        return leaves
+
+    def take_gradients(self) -> dict[str, Tensor | None]:
+        """Hand over the gradients summed so far and start the sum anew.
+
+        Raises:
+            ConfigurationError: one is sparse, or a forward wrote into weights: see :meth:`check_unwritten`.
+        """
+        for version in range(max(self.newest - self.room + 1, 0), self.newest + 1):
+            self.check_unwritten(version)
+        leaves = self._slots[self._summed_at]
+        gradients = {name: sum_of(self.gradients_apart(name)) for name in self.parameters}
         if sparse := [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]:
             raise ConfigurationError(
                 f"{', '.join(sparse[:5])}: sparse gradients are not summed, counted and clipped over stages; make them"
@@ -91,24 +106,22 @@ class WeightVersions:
             )
         for leaf in leaves.values():
             leaf.grad = None
-        self._sums[version % self.room].clear()
+        self._sums.clear()
         return gradients
 
-    def gradients_apart(self, version: int, name: str) -> list[Tensor]:
-        """The gradients of a parameter's uses that there are, summed at a version so far; the last layer's first.
+    def gradients_apart(self, name: str) -> list[Tensor]:
+        """The gradients of a parameter's uses that there are, summed so far; the last layer's first.
 
         In this order they are added, and not the other way round: so do stages that share a parameter, the last of
         which is the first to have its gradient.
         """
         uses = [name, *self._uses_of.get(name, ())]
-        gradients = [self.gradient(version, use) for use in reversed(uses)]
+        gradients = [self.gradient(use) for use in reversed(uses)]
         return [gradient for gradient in gradients if gradient is not None]
 
-    def gradient(self, version: int, name: str) -> Tensor | None:
-        """The gradient of a leaf that was summed at a version so far."""
-        if self.has_masters:
-            return self._sums[version % self.room].get(name)
-        return self.leaves(version)[name].grad
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of a leaf that was summed so far."""
+        return self._sums.get(name) if self.has_masters else self._slots[self._summed_at][name].grad
 
     def compute_weights(self) -> dict[nn.Parameter, Tensor] | None:
         """Parameter -> where the optimizer's step is to write the newest version; None without masters."""
@@ -265,9 +278,10 @@ class WeightVersions:
     def _sum_gradients_of_leaves(self) -> None:
         dtypes = {name: p.dtype for name, p in self.parameters.items()}
         dtypes |= {use: dtypes[name] for use, name in self._uses.items()}
-        for slot, sums in zip(self._slots, self._sums):
+        for slot in self._slots:
             for name, dtype in dtypes.items():
-                slot[name].register_post_accumulate_grad_hook(functools.partial(_take_gradient, sums, name, dtype))
+                take = functools.partial(_take_gradient, self._sums, name, dtype)
+                slot[name].register_post_accumulate_grad_hook(take)
 
 
 def lent(optimizer: Any, weights: Mapping[nn.Parameter, Tensor] | None) -> AbstractContextManager[None]:

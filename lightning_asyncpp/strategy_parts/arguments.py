@@ -49,9 +49,14 @@ class PipelineArguments(DDPArguments, PipelineSettings):
         lookahead: extra micro-batches in flight; hides latency and jitter, costs activation memory, never changes the
             delay. Default: 1 where it is allowed, else 0.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
-        fresh_last_stage: let the last stage run without delay, which costs nothing and needs no second copy of its
-            weights: its updates are applied before its next mini-batch. Its gradients are then clipped by the norm of
-            the whole gradient one mini-batch earlier.
+        staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"uniform"``
+            (PipeDream-2BW): all, so that gradients are one update old. ``"least"``: those that are under way before
+            that update can be made, P - 1 - s on stage s. ``"fresh_last_stage"``: all, but none on the last stage.
+            Stages that step before all know the norm of a gradient clip it by the norm one mini-batch earlier, and the
+            first mini-batch has no delay.
+        slack: with ``staleness="least"``, how many micro-batches more than that, for a reduction over replicas to hide
+            behind; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and gradients may be
+            left out.
         synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay: while
             weights change fast an old gradient costs most. Corrections such as Error Feedback begin after them.
         weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
@@ -251,7 +256,6 @@ _CHECKS: dict[str, Callable[[object], str | None]] = {
     "start_method": _start_method,
     "process_group_backend": _backend,
     "parallel_devices": _devices,
-    "fresh_last_stage": _switch,
     "find_unused_parameters": _switch,
     "async_checkpoints": _switch,
     "inexact_resume": _switch,

@@ -64,11 +64,13 @@ def _case(rng: random.Random) -> Case:
         stages, case = draw_from(rng)
         least = 1 + (case.data_parallel_size > 1)  # micro-batches, with which a run without delay may become one with
         case = replace(case, drains=(), resumes=(), checkpointing=False, micro_batches=max(case.micro_batches, least))
-        exact = other_cut(rng, case, stages) if not case.fresh else None
+        exact = other_cut(rng, case, stages) if case.staleness == "uniform" else None
         if len(case.mini_batches) > 1 and min(case.batch_sizes) > 0:
             if exact is not None:
                 return replace(case, cut=exact)
-            if case.fresh and is_exact(pipeline_units(case.make_model()), case.counts(stages), case.data_parallel_size):
+            if case.staleness != "uniform" and is_exact(
+                pipeline_units(case.make_model()), case.counts(stages), case.data_parallel_size
+            ):
                 return case
 
 
@@ -77,7 +79,7 @@ def _leg(rng: random.Random, case: Case, saves_at: int | None) -> Leg:
     assert not isinstance(case.cut, str)
     stages, cut = len(case.cut), case.cut
     replicas = case.data_parallel_size
-    if not case.fresh:
+    if case.staleness == "uniform":
         most = min(4 // replicas, case.micro_batches - (replicas > 1) if case.delay else 4)
         stages = rng.randint(1, most)
         found = other_cut(rng, case, stages)

@@ -42,7 +42,8 @@ class Run:
         self.strategy = (AsyncPipelineStrategy if case.delay else SyncPipelineStrategy)(
             micro_batches=case.micro_batches,
             lookahead=case.lookahead,
-            fresh_last_stage=case.fresh,
+            staleness=case.staleness,
+            slack=case.slack,
             synchronous_start=case.start,
             data_parallel_size=case.data_parallel_size,
             partition=case.counts(world_size() // case.data_parallel_size),

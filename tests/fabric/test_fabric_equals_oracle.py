@@ -69,8 +69,8 @@ def test_evaluations_within_a_mini_batch_leave_the_weights(pools: Pools, num_sta
 @pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_fresh_last_stage_has_the_weights_of_the_oracle(pools: Pools, num_stages: int) -> None:
     case = Case(
-        3, fresh=True, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, batch_sizes=BATCHES,
-        cut="back",
+        3, staleness="fresh_last_stage", optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True,
+        batch_sizes=BATCHES, cut="back",
     )  # fmt: skip
     results = pools.run(num_stages, runs.train, case, (1, 2))
     assert_same_weights(results, run_oracle(case, num_stages)[0])

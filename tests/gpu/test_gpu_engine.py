@@ -20,7 +20,7 @@ CASES = {
     "drains": Case(4, drains=(0, 2)),
     "dropout": Case(4, dropout=0.3),
     "checkpointing": Case(4, checkpointing=True),
-    "fresh-last-stage": Case(4, fresh=True, max_norm=0.5),
+    "fresh-last-stage": Case(4, staleness="fresh_last_stage", max_norm=0.5),
     "synchronous": Case(3, delay=0, max_norm=0.5),
 }
 # Fp32 kernels choose their order of summation by shape and load: equal to rounding, as replicas are.

@@ -27,7 +27,7 @@ CASES = {
     "tied": Case(5, tied=True, error_feedback=1.0),
     "routed": Case(5, routed=True, dropout=0.3),
     "checkpointing": Case(5, checkpointing=True, start=1),
-    "fresh": Case(5, fresh=True, max_norm=0.5),
+    "fresh": Case(5, staleness="fresh_last_stage", max_norm=0.5),
     "synchronous": Case(3, delay=0, max_norm=0.3),
     "int16": Case(5, model=with_short_numbers),
 }

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from lightning_asyncpp.auxiliary import StatisticsLayer, add_auxiliary_loss, add_statistics
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.pipeline.cut.units import pipeline_units, spread
+from lightning_asyncpp.pipeline.schedule import Slack, Staleness
 
 DIM = 6
 
@@ -151,7 +152,8 @@ class Case:
     same_data: bool = False  # all replicas read replica 0's batches
     tied: bool = False
     routed: bool = False
-    fresh: bool = False  # a last stage without delay
+    staleness: Staleness = "uniform"
+    slack: Slack = 0
     start: int = 0  # mini-batches at the beginning without delay
     bf16: bool = False  # weight versions in bf16 beside masters
     resumes: tuple[int, ...] = ()  # after these batches a new engine goes on from the state of the old one

@@ -17,9 +17,9 @@ from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint import state
 from lightning_asyncpp.pipeline.cut.partition import Partition
-from lightning_asyncpp.pipeline.cut.units import stages_of_parameters
+from lightning_asyncpp.pipeline.cut.units import pipeline_units, stages_of_parameters
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.pipeline.oracle import Held, train_reference
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import PipelineSettings
@@ -36,7 +36,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
         last = mini_batch[-1]
         outputs = []
         for i in mini_batch:
-            outputs.append(training.engine.run(case.batch(i, mesh.replica), case.step(training.model)))
+            outputs.append(training.session.run(case.batch(i, mesh.replica), case.step(training.model)))
             if i in case.drains and i != last:
                 training.drain()
         training.close(outputs)
@@ -66,7 +66,8 @@ class Training:
         settings = PipelineSettings(
             micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
             delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
-            fresh_last_stage=case.fresh, synchronous_start=case.start, weight_dtype="bf16" if case.bf16 else None,
+            staleness=case.staleness, slack=case.slack, synchronous_start=case.start,
+            weight_dtype="bf16" if case.bf16 else None,
         )  # fmt: skip
         self.session = session = PipelineSession(settings)
         session.mesh = mesh
@@ -169,7 +170,7 @@ def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
 def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list[float]]:
     """Run a case in this process; with replicas their micro-batches are simply more micro-batches.
 
-    The number of stages and their cut matter to a fresh last stage alone.
+    The number of stages and their cut matter where stages do not have the same staleness.
     """
     assert case.data_parallel_size == 1 or (not case.dropout and not case.random_input)
     model = case.make_model()
@@ -178,8 +179,9 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
     batches = [
         [case.batch(i, r) for i in indices for r in range(case.data_parallel_size)] for indices in case.mini_batches
     ]
-    named = dict(model.named_parameters())
-    stages = stages_of_parameters(model, case.counts(num_stages)) if case.fresh else {}
+
+    steps_ahead = case.staleness != "uniform" and case.slack != "exact"
+    start = max(case.start, 1) if steps_ahead else case.start  # for a norm to clip by
 
     def step(micro_batch: dict[str, Tensor]) -> Tensor:
         with case.context():
@@ -191,10 +193,44 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
         error_feedback=case.error_feedback if case.delay else None,
         after_update=scheduler.step if scheduler is not None else None,
         weight=case.weight, skip_nonfinite=case.nan_at is not None, seed=case.seed,
-        fresh=[named[name] for name, stage in stages.items() if stage == num_stages - 1 and name in named],
-        synchronous_start=case.start, weight_dtype=torch.bfloat16 if case.bf16 else None,
+        held=held_in(case, model, num_stages), replicas=case.data_parallel_size,
+        exact_norm=case.slack == "exact",
+        synchronous_start=start, weight_dtype=torch.bfloat16 if case.bf16 else None,
     )  # fmt: skip
     return {name: tensor.detach().cpu().clone() for name, tensor in versioned_tensors(model).items()}, losses
+
+
+def ahead(stage: int, case: Case, num_stages: int) -> int:
+    """By how many micro-batches forwards run ahead, written down apart from the schedule's own rule."""
+    behind, lookahead = num_stages - 1 - stage, min(case.lookahead or 0, num_stages - 1)
+    return behind + behind * (lookahead + 1) // num_stages
+
+
+def held_in(case: Case, model: nn.Module, num_stages: int) -> list[Held]:
+    """Parameters of each stage, those that it shares with a stage before left out, and what it holds back.
+
+    Only the first and the last layer share a parameter in a case.
+    """
+    if case.staleness == "uniform":
+        return []
+    stages, stage_of_tie = stages_of_parameters(model, case.counts(num_stages)), shared_with_first(case, num_stages)
+    found: list[Held] = []
+    for stage in range(num_stages):
+        own = [p for name, p in model.named_parameters() if stages[name] == stage]
+        first = 0 if stage == stage_of_tie else stage
+        least = ahead(0, case, num_stages) if case.slack == "exact" else ahead(first, case, num_stages) + case.slack
+        if case.staleness == "least" or stage == num_stages - 1:
+            found.append((own, least if case.staleness == "least" else 0))
+    return found
+
+
+def shared_with_first(case: Case, num_stages: int) -> int | None:
+    """The other stage with the first layer's weight, in a case that ties it."""
+    if not case.tied:
+        return None
+    units, counts = pipeline_units(case.make_model()), case.counts(num_stages)
+    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    return stage_of[len(units) - 2] or None
 
 
 def versioned_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.pipeline.schedule import largest_lookahead
+from lightning_asyncpp.pipeline.schedule import Slack, Staleness, largest_lookahead
 from tests.pipeline.cases import Case
 from tests.pipeline.compare import (
     assert_same_losses,
@@ -113,7 +113,7 @@ def few_of(cases: list[tuple[int, Case]], of: Sequence[str] = ()) -> Any:
     """
     beyond = [case.micro_batches - num_stages for num_stages, case in cases]
     rows = [
-        {name: getattr(case, name) for name in (*OPTIONS, "lookahead", "fresh", "start", "drains")}
+        {name: getattr(case, name) for name in (*OPTIONS, "lookahead", "staleness", "slack", "start", "drains")}
         | {"num_stages": num_stages, "beyond": more}
         for (num_stages, case), more in zip(cases, beyond, strict=True)
     ]
@@ -148,11 +148,37 @@ def test_the_cut_is_the_one_that_was_asked_for(pools: Pools, cut: str, counts: l
 
 def with_fresh_last_stage(num_stages: int) -> list[tuple[int, Case]]:
     kept = [case for _, case in asynchronous(num_stages) if case.nan_at is None]
-    return [(num_stages, replace(case, fresh=True, tied=False, drains=(i % 3,))) for i, case in enumerate(kept)]
+    return [
+        (num_stages, replace(case, staleness="fresh_last_stage", tied=False, drains=(i % 3,)))
+        for i, case in enumerate(kept)
+    ]
 
 
 @few_of(over((2, 3), with_fresh_last_stage), of=["num_stages", "drains"])
 def test_fresh_last_stage(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+def with_least_staleness(num_stages: int) -> list[tuple[int, Case]]:
+    """Every slack about its limits, drains at any moment, and starts among them."""
+    slacks: list[Slack] = ["exact", 0, 1, 2, num_stages - 1, num_stages, 2 * num_stages + 2]
+    cases = []
+    for i, (_, case) in enumerate(asynchronous(num_stages)):
+        slack = slacks[i % len(slacks)]
+        nan_at = case.nan_at if slack == "exact" else None
+        others: dict[str, Any] = {"start": i % 3 if i % 5 == 0 else 0, "drains": (i % 4,) if i % 2 else ()}
+        cases.append((num_stages, replace(case, staleness="least", slack=slack, nan_at=nan_at, **others)))
+    return cases
+
+
+@few_of(over((2, 3), with_least_staleness), of=["num_stages", "slack", "drains", "accumulate", "tied", "lookahead"])
+def test_least_staleness(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+@pytest.mark.slow
+@parametrized(with_least_staleness(4))
+def test_least_staleness_of_four(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 
@@ -163,11 +189,12 @@ def with_synchronous_start(num_stages: int) -> list[tuple[int, Case]]:
         fresh = i % 3 == 0 and num_stages > 1 and case.nan_at is None
         tied = case.tied and not fresh
         drains = (i % 4,) if i % 2 else ()
-        cases.append((num_stages, replace(case, start=1 + i % 3, fresh=fresh, tied=tied, drains=drains)))
+        staleness: Staleness = "fresh_last_stage" if fresh else "uniform"
+        cases.append((num_stages, replace(case, start=1 + i % 3, staleness=staleness, tied=tied, drains=drains)))
     return cases
 
 
-@few_of(over((1, 2, 3), with_synchronous_start), of=["start", "fresh", "drains"])
+@few_of(over((1, 2, 3), with_synchronous_start), of=["start", "staleness", "drains"])
 def test_synchronous_start(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
@@ -184,7 +211,7 @@ def test_a_synchronous_start_as_long_as_the_run_is_a_synchronous_run(pools: Pool
 @pytest.mark.parametrize("empty", [(0,), (2,)])
 def test_a_fresh_last_stage_is_clipped_after_a_batch_without_samples(pools: Pools, empty: tuple[int, ...]) -> None:
     sizes = tuple(0 if i in empty else 6 for i in range(5))
-    case = Case(3, fresh=True, batch_sizes=sizes, max_norm=0.01, optimizer="counting", drains=(1,))
+    case = Case(3, staleness="fresh_last_stage", batch_sizes=sizes, max_norm=0.01, optimizer="counting", drains=(1,))
     check(pools, 2, case)
     unclipped = run_oracle(replace(case, max_norm=None), 2)[0]
     assert any((a != b).any() for a, b in zip(unclipped.values(), run_oracle(case, 2)[0].values()))

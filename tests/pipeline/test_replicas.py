@@ -27,9 +27,9 @@ CASES = {
     "spare": Case(3, spare=True, optimizer="counting"),
     "tied": Case(3, tied=True, unequal_weights=True, max_norm=0.5, drains=(1,)),
     "routed": Case(3, routed=True, unequal_weights=True, max_norm=0.5),
-    "routed-fresh-last-stage": Case(3, routed=True, fresh=True, max_norm=0.5),
+    "routed-fresh-last-stage": Case(3, routed=True, staleness="fresh_last_stage", max_norm=0.5),
     "drains": Case(3, drains=(0, 2, 3), lookahead=1),
-    "fresh-last-stage": Case(3, fresh=True, unequal_weights=True, max_norm=0.5, drains=(1,)),
+    "fresh-last-stage": Case(3, staleness="fresh_last_stage", unequal_weights=True, max_norm=0.5, drains=(1,)),
     "synchronous": Case(2, delay=0, unequal_weights=True),
     "uneven-cut": Case(3, cut="back", unequal_weights=True, max_norm=0.5),
 }

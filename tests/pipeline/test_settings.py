@@ -46,13 +46,13 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         " lower it, or use micro_batches >= 5",
     ),
     (
-        {"fresh_last_stage": True, "nonfinite_gradients": "skip"},
+        {"staleness": "fresh_last_stage", "nonfinite_gradients": "skip"},
         2,
         "fresh_last_stage=True steps the last stage before it is known whether the gradients of the others are finite,"
         " so nonfinite_gradients='skip' could not leave its update out; use 'stop'",
     ),
     (
-        {"fresh_last_stage": True, "delay": 0},
+        {"staleness": "fresh_last_stage", "delay": 0},
         2,
         "fresh_last_stage=True has no meaning without a delay: all stages are fresh; leave it out",
     ),
@@ -69,7 +69,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ),
     ({"synchronous_start": -1}, 2, "synchronous_start=-1 must be 0 or more, in mini-batches"),
     (
-        {"fresh_last_stage": True},
+        {"staleness": "fresh_last_stage"},
         1,
         "fresh_last_stage=True with one stage would be synchronous training; use more stages, or strategy"
         " 'sync_pipeline'",
@@ -153,14 +153,14 @@ def test_a_synchronous_twin_differs_in_the_delay_alone() -> None:
 
 
 def test_a_fresh_last_stage_steps_ahead_in_training_alone() -> None:
-    settings = PipelineSettings(fresh_last_stage=True)
+    settings = PipelineSettings(staleness="fresh_last_stage")
     assert [settings.resolved(3).schedule(stage).steps_ahead(0) for stage in range(3)] == [False, False, True]
     assert not PipelineSettings().resolved(3).schedule(2).steps_ahead(0)
     assert not settings.with_delay(0).resolved(3).schedule(2).steps_ahead(0)
 
 
 def test_a_synchronous_start_leaves_no_update_outstanding() -> None:
-    settings = PipelineSettings(synchronous_start=2, fresh_last_stage=True)
+    settings = PipelineSettings(synchronous_start=2, staleness="fresh_last_stage")
     middle, last = (settings.resolved(3).schedule(stage) for stage in (1, 2))
     assert [middle.stage_rule.updates_behind(t) for t in range(4)] == [0, 0, 1, 1]
     assert [last.stage_rule.updates_behind(t) for t in range(4)] == [0, 0, 0, 0]

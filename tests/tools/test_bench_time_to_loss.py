@@ -60,7 +60,7 @@ def test_ratios_are_taken_within_a_seed_and_only_where_all_runs_got_there() -> N
 def arguments(**changes: Any) -> Namespace:
     defaults = {
         "stages": 2, "micro_batches": 2, "lookahead": None, "steps": 4, "validate_every": 2, "val_batches": 1,
-        "sync_lr": None, "async_lr": None, "fresh_last_stage": False, "synchronous_start": 0,
+        "sync_lr": None, "async_lr": None, "staleness": "uniform", "slack": 0, "synchronous_start": 0,
     }  # fmt: skip
     return Namespace(**{**defaults, **changes})
 
@@ -69,12 +69,18 @@ def test_both_recipes_differ_in_the_strategy_and_the_learning_rate_alone() -> No
     recipe = read_yaml(QUICKSTART)
     before = json.dumps(recipe)
     sync = recipe_of(recipe, SYNC, 7, arguments(sync_lr=0.02))
-    own = recipe_of(recipe, ASYNC, 7, arguments(sync_lr=0.02, fresh_last_stage=True, synchronous_start=3))
+    own = recipe_of(recipe, ASYNC, 7, arguments(sync_lr=0.02, staleness="fresh_last_stage", synchronous_start=3))
     assert json.dumps(recipe) == before
     assert sync["trainer"].pop("strategy")["class_path"].endswith("SyncPipelineStrategy")
     assert own["trainer"].pop("strategy") == {
         "class_path": "lightning_asyncpp.AsyncPipelineStrategy",
-        "init_args": {"micro_batches": 2, "lookahead": None, "fresh_last_stage": True, "synchronous_start": 3},
+        "init_args": {
+            "micro_batches": 2,
+            "lookahead": None,
+            "staleness": "fresh_last_stage",
+            "slack": 0,
+            "synchronous_start": 3,
+        },
     }
     rates = [r["model"]["init_args"]["optimizer"]["init_args"]["base"]["init_args"].pop("lr") for r in (sync, own)]
     assert rates == [0.02, 0.01]

@@ -137,7 +137,7 @@ class Pipelines:
         if self.delay:
             most = largest_lookahead(stages, self.micro_batches, self._replicas)
             options |= {"lookahead": self._pick([None, *range(most + 1)]), "synchronous_start": self.start}
-            options |= {"fresh_last_stage": True} if self.fresh else {}
+            options |= {"staleness": "fresh_last_stage"} if self.fresh else {}
         return Leg(stages, replace(self._base, strategy="async" if self.delay else "sync", options=options), at)
 
     def turned(self, at: int, is_first: bool) -> Leg:

@@ -43,6 +43,7 @@ class DelayCompensation(DelayCorrection):
     state_name = "delay_compensation"
     buffer_names = ("weights", "mean_square")
     option_names = ("strength", "adaptive", "decay")
+    takes_fractions = False
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class DelayCompensation(DelayCorrection):
     def _remembered(self, before: Weights) -> list[Tensor]:
         """The delayed parameters whose weights are kept from now on, or are kept already."""
         known = self._memory.buffers["weights"]
-        return [p for p in self._parameters() if self.delay_of(p) and (p in before or p in known)]
+        return [p for p in self._parameters() if self._versions_of(p) and (p in before or p in known)]
 
     def _hessian(self, p: Tensor, grad: Tensor) -> Tensor:
         hessian = grad * grad
@@ -96,9 +97,9 @@ class DelayCompensation(DelayCorrection):
         versions = self._buffer("weights", p)  # (d, *shape of p)
         if first:
             versions.copy_(weights.expand_as(versions))
-        if len(versions) != self.delay_of(p):  # the delay was changed, or a state under another one was loaded
-            versions = self._memory.buffers["weights"][p] = self._for_delay(versions, self.delay_of(p))
-        slot = versions[self._memory.steps % self.delay_of(p)]
+        if len(versions) != self._versions_of(p):  # the delay was changed, or a state under another one was loaded
+            versions = self._memory.buffers["weights"][p] = self._for_delay(versions, self._versions_of(p))
+        slot = versions[self._memory.steps % self._versions_of(p)]
         oldest = slot.clone()
         slot.copy_(weights)
         return oldest
@@ -116,12 +117,15 @@ class DelayCompensation(DelayCorrection):
         return in_order[-delay:].roll(self._memory.steps % delay, 0)
 
     def _buffer_shape(self, name: str, p: Tensor) -> tuple[int, ...]:
-        return (self.delay_of(p), *p.shape) if name == "weights" else tuple(p.shape)
+        return (self._versions_of(p), *p.shape) if name == "weights" else tuple(p.shape)
 
     def _fits(self, name: str, p: Tensor, saved: Tensor) -> bool:
         if name != "weights":
             return super()._fits(name, p, saved)
         return saved.ndim == p.ndim + 1 and len(saved) > 0 and saved.shape[1:] == p.shape
+
+    def _versions_of(self, p: Tensor) -> int:
+        return int(self.delay_of(p))
 
 
 class GradientExtrapolation(DelayCorrection):
@@ -206,6 +210,7 @@ class LearningRateDiscount(DelayCorrection):
     state_name = "learning_rate_discount"
     buffer_names = ()
     option_names = ("anneal_steps", "staleness")
+    takes_fractions = False
 
     def __init__(
         self,

@@ -70,7 +70,8 @@ def facts(session: PipelineSession) -> dict[str, Any]:
         "partition": list(_partition(session).counts),
         "micro_batches": engine.settings.micro_batches,
         "delay": engine.settings.delay,
-        "fresh_last_stage": engine.settings.fresh_last_stage,
+        "staleness": engine.settings.staleness,
+        "slack": engine.settings.slack,
         "synchronous_start": engine.settings.synchronous_start,
         "weight_dtype": engine.settings.weight_dtype,
         "seed": engine.runner.seed,
@@ -186,7 +187,7 @@ def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> Non
 
 
 def _cut(session: PipelineSession) -> dict[str, Any]:
-    return {name: value for name, value in facts(session).items() if name in ("partition", "fresh_last_stage")}
+    return {name: value for name, value in facts(session).items() if name in ("partition", "staleness")}
 
 
 def _partition(session: PipelineSession) -> Partition:

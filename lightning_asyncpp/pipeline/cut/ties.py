@@ -48,8 +48,8 @@ class Tie(NamedTuple):
         """
         if self.stages[-1] == fresh_stage:
             return [
-                f"fresh_last_stage=True steps the last stage before the gradient of {self.names[-1]} is complete, which"
-                f" stage {self.stages[0]} shares as {self.names[0]}: leave fresh_last_stage out, or untie them (for a"
+                f"staleness='fresh_last_stage' steps the last stage before the gradient of {self.names[-1]} is complete"
+                f", which stage {self.stages[0]} shares as {self.names[0]}: use staleness='least', or untie them (for a"
                 " GPT: tie_embeddings=False)"
             ]
         return []
@@ -84,3 +84,12 @@ def trained_on(stage: int, ties: Sequence[Tie], trained: Container[str]) -> list
 def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
     """Names of the parameters of a stage that it shares with another."""
     return frozenset(tie.name_on(stage) for tie in ties if stage in tie.stages)
+
+
+def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:
+    """The first of the stages that share trained parameters with a stage, or with one that does; None if none does."""
+    together = {stage}
+    trained = [set(tie.stages) for tie in ties if tie.is_trained]
+    while more := [stages for stages in trained if together & stages and not stages <= together]:
+        together = together.union(*more)
+    return min(together) if len(together) > 1 else None

@@ -59,6 +59,11 @@ class AroundCall:
         self._model.begin(purpose)
         self._is_first_step = True
 
+    def updated(self) -> None:
+        """An update was applied between two micro-batches of the batch."""
+        if self._home:
+            self._model.remember()
+
     def look(self) -> None:
         """Read what is set now, at the call of the model, and what was changed; nothing raises within the step."""
         if not self._home:

@@ -52,17 +52,21 @@ class ModelInStep:
         Args:
             purpose: ``"train"``, or what is evaluated.
         """
-        self._modes, self._unit_modes = _modes(self._modules), _modes(self._units)
-        self._attributes = [(module, dict(vars(module))) for module in self._unseen]
-        self._values = _identities(self._unseen)
-        self._parameters = list(self._stage.parameters.values()) if purpose == "train" else []
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._batches[purpose] += 1
         # What leaves no other trace than the values costs too much for every batch.
         self.closely = self._batches[purpose].bit_count() == 1
-        self._weights = self._read_weights()
+        self._parameters = list(self._stage.parameters.values()) if purpose == "train" else []
         if self.closely:
             self._plain.find()
+        self.remember()
+
+    def remember(self) -> None:
+        """Remember how everything is: before a batch, and when an update within it has changed weights."""
+        self._modes, self._unit_modes = _modes(self._modules), _modes(self._units)
+        self._attributes = [(module, dict(vars(module))) for module in self._unseen]
+        self._values = _identities(self._unseen)
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._weights = self._read_weights()
         self._plain.remember()
 
     def changed(self) -> str | None:

@@ -41,7 +41,7 @@ class MiniBatch:
         index: t.
         first: its first micro-batch.
         end: one past its last micro-batch; None while more may come (gradient accumulation).
-        weight: sum of the micro-batches' weights so far; known on the last stages only.
+        weight: sum of the micro-batches' weights so far.
         counted: what this stage's layers counted in its micro-batches.
         ticket: what was set for its update, once it is closed.
         payload: this replica's attachment to the control message, of the same length on all ranks.
@@ -143,7 +143,7 @@ class MiniBatch:
             device: of the gradients.
 
         Returns:
-            The sum of the weights over the replicas, on a last stage; this stage's sum of squares; and its statistics
+            The sum of the weights over the replicas; this stage's sum of squares; and its statistics
             over the replicas.
         """
         weight, statistics = self.weight, self.layout.statistics(self._send_message())
@@ -163,7 +163,7 @@ class MiniBatch:
         if self.exchange is not None:
             with lost_peers():
                 total = self.exchange.finish()
-        if self.tied is not None:
+        if self.tied is not None and not self.stepped:
             self.tied.take_whole_sums(self.gradients)
         return self.layout.read(total)
 
@@ -220,9 +220,11 @@ class Update:
         ticket: what was set for mini-batch t.
         message: what all ranks agreed on.
         weights_before: parameter -> W_t, alive as the older version; None without a delay.
+        staleness: how many updates old the gradient of this stage is, phi.
     """
 
     mini_batch: int
     ticket: Ticket
     message: ControlMessage
     weights_before: dict[nn.Parameter, Tensor] | None
+    staleness: float = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections import deque
@@ -23,7 +22,6 @@ from lightning_asyncpp.pipeline.recording.trace import Beside, Recorded, Wait
 from lightning_asyncpp.pipeline.runner.common import StageRunner
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
-from lightning_asyncpp.pipeline.updates.clipping import gradient_norm
 from lightning_asyncpp.pipeline.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
 from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.pipeline.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
@@ -69,6 +67,7 @@ class UpdateQueue:
         size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
         self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
         self._told = False  # of a mini-batch without weight
+        self._applied_within: list[Update] = []  # a batch, and not returned yet
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
 
@@ -126,13 +125,13 @@ class UpdateQueue:
         if complete is None:
             return nullcontext()
         complete.reduction = self._new_reduction()
-        version = self.schedule.stage_rule.version(complete.index)
-        return complete.reduction.watching(weights, functools.partial(self.weights.gradient, version))
+        return complete.reduction.watching(weights, self.weights.gradient)
 
     def launch_complete(self, next_backward: int) -> None:
         """Send the gradients of mini-batches whose backwards, those before ``next_backward``, are all done."""
         while self._dropped and next_backward >= (self._dropped[0].end or 0):
-            self.weights.take_gradients(self.schedule.stage_rule.version(self._dropped.popleft().index))
+            self._dropped.popleft()
+            self.weights.take_gradients()
         for mini_batch in self.closed:
             if not mini_batch.launched and next_backward >= (mini_batch.end or 0):
                 self._launch(mini_batch)
@@ -153,23 +152,38 @@ class UpdateQueue:
         while self._leaving and self._leaving[0].have_left():
             self._leaving.popleft()
 
+    def apply_held(self) -> None:
+        """Apply the update of the mini-batch before the open one, which has run what it runs on the older weights.
+
+        Raises:
+            NonFiniteGradientError: under the policy ``"stop"``, where all have agreed on it.
+        """
+        while self.closed and not self.closed[0].stepped:
+            if self.schedule.steps_ahead(self.closed[0].index):
+                self._step_ahead(self.closed[0])
+                return
+            self._applied_within.append(self._apply(self.closed.popleft()))
+
     def apply_due(self) -> list[Update]:
         """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
+
+        Returns:
+            these, and what was applied within the last batch.
 
         Raises:
             NonFiniteGradientError: under the policy ``"stop"``, on every rank.
         """
-        updates = []
+        updates, self._applied_within = self._applied_within, []
         due = self.schedule.pipeline_rule.updates_due(self.open.index - 1)
         while self.closed and self.closed[0].index < due:
             updates.append(self._apply(self.closed.popleft()))
-        if self.closed and self.schedule.steps_ahead(self.closed[-1].index):
+        if self.closed and self.schedule.stage_rule.held == 0 and self.schedule.steps_ahead(self.closed[-1].index):
             self._step_ahead(self.closed[-1])
         return updates
 
     def apply_all(self) -> list[Update]:
         """Apply the updates of all whole mini-batches; their backwards are done."""
-        updates = []
+        updates, self._applied_within = self._applied_within, []
         while self.closed:
             updates.append(self._apply(self.closed.popleft()))
         while self._leaving:
@@ -177,10 +191,9 @@ class UpdateQueue:
         return updates
 
     def _launch(self, mini_batch: MiniBatch) -> None:
-        version = self.schedule.stage_rule.version(mini_batch.index)
         apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
-        uses = {name: self.weights.gradients_apart(version, name) for name in apart}
-        gradients = self.weights.take_gradients(version)
+        uses = {name: self.weights.gradients_apart(name) for name in apart}
+        gradients = self.weights.take_gradients()
         if self._buckets and mini_batch.reduction is None:
             mini_batch.reduction = self._new_reduction()
         stage = self.runner.stage
@@ -200,14 +213,19 @@ class UpdateQueue:
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
         """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
 
-        A gradient that is not finite is left alone: the control message will stop all ranks.
+        Unclipped, if no mini-batch had any samples yet. (The very first has no delay, so that its norm is known.)
+
+        It waits for replicas, and for shared gradients. One that is not finite is left alone: the control message will
+        stop all ranks.
         """
         if mini_batch.stepped or not mini_batch.launched:
             return
         weight, squares, statistics = mini_batch.reduce_now(self.runner.device)
-        norm = gradient_norm(squares, weight) if self.last_norm is None else self.last_norm
+        if mini_batch.tied is not None:
+            mini_batch.tied.take_whole_sums(mini_batch.gradients)
+        norm = 0.0 if self.last_norm is None else self.last_norm
         message = ControlMessage(weight, norm, True, 0, 0, torch.zeros(0, dtype=torch.float64), statistics)
-        update = Update(mini_batch.index, mini_batch.ticket, message, self.weights.advance())
+        update = self._update(mini_batch, message)
         if math.isfinite(squares) and weight:
             with self._stepping(mini_batch, message):
                 self.apply(update)
@@ -219,13 +237,19 @@ class UpdateQueue:
             self._step_ahead(mini_batch)
             return Update(mini_batch.index, mini_batch.ticket, self._agree(mini_batch), None)
         message = self._agree(mini_batch)
-        update = Update(mini_batch.index, mini_batch.ticket, message, self.weights.advance())
+        update = self._update(mini_batch, message)
         if message.finite and message.weight:
             with self._stepping(mini_batch, message):
                 self.apply(update)
         else:
             self.leave_out()
         return update
+
+    def _update(self, mini_batch: MiniBatch, message: ControlMessage) -> Update:
+        """Make room for the version that the update of a mini-batch makes."""
+        rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
+        staleness = 0 if rule.in_start(mini_batch.index) else rule.staleness(count)
+        return Update(mini_batch.index, mini_batch.ticket, message, self.weights.advance(), staleness)
 
     def _agree(self, mini_batch: MiniBatch) -> ControlMessage:
         """Wait for what all ranks have to say about a mini-batch, and note it."""
@@ -276,6 +300,6 @@ def _non_finite(mini_batch: MiniBatch) -> str:
     where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
     return (
         f"the gradient of mini-batch {mini_batch.index} holds NaN or Inf ({where}); the weights are those before its"
-        f" update{', but for this last stage, which steps ahead' if mini_batch.stepped else ''}."
+        f" update{', but for stages that step ahead' if mini_batch.stepped else ''}."
         " Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
     )

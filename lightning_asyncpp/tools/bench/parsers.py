@@ -8,6 +8,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from lightning_asyncpp.pipeline.schedule import Slack, Staleness
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_FABRIC,
@@ -160,7 +161,8 @@ def time_to_loss_parser() -> ArgumentParser:
     parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, one process each")
     parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
     parser.add_argument("--lookahead", type=NonNegativeInt | None, default=None, help="of async_pipeline")
-    parser.add_argument("--fresh-last-stage", action="store_true", help="of async_pipeline")
+    parser.add_argument("--staleness", type=Staleness, default="uniform", help="of async_pipeline")
+    parser.add_argument("--slack", type=Slack, default=0, help="of async_pipeline, micro-batches or 'exact'")
     parser.add_argument("--synchronous-start", type=NonNegativeInt, default=0, help="of async_pipeline, mini-batches")
     parser.add_argument("--steps", type=PositiveInt, default=300, help="updates of each training")
     parser.add_argument("--validate-every", type=PositiveInt, default=25, help="updates between two validations")

@@ -108,7 +108,7 @@ def recipe_of(recipe: Mapping[str, Any], system: str, seed: int, arguments: Name
     own = copy.deepcopy(dict(recipe))
     strategy: dict[str, Any] = {"micro_batches": arguments.micro_batches}
     if system == ASYNC:
-        strategy |= {name: arguments[name] for name in ("lookahead", "fresh_last_stage", "synchronous_start")}
+        strategy |= {name: arguments[name] for name in ("lookahead", "staleness", "slack", "synchronous_start")}
     own["seed_everything"] = seed
     own["trainer"] = {
         **own.get("trainer", {}),

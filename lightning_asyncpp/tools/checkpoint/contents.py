@@ -19,8 +19,8 @@ from lightning_asyncpp.storage.sharded import files_of, is_sharded, read_index
 
 _STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
 _OF_STRATEGY = (
-    "num_stages", "partition", "data_parallel_size", "micro_batches", "delay", "fresh_last_stage", "synchronous_start",
-    "weight_dtype", "seed", "mini_batch", "optimizer",
+    "num_stages", "partition", "data_parallel_size", "micro_batches", "delay", "staleness", "slack",
+    "synchronous_start", "weight_dtype", "seed", "mini_batch", "optimizer",
 )  # fmt: skip
 _LIGHTNING = "pytorch-lightning_version"
 

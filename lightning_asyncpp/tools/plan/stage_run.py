@@ -229,7 +229,7 @@ class _Run:
 
     def backward(self, flight: Flight, reduction: Reduction | None = None) -> None:
         weights = self.weights.leaves(flight.version)
-        gradient_of = lambda name: self.weights.gradient(flight.version, name)  # noqa: E731
+        gradient_of = lambda name: self.weights.gradient(name)  # noqa: E731
         with nullcontext() if reduction is None else reduction.watching(weights, gradient_of):
             self.runner.backward(flight, weights)
         flight.outputs = flight.inputs = ()
@@ -242,7 +242,7 @@ class _Run:
         return _PackedOnly(buckets, None, late=self.weights.used_twice)  # type: ignore[arg-type]
 
     def _take(self) -> dict[str, Tensor | None]:
-        return self.weights.take_gradients(self.version)
+        return self.weights.take_gradients()
 
     def _update(self, optimizer: Optimizer, gradients: dict[str, Tensor | None]) -> None:
         """What the update queue and the session do; gradients are used up."""

@@ -30,11 +30,11 @@ class Emulated:
         self.model = case.make_model()
         self.optimizer = case.make_optimizer(list(self.model.named_parameters()))
         self.scheduler = case.make_scheduler(self.optimizer)
-        counts = tuple(case.counts(num_stages))
+        counts, by_stage = tuple(case.counts(num_stages)), case.staleness != "uniform"
         settings = DelaySettings(
-            delay="fresh_last_stage" if case.fresh else case.delay, stages=num_stages if case.fresh else None,
+            delay=case.staleness if case.staleness != "uniform" else case.delay, stages=num_stages if by_stage else None,
             micro_batches=case.micro_batches, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
-            synchronous_start=case.start, partition=counts if case.fresh else "auto",
+            synchronous_start=case.start, partition=counts if by_stage else "auto",
         )  # fmt: skip
         assert not settings.problems()
         if saved is not None:
@@ -46,7 +46,7 @@ class Emulated:
         )
         self.emulator = DelayEmulator(
             settings, self.model, self.optimizer, self.gradient,
-            None if saved is None else saved["emulator"], Partition(counts, counts, "as given") if case.fresh else None,
+            None if saved is None else saved["emulator"], Partition(counts, counts, "as given") if by_stage else None,
         )  # fmt: skip
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])

@@ -27,7 +27,10 @@ def pipeline(num_stages: int, lookahead: int, delay: int = 1) -> list[Schedule]:
 
 def starting(schedules: list[Schedule], start: int, fresh: bool = False) -> list[Schedule]:
     """The same with a synchronous start."""
-    return [replace(s, pipeline_rule=StalenessRule(1, start), fresh_last_stage=fresh) for s in schedules]
+    return [
+        replace(s, pipeline_rule=StalenessRule(1, start), staleness="fresh_last_stage" if fresh else "uniform")
+        for s in schedules
+    ]
 
 
 def lists_of(num_stages: int, micro_batches: int, lookahead: int = 0, drains: Collection[int] = ()) -> Lists:
@@ -77,7 +80,9 @@ def test_every_shape_with_a_flush_and_any_lookahead_keeps_the_rules() -> None:
 def test_a_fresh_last_stage_keeps_the_rules() -> None:
     for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1, 3), range(2, MOST_STAGES + 1)):
         for lookahead in {0, largest_lookahead(num_stages, count, 1)} if count >= num_stages else set():
-            schedules = [replace(schedule, fresh_last_stage=True) for schedule in pipeline(num_stages, lookahead)]
+            schedules = [
+                replace(schedule, staleness="fresh_last_stage") for schedule in pipeline(num_stages, lookahead)
+            ]
             assert check(schedules, count) == [], (num_stages, count, lookahead)
 
 

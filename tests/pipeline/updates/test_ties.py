@@ -93,7 +93,7 @@ def test_a_model_that_was_cut_before_still_knows_its_ties() -> None:
 
 
 def test_a_fresh_last_stage_that_shares_weights_is_refused() -> None:
-    session = PipelineSession(PipelineSettings(fresh_last_stage=True))
+    session = PipelineSession(PipelineSettings(staleness="fresh_last_stage"))
     session.mesh = Mesh(2, 1, 0)
     with pytest.raises(ConfigurationError, match=r"the gradient of head.weight is complete, which stage 0 shares"):
         session.cut(gpt(), 0, CPU)

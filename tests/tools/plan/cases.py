@@ -72,7 +72,11 @@ CASES = {
     "tied": Case(2, {**GPT, "vocab_size": 3000, "tie_embeddings": True}, ADAMW, 12, {"micro_batches": 4}, steps=8),
     "synchronous": Case(3, GPT, feedback(MUON), 40, {"micro_batches": 5}, synchronous=True, steps=3),
     "fresh": Case(
-        2, {**GPT, "vocab_size": 20000, "num_layers": 3}, ADAMW, 4, {"micro_batches": 4, "fresh_last_stage": True}
+        2,
+        {**GPT, "vocab_size": 20000, "num_layers": 3},
+        ADAMW,
+        4,
+        {"micro_batches": 4, "staleness": "fresh_last_stage"},
     ),
     "replicas": Case(1, {**GPT, "dim": 384}, ADAMW, 4, {"micro_batches": 2, "data_parallel_size": 2}),
     "accumulated": Case(2, GPT, ADAMW, 14, {"micro_batches": 3}, accumulated=2),

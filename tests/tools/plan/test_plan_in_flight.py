@@ -45,7 +45,7 @@ def test_a_flush_leaves_one_set_of_gradients(stage: int) -> None:
 
 
 def test_a_last_stage_ahead_of_the_others_has_one_set_too() -> None:
-    ahead = StageSchedule(Schedule(3, 4, fresh_last_stage=True), 8)
+    ahead = StageSchedule(Schedule(3, 4, staleness="fresh_last_stage"), 8)
     assert peak_of(ahead, [PROFILE] * 8, 0).gradients == GRADIENTS
 
 

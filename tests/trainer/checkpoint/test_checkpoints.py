@@ -77,7 +77,7 @@ def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, fresh: bool, tmp_path: Path) -> None:
     """The mini-batch after the checkpoint runs on the older weights, which the checkpoint holds too."""
-    options = {"fresh_last_stage": True} if fresh else {}
+    options = {"staleness": "fresh_last_stage"} if fresh else {}
     run = replace(
         RUN,
         options=options,
@@ -95,7 +95,7 @@ def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, fresh: bool
 @pytest.mark.slow
 def test_resumed_about_the_end_of_a_synchronous_start(pools: Pools, tmp_path: Path) -> None:
     """Error Feedback begins with the first delayed mini-batch, whether the run was resumed before, at or after it."""
-    options = {"synchronous_start": 3, "fresh_last_stage": True}
+    options = {"synchronous_start": 3, "staleness": "fresh_last_stage"}
     callbacks = (saving(tmp_path, every_n_train_steps=1),)
     run = replace(RUN, options=options, module=ResumableNet, callbacks=callbacks, trainer=TRAINER)
     whole = pools.run(2, fit, run)

@@ -54,10 +54,10 @@ def test_other_stages(pools: Pools, stages: int, options: dict[str, Any], others
 
 def test_a_fresh_last_stage_that_moves(pools: Pools, tmp_path: Path) -> None:
     """What had no older weights is its own older version, and Error Feedback begins anew where it lacks its past."""
-    run = run_of(tmp_path, fresh_last_stage=True)
+    run = run_of(tmp_path, staleness="fresh_last_stage")
     whole = joined_weights(pools.run(3, fit, run), 3)
-    assert_equal_weights(resumed(pools, 3, run, tmp_path, 4, fresh_last_stage=True), whole)
-    moved = resumed(pools, 2, run, tmp_path, 4, fresh_last_stage=True)
+    assert_equal_weights(resumed(pools, 3, run, tmp_path, 4, staleness="fresh_last_stage"), whole)
+    moved = resumed(pools, 2, run, tmp_path, 4, staleness="fresh_last_stage")
     assert sorted(moved) == sorted(whole)
     assert_equal_weights(resumed(pools, 2, run, tmp_path, 4), resumed(pools, 3, run, tmp_path, 4))
 

@@ -73,7 +73,7 @@ def test_every_correction_acts_in_the_pipeline_as_here(pools: Pools, correction:
 def test_a_fresh_last_stage_trains_in_the_pipeline_as_here(
     pools: Pools, stages: int, correction: str, partition: Any
 ) -> None:
-    options = {"micro_batches": 3, "fresh_last_stage": True, "partition": partition}
+    options = {"micro_batches": 3, "staleness": "fresh_last_stage", "partition": partition}
     run = Run(
         Net, "async", options, optimizer="muon", correction=correction,
         scheduler="decay-step", dropout=0.2, shuffle=True, samples=37, val_samples=(9,),

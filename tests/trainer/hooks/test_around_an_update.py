@@ -60,7 +60,7 @@ def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(
 
 
 def test_changed_weights_of_a_fresh_last_stage(pools: Pools) -> None:
-    run = Run(Projected, "async", {"micro_batches": 3, "fresh_last_stage": True, "partition": "uniform"})
+    run = Run(Projected, "async", {"micro_batches": 3, "staleness": "fresh_last_stage", "partition": "uniform"})
     run = replace(run, trainer={"max_epochs": 2})
     emulated = train(delayed(run, delay="fresh_last_stage", stages=2, micro_batches=3, partition="uniform"))
     assert_equal_weights(joined_weights(pools.run(2, fit, run), 2), emulated["weights"])

@@ -29,7 +29,7 @@ DELAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "synchronous start": ("async", {"synchronous_start": 2}, {"delay": 1, "synchronous_start": 2}),
     "fresh last stage": (
         "async",
-        {"fresh_last_stage": True, "partition": "uniform"},
+        {"staleness": "fresh_last_stage", "partition": "uniform"},
         {"delay": "fresh_last_stage", "partition": "uniform"},
     ),
 }

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
 from lightning_asyncpp.pipeline.recording.trace import Trace
+from lightning_asyncpp.pipeline.schedule import Staleness
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.stage_layers import LayerFactory, make_optimizer
 from lightning_asyncpp.tools.bench.names import (
@@ -150,8 +151,8 @@ def _loader(job: Job) -> DataLoader:
 def _strategy(job: Job, system: str) -> SyncPipelineStrategy | AsyncPipelineStrategy:
     if system == SYNC:
         return SyncPipelineStrategy(micro_batches=job.micro_batches)
-    fresh = system == ASYNC_FRESH
-    return AsyncPipelineStrategy(micro_batches=job.micro_batches, lookahead=job.lookahead, fresh_last_stage=fresh)
+    staleness: Staleness = "fresh_last_stage" if system == ASYNC_FRESH else "uniform"
+    return AsyncPipelineStrategy(micro_batches=job.micro_batches, lookahead=job.lookahead, staleness=staleness)
 
 
 def run_fabric(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
