@@ -35,7 +35,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("interface", "", "the name of a network interface"),
     ("state_dict_type", "shard", "must be 'full' or 'sharded'"),
     ("async_checkpoints", "yes", "True or False"),
-    ("fresh_last_stage", 1, "True or False"),
+    ("staleness", "lest", "'uniform' or 'least' or 'fresh_last_stage'"),
+    ("slack", -1, "0 or more, or 'exact'"),
+    ("slack", "exactly", "0 or more, or 'exact'"),
     ("partition", [], "'auto', 'uniform', or a list"),
     ("start_method", "forks", "'popen' or 'spawn' or 'fork'"),
     ("start_method", "forkserver", "'popen' or 'spawn' or 'fork': processes of a fork server would all train the same"),
@@ -134,8 +136,8 @@ def test_the_signature_has_every_argument_and_no_other_is_taken(strategy: type) 
 
 
 def test_arguments_may_be_given_by_position_in_the_order_that_is_shown() -> None:
-    settings = fabric.AsyncPipelineStrategy(8, 2, 1, True).session.settings
-    assert (settings.micro_batches, settings.lookahead, settings.fresh_last_stage) == (8, 2, True)
+    settings = fabric.AsyncPipelineStrategy(8, 2, 1, "least").session.settings
+    assert (settings.micro_batches, settings.lookahead, settings.staleness) == (8, 2, "least")
 
 
 def test_what_is_checked_is_an_argument() -> None:

@@ -13,7 +13,7 @@ _LOOKS_TOGETHER = 2
 class ChangeGuard:
     """Watches the weights of a stage between the calls of an engine; every method is for one of them.
 
-    * From a batch that runs at the newest weights to the next one that shares its update, and to the update itself:
+    * From a batch that may run at the newest weights to the next one that shares its update, and to the update itself:
       backwards may be in flight, whose gradients would be taken at changed weights, on some stages only.
     * While an update is outstanding: it would be applied before the change or after it.
 

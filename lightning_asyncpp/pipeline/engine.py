@@ -110,11 +110,17 @@ class Engine:
 
     @property
     def at_newest(self) -> bool:
-        """Whether the open mini-batch runs at the weights that its own update will be applied to: no delay, or not yet.
+        """Whether micro-batches of the open mini-batch may run at the weights that its own update will be applied to.
 
-        The same on all stages: a last stage without delay has nothing in flight between two batches.
+        The same on all stages: a fresh last stage has nothing in flight between two batches.
         """
-        return self.schedule.pipeline_rule.at_newest(self.mini_batch)
+        return self.schedule.pipeline_rule.at_newest(self.mini_batch) or self.settings.staleness == "least"
+
+    @property
+    def applies_after_batches(self) -> bool:
+        """Whether an update of this stage is applied when the batch after its own is over, not before or within it."""
+        held = self.schedule.stage_rule.held
+        return self.settings.delay > 0 and (held is None or held >= self.settings.micro_batches)
 
     def run(self, batch: Any, step: Step, apply_held: Callable[[], object] | None = None) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.

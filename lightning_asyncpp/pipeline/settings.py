@@ -61,6 +61,13 @@ def problems_of_start(synchronous_start: int, delay: int | str) -> list[str]:
     return []
 
 
+def problems_of_slack(slack: object) -> list[str]:
+    """What is wrong with a number of micro-batches that run on older weights though they need not."""
+    if slack == "exact" or (is_whole(slack) and cast(int, slack) >= 0):
+        return []
+    return [f"slack={slack!r} must be a number of micro-batches, 0 or more, or 'exact'"]
+
+
 def problems_of_partition(partition: object, num_stages: int | None = None) -> list[str]:
     """What is wrong with an argument ``partition``, whatever the model is.
 
@@ -218,8 +225,8 @@ class PipelineSettings:
             return [f"staleness={self.staleness!r} must be {' or '.join(map(repr, STALENESS))}"]
         if self.staleness != "uniform" and self.delay == 0:
             return [f"staleness={self.staleness!r} has no meaning without a delay: no gradient is old; leave it out"]
-        if self.slack != "exact" and (not is_whole(self.slack) or self.slack < 0):
-            return [f"slack={self.slack!r} must be a number of micro-batches, 0 or more, or 'exact'"]
+        if problems := problems_of_slack(self.slack):
+            return problems
         if self.slack and self.staleness != "least":
             return [f"slack={self.slack!r} has a meaning only with staleness='least': set that, or leave it out"]
         return []

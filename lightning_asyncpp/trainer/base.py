@@ -202,11 +202,13 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._batch_ends is not None
         engine = self.session.running()
         if private.begins_accumulation(self._module.trainer):
             engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
         with self._engine_works(), self.session.user_step():
-            output = self.session.run(args[0], self._user_step("training_step", args, kwargs))
+            step = self._user_step("training_step", args, kwargs)
+            output = self.session.run(args[0], step, self._batch_ends.call_late)
         if not self._mesh.is_last:
             return self._loss.clone()
         loss = output.mean_loss(engine.runner.hooks.loss_reduction)

@@ -75,7 +75,7 @@ def _case(rng: random.Random) -> Case:
 
 
 def _leg(rng: random.Random, case: Case, saves_at: int | None) -> Leg:
-    """Any pipeline that does the same; a fresh last stage stays where it is."""
+    """Any pipeline that does the same; where stages differ in staleness they stay where they are."""
     assert not isinstance(case.cut, str)
     stages, cut = len(case.cut), case.cut
     replicas = case.data_parallel_size
@@ -85,6 +85,8 @@ def _leg(rng: random.Random, case: Case, saves_at: int | None) -> Leg:
         found = other_cut(rng, case, stages)
         stages, cut = (stages, found) if found is not None else (1, (sum(cut),))
     lookahead = rng.randint(0, largest_lookahead(stages, case.micro_batches, replicas)) if case.delay else None
+    if case.staleness == "least":
+        lookahead = case.lookahead  # it is part of the rule
     options = {"state_dict_type": rng.choice(["full", "sharded"]), "async_checkpoints": rng.random() < 0.5}
     evaluates = tuple(t for t in range(len(case.mini_batches)) if rng.random() < 0.2)
     return Leg(stages, replace(case, cut=cut, lookahead=lookahead), saves_at, evaluates, options)

@@ -328,7 +328,7 @@ def test_a_fresh_last_stage_is_clipped_by_the_chosen_norm(chosen: Any) -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1e6)  # completes them and changes nothing
         gradients = {p: p.grad.clone() for p in (*first, *last)}
         exact, own = (torch.stack([gradients[p].norm() for p in stage]).norm() for stage in ((*first, *last), last))
-        norm = {"own": own, "exact": exact}.get(chosen, own if before is None else before)
+        norm = exact if before is None else {"own": own, "exact": exact}.get(chosen, before)  # no delay in the first
         fabric.clip_gradients(model, optimizer, max_norm=0.01)
         for parameters, divisor in ((first, exact), (last, norm)):
             for p in parameters:

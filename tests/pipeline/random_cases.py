@@ -75,6 +75,15 @@ def _counts(rng: random.Random, units: Sequence[Unit], stages: int) -> list[int]
     return counts if all(any(heavy[end - count : end]) for end, count in zip(ends, counts)) else None
 
 
+def _staleness(rng: random.Random, stages: int, tied: bool, skips: bool) -> dict[str, Any]:
+    """``skips``: updates are left out, which all stages must agree on before."""
+    if stages == 1 or rng.random() < 0.4:
+        return {}
+    if not tied and not skips and rng.random() < 0.2:
+        return {"staleness": "fresh_last_stage"}
+    return {"staleness": "least", "slack": "exact" if skips else rng.choice(["exact", 0, 0, 1, 2, stages, 20])}
+
+
 def _case(rng: random.Random, stages: int, replicas: int, tied: bool, exact: bool) -> dict[str, Any]:
     delay = rng.choice([1, 1, 1, 0])
     micro_batches = rng.randint(stages + (replicas > 1) if delay else 1, 2 * stages + 2)
@@ -106,7 +115,7 @@ def _case(rng: random.Random, stages: int, replicas: int, tied: bool, exact: boo
         "evaluates": some(ends),
         "checkpointing": rng.random() < 0.4,
         "same_data": True,
-        "fresh": delay == 1 and stages > 1 and not tied and nan_at is None and rng.random() < 0.4,
+        **_staleness(rng, stages if delay else 1, tied, nan_at is not None),
         "start": rng.choice([0, 0, 1, 2]) if delay else 0,
         "bf16": exact and rng.random() < 0.4,
         "placement": rng.choice(["pipeline_within_node", "pipeline_across_nodes"]),

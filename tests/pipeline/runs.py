@@ -207,30 +207,35 @@ def ahead(stage: int, case: Case, num_stages: int) -> int:
 
 
 def held_in(case: Case, model: nn.Module, num_stages: int) -> list[Held]:
-    """Parameters of each stage, those that it shares with a stage before left out, and what it holds back.
-
-    Only the first and the last layer share a parameter in a case.
-    """
+    """Parameters of each stage, those that it shares with a stage before left out, and what it holds back."""
     if case.staleness == "uniform":
         return []
-    stages, stage_of_tie = stages_of_parameters(model, case.counts(num_stages)), shared_with_first(case, num_stages)
+    stages, first = stages_of_parameters(model, case.counts(num_stages)), first_of_those_that_share(case, num_stages)
     found: list[Held] = []
     for stage in range(num_stages):
-        own = [p for name, p in model.named_parameters() if stages[name] == stage]
-        first = 0 if stage == stage_of_tie else stage
-        least = ahead(0, case, num_stages) if case.slack == "exact" else ahead(first, case, num_stages) + case.slack
+        own = [p for name, p in model.named_parameters() if stages.get(name) == stage]
+        least = (
+            ahead(0, case, num_stages) if case.slack == "exact" else ahead(first[stage], case, num_stages) + case.slack
+        )
         if case.staleness == "least" or stage == num_stages - 1:
             found.append((own, least if case.staleness == "least" else 0))
     return found
 
 
-def shared_with_first(case: Case, num_stages: int) -> int | None:
-    """The other stage with the first layer's weight, in a case that ties it."""
-    if not case.tied:
-        return None
-    units, counts = pipeline_units(case.make_model()), case.counts(num_stages)
-    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    return stage_of[len(units) - 2] or None
+def first_of_those_that_share(case: Case, num_stages: int) -> list[int]:
+    """Of each stage, the first that shares a trained parameter with it, or with one that does, ...; or itself."""
+    stage_of = [stage for stage, count in enumerate(case.counts(num_stages)) for _ in range(count)]
+    holders: dict[int, set[int]] = {}
+    for unit, stage in zip(pipeline_units(case.make_model()), stage_of, strict=True):
+        for parameter in unit.module.parameters():
+            if parameter.requires_grad:
+                holders.setdefault(id(parameter), set()).add(stage)
+    first = list(range(num_stages))
+    for _ in first:  # as often as a number may have to be handed on
+        for stages in holders.values():
+            least = min(first[stage] for stage in stages)
+            first = [least if stage in stages else number for stage, number in enumerate(first)]
+    return first
 
 
 def versioned_tensors(model: nn.Module) -> dict[str, Tensor]:

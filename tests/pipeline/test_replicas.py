@@ -30,6 +30,9 @@ CASES = {
     "routed-fresh-last-stage": Case(3, routed=True, staleness="fresh_last_stage", max_norm=0.5),
     "drains": Case(3, drains=(0, 2, 3), lookahead=1),
     "fresh-last-stage": Case(3, staleness="fresh_last_stage", unequal_weights=True, max_norm=0.5, drains=(1,)),
+    "least": Case(3, staleness="least", lookahead=0, unequal_weights=True, max_norm=0.5, drains=(1,), accumulate=2),
+    "least-slack-tied": Case(4, staleness="least", slack=1, lookahead=1, tied=True, routed=True, max_norm=0.5),
+    "least-exact": Case(3, staleness="least", slack="exact", nan_at=2, error_feedback=1.0, optimizer="counting"),
     "synchronous": Case(2, delay=0, unequal_weights=True),
     "uneven-cut": Case(3, cut="back", unequal_weights=True, max_norm=0.5),
 }
@@ -57,7 +60,9 @@ def test_replicas_hold_the_same_bits(pools: Pools) -> None:
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("options", [{}, {"fresh": True}, {"delay": 0}], ids=["async", "fresh", "sync"])
+@pytest.mark.parametrize(
+    "options", [{}, {"staleness": "fresh_last_stage"}, {"delay": 0}], ids=["async", "fresh", "sync"]
+)
 def test_the_placement_changes_no_bit(pools: Pools, options: dict[str, Any]) -> None:
     """Norms over all ranks, and so clipped gradients, are added in the same order."""
     within = Case(3, data_parallel_size=2, unequal_weights=True, max_norm=0.5, dropout=0.3, drains=(2,), **options)

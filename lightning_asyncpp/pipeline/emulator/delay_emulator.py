@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.batches.batch_output import NanLosses, no_weight_text
 from lightning_asyncpp.pipeline.cut.partition import Partition
-from lightning_asyncpp.pipeline.cut.units import stages_of_parameters
+from lightning_asyncpp.pipeline.cut.ties import find_ties, first_sharing
+from lightning_asyncpp.pipeline.cut.units import pipeline_units, stages_of_parameters
 from lightning_asyncpp.pipeline.emulator.delayed_weights import DelayedWeights, check_same_delay
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
@@ -65,16 +66,16 @@ class DelayEmulator:
         self._last_norm: float | None = None
         self._updating = False
         self._nan_losses = NanLosses()
-        self._told = False  # of a mini-batch without weight
+        self._has_warned = False  # of a mini-batch without weight
         self.counts = MiniBatchCounts(module)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        stages = self._pipeline_stages(partition)
-        delays = dict(zip(self.names, settings.of_parameters(list(self.names.values()), stages)))
-        buffers = self.counts.buffer_delays(delays)
+        self.weights = self._versions(partition)
         self.names |= self.counts.buffer_names
-        self.weights = DelayedWeights({p: d for p, d in delays.items() if isinstance(p, nn.Parameter)}, buffers)
         # Of the parameters with the largest delay: with all others it begins at the same time.
-        self._rule = StalenessRule(max(delays.values(), default=0), settings.synchronous_start)
+        self._rule = StalenessRule(max(self.weights.delays.values(), default=0), settings.start)
+        if micro_batches is not None:
+            micro_batches.go_to = self._go_to
+        self._told: Any = None
         self._track()
         if state is None:
             self._tell_delay()
@@ -103,8 +104,7 @@ class DelayEmulator:
         if not finite and self.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(self._non_finite())
         self._updating = True
-        if self._rule.begins_at(self.mini_batch):
-            self._tell_delay()
+        self._tell_delay()
         try:
             before = {} if self._rule.in_start(self.mini_batch) else self.weights.advance()
             if finite and (micro_batches is None or micro_batches.weight):
@@ -118,8 +118,8 @@ class DelayEmulator:
         if micro_batches is not None:
             if micro_batches.weight:
                 self._last_norm = micro_batches.norm()
-            elif not self._told:
-                self._told = True
+            elif not self._has_warned:
+                self._has_warned = True
                 warnings.warn(no_weight_text(self.mini_batch), stacklevel=2)
             self._nan_losses.updated(self.mini_batch, micro_batches.nan_places, finite)
             micro_batches.clear()
@@ -148,11 +148,12 @@ class DelayEmulator:
         assert self.micro_batches is not None
         self.micro_batches.complete()
         norm = self.micro_batches.norm()
-        delayed = clip_coefficient(norm, max_norm)
-        steps_ahead = self.settings.delay == "fresh_last_stage" and not self._rule.in_start(self.mini_batch)
-        ahead = clip_coefficient(self._last_stage_norm(norm), max_norm) if steps_ahead else delayed
+        agreed = clip_coefficient(norm, max_norm)
+        steps_ahead = self.settings.steps_ahead and not self._rule.in_start(self.mini_batch)
+        ahead = clip_coefficient(self._norm_known_ahead(norm), max_norm) if steps_ahead else agreed
         for parameter in self.names:
-            factor = ahead if self.weights.delays[parameter] == 0 else delayed
+            is_ahead = self.settings.delay == "least" or self.weights.delays[parameter] == 0
+            factor = ahead if is_ahead else agreed
             if parameter.grad is not None and factor < 1.0:
                 parameter.grad.mul_(factor)
         return torch.tensor(norm)
@@ -202,13 +203,13 @@ class DelayEmulator:
                 self.counts.counted.add(layer, counts)
         self.counts.update()
 
-    def _last_stage_norm(self, exact: float) -> float:
-        """What a fresh last stage is clipped by: by default the norm of the mini-batch before."""
+    def _norm_known_ahead(self, exact: float) -> float:
+        """What stages are clipped by that step ahead: the norm of the mini-batch before, if nothing else is chosen."""
         chosen = self.settings.last_stage_norm
         if chosen == "exact":
             return exact
-        if chosen != "own" and self._last_norm is not None:
-            return self._last_norm
+        if chosen != "own":
+            return self._last_norm or 0.0
         assert self.micro_batches is not None
         return self.micro_batches.norm({name for p, name in self.names.items() if self.weights.delays[p] == 0})
 
@@ -216,19 +217,42 @@ class DelayEmulator:
         settings = self.settings
         return {
             "delay": settings.delay, "stages": settings.stages, "micro_batches": settings.micro_batches,
+            "slack": settings.slack, "lookahead": settings.lookahead,
             "synchronous_start": settings.synchronous_start,
             "delays": {name: self.weights.delays[p] for p, name in self.names.items()},
         }  # fmt: skip
 
+    def _versions(self, partition: Partition | None) -> DelayedWeights:
+        """Versions of all parameters, and of the buffers of layers, which go with their parameters."""
+        settings, names = self.settings, list(self.names.values())
+        stages = self._pipeline_stages(partition)
+        delays = dict(zip(self.names, settings.of_parameters(names, stages)))
+        buffers, held = self.counts.buffers_with(delays), dict[Tensor, int]()
+        if settings.delay == "least":
+            held = dict(zip(self.names, settings.held(names, stages)))
+            held |= self.counts.buffers_with(held)
+        return DelayedWeights({p: d for p, d in delays.items() if isinstance(p, nn.Parameter)}, buffers, held)
+
+    def _go_to(self, place: int) -> None:
+        if not self._rule.in_start(self.mini_batch):
+            self.weights.go_to(place)
+
     def _pipeline_stages(self, partition: Partition | None) -> dict[str, int] | None:
-        """Stages of the parameters as a pipeline cuts the model, where it does."""
+        """Stages of the parameters as a pipeline cuts the model, where it does.
+
+        Of a stage that shares a parameter with one before, with the least staleness, that one: it has the gradient of
+        that parameter last.
+        """
         model = None if self.micro_batches is None else self.micro_batches.model
         if partition is None or model is None:
             return None
         names = {id(p): name for p, name in self.names.items()}
         parameters = dict(model.named_parameters())
         stages = stages_of_parameters(model, partition.counts)
-        return {names[id(parameters[name])]: stage for name, stage in stages.items() if name in parameters}
+        ties = find_ties(pipeline_units(model), partition.counts) if self.settings.delay == "least" else []
+        first = {stage: first_sharing(stage, ties) for stage in range(len(partition.counts))}
+        last = {stage: stage if shared is None else shared for stage, shared in first.items()}
+        return {names[id(parameters[name])]: last[stage] for name, stage in stages.items() if name in parameters}
 
     def _track(self) -> None:
         # Anew at every update: a callback may have added a group of parameters that were frozen until now.
@@ -252,7 +276,19 @@ class DelayEmulator:
         if not callable(set_delay := getattr(self.optimizer, "set_delay", None)):
             return
         delay = 0 if self._rule.in_start(self.mini_batch) else self.settings.delay
-        set_delay(delay if isinstance(delay, int) else dict(self.weights.delays))
+        told = delay if isinstance(delay, int) else self._staleness()
+        if told != self._told:
+            set_delay(told)
+        self._told = told
+
+    def _staleness(self) -> dict[Tensor, float]:
+        """How many updates old the gradient of each parameter in the open mini-batch is."""
+        micro_batches, delays = self.micro_batches, dict[Tensor, float](self.weights.delays)
+        if self.settings.delay != "least" or micro_batches is None:
+            return delays
+        count = micro_batches.places or micro_batches.count
+        rules = {p: StalenessRule(1, held=held) for p, held in self.weights.held.items()}
+        return {p: rules[p].staleness(count) for p in delays}
 
     def _is_finite(self, micro_batches: MicroBatchGradient | None) -> bool:
         return micro_batches.finite if micro_batches is not None else math.isfinite(sum(squares(self._gradients())))

@@ -19,14 +19,21 @@ class DelayedWeights:
 
     The parameters hold W_t, but inside :meth:`stale`, where they hold W_{max(t-d, 0)}. Forward and backward both run
     there: no graph outlives it, so no graph mixes versions. Parameters of delay 0 and frozen ones are never touched.
+    Within it, :meth:`go_to` lets those hold W_t again of which enough micro-batches have run on older weights.
 
     Args:
         delays: parameter -> its delay, for every parameter that may be trained.
         buffers: buffer -> its delay, for those that change with an update and so belong to a version.
+        held: parameter or buffer -> how many micro-batches of a mini-batch its delay is for; those that lack: all.
     """
 
-    def __init__(self, delays: Mapping[nn.Parameter, int], buffers: Mapping[Tensor, int] | None = None) -> None:
-        self.buffers = dict(buffers or {})
+    def __init__(
+        self,
+        delays: Mapping[nn.Parameter, int],
+        buffers: Mapping[Tensor, int] | None = None,
+        held: Mapping[Tensor, int] | None = None,
+    ) -> None:
+        self.buffers, self.held = dict(buffers or {}), dict(held or {})
         self.delays: dict[Tensor, int] = dict(chain(delays.items(), self.buffers.items()))
         self._versions: dict[Tensor, deque[Tensor]] = {}  # oldest first, the newest last
         self._stale = False
@@ -61,6 +68,12 @@ class DelayedWeights:
             parameter.data = versions[0]
             self._writes[parameter] = parameter._version
         self._stale = True
+
+    def go_to(self, place: int) -> None:
+        """Let the parameters hold the weights that micro-batch number ``place`` of a mini-batch runs on."""
+        for parameter, versions in self._versions.items() if self._stale else ():
+            if place >= self.held.get(parameter, place + 1):
+                parameter.data = versions[-1]
 
     def come_forward(self) -> None:
         """Let the parameters hold the newest weights again."""
@@ -139,7 +152,7 @@ def check_same_delay(saved: Mapping[str, Any], present: Mapping[str, Any]) -> No
     Raises:
         ConfigurationError: naming every setting that differs.
     """
-    saved = {"synchronous_start": 0, **saved}
+    saved = {"synchronous_start": 0, "slack": 0, "lookahead": 0, **saved}
     before, now = saved.get("delays", {}), present.get("delays", {})
     moved = [name for name in now if before.get(name, now[name]) != now[name]]
     problems = [

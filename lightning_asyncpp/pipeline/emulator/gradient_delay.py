@@ -1,4 +1,4 @@
-"""How many updates old the gradient of each parameter is: constant, PipeDream's, or with a fresh last stage."""
+"""How many updates old the gradient of each parameter is: constant, PipeDream's, least, or with a fresh last stage."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.settings import is_whole, problems_of_partition, problems_of_start
+from lightning_asyncpp.pipeline.schedule import Slack, held_back
+from lightning_asyncpp.pipeline.settings import is_whole, problems_of_partition, problems_of_slack, problems_of_start
 
-Delay = int | Literal["pipedream", "fresh_last_stage"]
+Delay = int | Literal["pipedream", "fresh_last_stage", "least"]
 StageOf = Callable[[str], int]
-KINDS = ("pipedream", "fresh_last_stage")
+KINDS = ("pipedream", "fresh_last_stage", "least")
 POLICIES = ("stop", "skip")
 NORMS = ("before", "own", "exact")
 
@@ -24,8 +25,11 @@ class DelaySettings:
         delay: updates between the weights of a gradient and the weights that it is applied to: a number d for all
             parameters (1 is PipeDream-2BW); ``"pipedream"``: P-1-s for stage s, as in the original PipeDream (Narayanan
             et al., SOSP 2019), which stashes the weights of the forward for the backward; ``"fresh_last_stage"``: 0
-            for the last stage and 1 for the others.
-        stages: number of stages P of the last two.
+            for the last stage and 1 for the others; ``"least"``, with ``micro_batches``: 1 for those micro-batches of
+            a mini-batch that a pipeline with ``staleness="least"`` runs on the older weights, 0 for the others.
+        stages: number of stages P of the last three.
+        slack: with ``"least"``, as for the pipeline strategies: micro-batches more than must, or ``"exact"``.
+        lookahead: with ``"least"``, extra micro-batches that the pipeline has in flight.
         stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order, or
             with ``micro_batches`` as a pipeline cuts ``self.model``, if it can.
         micro_batches: cut every batch into so many micro-batches and compute as a pipeline does; ``None``: whole
@@ -41,6 +45,8 @@ class DelaySettings:
 
     delay: Delay = 1
     stages: int | None = None
+    slack: Slack = 0
+    lookahead: int = 0
     stage_of: StageOf | None = None
     micro_batches: int | None = None
     nonfinite_gradients: Literal["stop", "skip"] = "stop"
@@ -55,14 +61,27 @@ class DelaySettings:
         problems = self._delay_problems()
         if self.micro_batches is not None and self.micro_batches < 1:
             problems.append(f"micro_batches={self.micro_batches} must be at least 1, or None for whole batches")
-        if self.delay == "fresh_last_stage" and self.nonfinite_gradients == "skip":
+        problems += self._problems_of_least()
+        if self.steps_ahead and self.nonfinite_gradients == "skip":
+            mend = ", or slack='exact'" if self.delay == "least" else ""
             problems.append(
-                "delay='fresh_last_stage' steps the last stage before it is known whether the gradients of the others"
-                " are finite, so nonfinite_gradients='skip' could not leave its update out; use 'stop'"
+                f"delay={self.delay!r} steps stages before it is known whether the gradients of the others are finite,"
+                f" so nonfinite_gradients='skip' could not leave their updates out; use 'stop'{mend}"
             )
         if self.nonfinite_gradients not in POLICIES:
             problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
         return problems + self._norm_problems() + self._partition_problems()
+
+    @property
+    def steps_ahead(self) -> bool:
+        """Whether a pipeline would step stages before the norm of the gradient is known."""
+        return self.delay == "fresh_last_stage" or (self.delay == "least" and self.slack != "exact")
+
+    @property
+    def start(self) -> int:
+        """Number of mini-batches at the beginning without delay; one at least where the norm before is needed."""
+        as_a_pipeline = self.steps_ahead and self.micro_batches is not None
+        return max(self.synchronous_start, 1) if as_a_pipeline else self.synchronous_start
 
     @property
     def cuts_as_a_pipeline(self) -> bool:
@@ -87,18 +106,35 @@ class DelaySettings:
         if isinstance(self.delay, int):
             return [self.delay] * len(names)
         assert self.stages is not None
-        last = self.stages - 1
-        complete = of_pipeline is not None and all(name in of_pipeline for name in names)
-        stages = [of_pipeline[name] for name in names] if of_pipeline and complete else self._stages_of(names)
+        last, stages = self.stages - 1, self._stages(names, of_pipeline)
         if self.delay == "pipedream":
             return [last - stage for stage in stages]
+        if self.delay == "least":
+            return [min(held, 1) for held in self.held(names, of_pipeline)]
         return [0 if stage == last else 1 for stage in stages]
+
+    def held(self, names: Sequence[str], of_pipeline: Mapping[str, int] | None = None) -> list[int]:
+        """How many micro-batches of a mini-batch run on the older weights, of each parameter; with ``"least"``.
+
+        Args:
+            names: of the parameters, in the model's order.
+            of_pipeline: parameter name -> the stage of a pipeline that has its gradient last.
+        """
+        assert self.stages is not None
+        held = [held_back(stage, self.stages, self.lookahead, "least", self.slack) for stage in range(self.stages)]
+        return [held[stage] or 0 for stage in self._stages(names, of_pipeline)]
+
+    def _stages(self, names: Sequence[str], of_pipeline: Mapping[str, int] | None) -> list[int]:
+        if of_pipeline is not None and all(name in of_pipeline for name in names):
+            return [of_pipeline[name] for name in names]
+        return self._stages_of(names)
 
     def _type_problems(self) -> list[str]:
         problems = []
-        for name in ("delay", "stages", "micro_batches", "synchronous_start"):
+        for name in ("delay", "stages", "micro_batches", "synchronous_start", "lookahead"):
             value = getattr(self, name)
-            may_be_other = isinstance(value, str) if name == "delay" else value is None and name != "synchronous_start"
+            is_optional = value is None and name in ("stages", "micro_batches")
+            may_be_other = isinstance(value, str) if name == "delay" else is_optional
             if not is_whole(value) and not may_be_other:
                 more = f" or one of {', '.join(KINDS)}" if name == "delay" else ""
                 problems.append(f"{name}={value!r} must be a whole number{more}")
@@ -122,6 +158,24 @@ class DelaySettings:
             problems.append(
                 f"{given} has no meaning with delay={self.delay}, the same for all parameters: leave it out, or use one"
                 f" of {', '.join(KINDS)}"
+            )
+        return problems
+
+    def _problems_of_least(self) -> list[str]:
+        if self.delay != "least":
+            given = {name: getattr(self, name) for name in ("slack", "lookahead") if getattr(self, name) != 0}
+            return [
+                f"{name}={value!r} has a meaning only with delay='least'; leave it out" for name, value in given.items()
+            ]
+        problems = problems_of_slack(self.slack)
+        if self.lookahead < 0:
+            problems.append(f"lookahead={self.lookahead} must be 0 or more")
+        if self.micro_batches is None:
+            problems.append("delay='least' tells micro-batches apart: it needs micro_batches, as the pipeline has them")
+        elif self.stages is not None and self.micro_batches < self.stages:
+            problems.append(
+                f"micro_batches={self.micro_batches} is smaller than stages={self.stages}: a pipeline without a flush"
+                f" has work for every stage; use micro_batches >= {self.stages}"
             )
         return problems
 

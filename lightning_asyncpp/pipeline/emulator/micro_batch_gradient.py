@@ -46,6 +46,10 @@ class MicroBatchGradient:
         device: where they are.
         replica: index of this process among the data-parallel ones.
         replicas: how many there are; they reduce over the default process group.
+
+    Attributes:
+        places: how many micro-batches of the mini-batch have run, or were empty.
+        go_to: called with the place of a micro-batch in its mini-batch, before it runs.
     """
 
     def __init__(
@@ -61,7 +65,8 @@ class MicroBatchGradient:
     ) -> None:
         self.parameters, self.model, self.hooks, self.count = dict(parameters), model, hooks, count
         self.seed, self.device, self.replica, self.replicas = seed, device, replica, replicas
-        self.next_micro_batch = 0
+        self.next_micro_batch = self.places = 0
+        self.go_to: Callable[[int], None] = lambda place: None
         self.weight = 0.0
         self.counted = Collected()
         self.nan_places: list[Reading] = []  # of its batches, the first micro-batch whose loss is NaN, from 1; or 0
@@ -99,10 +104,14 @@ class MicroBatchGradient:
             for k, slot in enumerate(slots, self.next_micro_batch):
                 weight = 0.0 if slot is None else checked_weight(self.hooks.micro_batch_weight(slot))
                 if weight:
+                    self.go_to(self.places + k - self.next_micro_batch)
+                    for parameter, use in further_uses:
+                        use.data = parameter.data
                     results.append(self._run_micro_batch(k, slot, weight, step))
                     weights.append(weight)
             self._further_uses = [(name_of[id(parameter)], use.grad) for parameter, use in further_uses]
         self.next_micro_batch += len(slots)
+        self.places += len(slots)
         self.weight += sum(weights)
         self._sums = {name: parameter.grad for name, parameter in self.parameters.items()}
         for parameter in self.parameters.values():
@@ -165,7 +174,7 @@ class MicroBatchGradient:
 
     def clear(self) -> None:
         """Begin the next mini-batch."""
-        self._sums, self.weight, self._complete = {}, 0.0, False
+        self._sums, self.weight, self.places, self._complete = {}, 0.0, 0, False
         self._further_uses, self.counted, self.nan_places = [], Collected(), []
 
     def _run_micro_batch(self, k: int, slot: Any, weight: float, step: Step) -> Any:

@@ -44,19 +44,19 @@ class MiniBatchCounts:
         self.counted = Collected()
         self.metrics: dict[str, float] = {}
 
-    def buffer_delays(self, delays: Mapping[Tensor, int]) -> dict[Tensor, int]:
-        """Delays of the buffers: those of the parameters of their layer, or of the nearest layer around it with some.
+    def buffers_with(self, numbers: Mapping[Tensor, int]) -> dict[Tensor, int]:
+        """Buffer -> the number of the parameters of its layer, or of the nearest layer around it with some.
 
         Args:
-            delays: parameter -> its delay.
+            numbers: parameter -> its delay, say.
         """
-        of_layer = {id(layer): self._delay_around(name, delays) for name, layer in self._layers.items()}
+        of_layer = {id(layer): self._number_around(name, numbers) for name, layer in self._layers.items()}
         return {buffer: of_layer[id(layer)] for buffer, (layer, _) in self._buffers.items()}
 
-    def _delay_around(self, name: str, delays: Mapping[Tensor, int]) -> int:
+    def _number_around(self, name: str, numbers: Mapping[Tensor, int]) -> int:
         while True:
             around = self._module.get_submodule(name)
-            found = next((delays[p] for p in around.parameters()), None)
+            found = next((numbers[p] for p in around.parameters()), None)
             if found is not None or not name:
                 return found or 0
             name = name.rpartition(".")[0]

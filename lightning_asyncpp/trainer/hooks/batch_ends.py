@@ -1,7 +1,7 @@
 """What a module does at the end of a batch: after the batch's own update, and before a checkpoint is saved.
 
 A checkpoint that is saved there has what the hook did. In an asynchronous pipeline the update of batch t is applied in
-the middle of batch t+1, or at the end of batch t where the pipeline drains there. A hook that changes weights, as a
+or after batch t+1, or at the end of batch t where the pipeline drains there. A hook that changes weights, as a
 projection does, would be called before or after it, whichever it happens to be, and so would make the training depend
 on how often the run validates. Called between update t and update t+1 it does to W_{t+1} what it does in a single
 process.
@@ -9,7 +9,8 @@ process.
 Of batches that share update t (gradient accumulation) only the last one's hook has to wait for it. Those before come
 after update t-1, and so change W_t, which update t is then applied to. Mini-batch t runs at W_{t-1}, so none of its
 gradients sees the change. Without delay, and in the mini-batches before it sets in, it runs at W_t itself: the batches
-after the hook see the change and those before it do not, so the pipeline drains in between.
+after the hook see the change and those before it do not, so the pipeline drains in between. So it does with the least
+staleness, under which the later micro-batches of mini-batch t run at W_t.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ class BatchEnds(ModuleFirst):
         while self._is_due:
             end = self._waiting.popleft()
             engine = self._session.running()
-            held = engine.schedule.stage_rule.delay > 0 and engine.mini_batch == end.updates
+            held = engine.applies_after_batches and engine.mini_batch == end.updates
             with (
                 self._session.weights_may_change(),
                 self._step_metrics.of_batch(end.weight, held),

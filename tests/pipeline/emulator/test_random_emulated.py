@@ -17,6 +17,7 @@ from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchG
 from tests.pipeline.cases import Case
 from tests.pipeline.random_cases import draw
 from tests.pipeline.runs import run_oracle, versioned_tensors
+from tests.pipeline.test_engine_equals_oracle import parametrized, with_least_staleness
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 DEFAULT = range(20)
@@ -32,7 +33,9 @@ class Emulated:
         self.scheduler = case.make_scheduler(self.optimizer)
         counts, by_stage = tuple(case.counts(num_stages)), case.staleness != "uniform"
         settings = DelaySettings(
-            delay=case.staleness if case.staleness != "uniform" else case.delay, stages=num_stages if by_stage else None,
+            delay=case.delay if case.staleness == "uniform" else case.staleness,
+            stages=num_stages if by_stage else None, slack=case.slack,
+            lookahead=case.lookahead or 0 if case.staleness == "least" else 0,
             micro_batches=case.micro_batches, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
             synchronous_start=case.start, partition=counts if by_stage else "auto",
         )  # fmt: skip
@@ -77,8 +80,7 @@ class Emulated:
         self.optimizer.step()
 
 
-def check(seed: int) -> None:
-    num_stages, case = draw(seed)
+def check(num_stages: int, case: Case) -> None:
     case = replace(case, bf16=False, data_parallel_size=1, checkpointing=False)
     expected, _ = run_oracle(case, num_stages)
     run = Emulated(case, num_stages)
@@ -94,10 +96,21 @@ def check(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", DEFAULT)
 def test_random_case(seed: int) -> None:
-    check(seed)
+    check(*draw(seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(len(DEFAULT), 300))
 def test_more_random_cases(seed: int) -> None:
-    check(seed)
+    check(*draw(seed))
+
+
+@parametrized(with_least_staleness(3)[::3])
+def test_least_staleness(num_stages: int, case: Case) -> None:
+    check(num_stages, case)
+
+
+@pytest.mark.slow
+@parametrized([*with_least_staleness(2), *with_least_staleness(4)])
+def test_more_of_the_least_staleness(num_stages: int, case: Case) -> None:
+    check(num_stages, case)

@@ -13,6 +13,8 @@ from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle
 from tests.trainer.runs import CORRECTIONS, Net, Run, fit
 
+STALENESS = {False: "uniform", True: "fresh_last_stage"}
+
 
 @pytest.mark.parametrize("error_feedback", [False, True])
 @pytest.mark.parametrize("delay", [0, 1])
@@ -90,6 +92,36 @@ def test_a_fresh_last_stage_trains_in_the_pipeline_as_here(
 
 
 @pytest.mark.parametrize(
+    ("stages", "correction", "slack", "more"),
+    [
+        (3, "feedback", 0, {"accumulate_grad_batches": 2}),
+        (3, "prediction-ahead", "exact", {}),
+        pytest.param(2, "feedback", 1, {}, marks=pytest.mark.slow),
+        pytest.param(2, "feedback", "exact", {"accumulate_grad_batches": 2}, marks=pytest.mark.slow),
+        pytest.param(3, "prediction-ahead", 2, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_least_staleness_trains_in_the_pipeline_as_here(
+    pools: Pools, stages: int, correction: str, slack: Any, more: dict[str, Any]
+) -> None:
+    options = {"micro_batches": 4, "staleness": "least", "slack": slack, "partition": "uniform"}
+    run = Run(
+        Net, "async", options, optimizer="muon", correction=correction,
+        scheduler="decay-step", dropout=0.2, shuffle=True, samples=69, val_samples=(9,),
+        trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "val_check_interval": 3, "logger": "list"} | more,
+    )  # fmt: skip
+    pipeline = pools.run(stages, fit, run)
+    ways = {"delay": "least", "stages": stages, "micro_batches": 4, "partition": "uniform"}
+    emulated = train(delayed(run, **ways, slack=slack))
+    assert_equal_weights(emulated["weights"], joined_weights(pipeline, stages))
+    others = ({"delay": 1, "micro_batches": 4}, ways | {"slack": 3}, ways | {"slack": slack, "lookahead": 1})
+    for other in others:
+        weights = train(delayed(run, **other))["weights"]
+        assert not np.array_equal(weights["model.0.weight"], emulated["weights"]["model.0.weight"])
+    assert emulated["callback_metrics"]["val_loss"] == pytest.approx(pipeline[0]["callback_metrics"]["val_loss"])
+
+
+@pytest.mark.parametrize(
     ("stages", "correction", "fresh"),
     [(2, "feedback", True), pytest.param(3, "feedback", False, marks=pytest.mark.slow), (2, "prediction-ahead", False)],
 )
@@ -97,7 +129,7 @@ def test_a_synchronous_start_trains_in_the_pipeline_as_here(
     pools: Pools, stages: int, correction: str, fresh: bool
 ) -> None:
     run = Run(
-        Net, "async", {"micro_batches": 3, "synchronous_start": 3, "fresh_last_stage": fresh}, optimizer="muon",
+        Net, "async", {"micro_batches": 3, "synchronous_start": 3, "staleness": STALENESS[fresh]}, optimizer="muon",
         correction=correction, scheduler="decay-step", dropout=0.2, shuffle=True, samples=37, val_samples=(9,),
         trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "val_check_interval": 2, "logger": "list"},
     )  # fmt: skip

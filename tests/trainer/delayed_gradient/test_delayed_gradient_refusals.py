@@ -18,15 +18,27 @@ from tests.trainer.runs import Net, Run
     ("options", "messages"),
     [
         ({"delay": -1}, ["delay=-1 must be 0 or more"]),
-        ({"delay": "pipedreams"}, ["delay='pipedreams' must be", "pipedream, fresh_last_stage", "needs stages"]),
+        ({"delay": "pipedreams"}, ["delay='pipedreams' must be", "pipedream, fresh_last_stage, least", "needs stages"]),
         ({"delay": "pipedream"}, ["delay='pipedream' needs stages", "got None"]),
         ({"delay": "pipedream", "stages": 0}, ["needs stages", "got 0"]),
         ({"delay": 1.5, "stages": True}, ["2 problems", "delay=1.5 must be a whole number", "stages=True must be"]),
         ({"micro_batches": "4", "stage_of": 3}, ["micro_batches='4' must be a whole", "stage_of=3 must be a function"]),
         (
             {"delay": "fresh_last_stage", "stages": 2, "nonfinite_gradients": "skip"},
-            ["steps the last stage before it is known", "use 'stop'"],
+            ["steps stages before it is known", "use 'stop'"],
         ),
+        (
+            {"delay": "least", "stages": 2, "nonfinite_gradients": "skip", "slack": -1, "lookahead": -1},
+            [
+                "4 problems",
+                "slack=-1 must be",
+                "lookahead=-1 must be",
+                "needs micro_batches",
+                "use 'stop', or slack='exact'",
+            ],
+        ),
+        ({"delay": "least", "stages": 3, "micro_batches": 2}, ["micro_batches=2 is smaller than stages=3"]),
+        ({"slack": 1, "lookahead": 1}, ["slack=1 has a meaning only with delay='least'", "lookahead=1 has a meaning"]),
         (
             {"delay": "fresh_last_stage", "stages": 2, "last_stage_norm": "own"},
             ["last_stage_norm='own' has a meaning only"],

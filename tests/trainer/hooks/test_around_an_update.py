@@ -59,10 +59,12 @@ def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(
         assert_equal_weights(joined_weights(pools.run(stages, fit, run), stages), emulated["weights"])
 
 
-def test_changed_weights_of_a_fresh_last_stage(pools: Pools) -> None:
-    run = Run(Projected, "async", {"micro_batches": 3, "staleness": "fresh_last_stage", "partition": "uniform"})
+@pytest.mark.parametrize("module", [Projected, pytest.param(ProjectsInTheStep, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("staleness", ["fresh_last_stage", "least"])
+def test_changed_weights_where_stages_step_ahead(pools: Pools, staleness: str, module: type[Net]) -> None:
+    run = Run(module, "async", {"micro_batches": 3, "staleness": staleness, "partition": "uniform"})
     run = replace(run, trainer={"max_epochs": 2})
-    emulated = train(delayed(run, delay="fresh_last_stage", stages=2, micro_batches=3, partition="uniform"))
+    emulated = train(delayed(run, delay=staleness, stages=2, micro_batches=3, partition="uniform"))
     assert_equal_weights(joined_weights(pools.run(2, fit, run), 2), emulated["weights"])
 
 

@@ -32,19 +32,22 @@ DELAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"staleness": "fresh_last_stage", "partition": "uniform"},
         {"delay": "fresh_last_stage", "partition": "uniform"},
     ),
+    "least": ("async", {"staleness": "least", "partition": "uniform"}, {"delay": "least", "partition": "uniform"}),
 }
+BY_STAGE = ("fresh last stage", "least")
 
 
 # Over three stages: every module, and every delay.
 USUAL = [
     *(("async", "projected"), ("async", "shrinks")),
     *(("sync", "projected"), ("synchronous start", "draws"), ("fresh last stage", "other memory")),
+    *(("least", "shrinks"), ("least", "draws")),
 ]
 CASES = [
     pytest.param(delays, name, stages, marks=[] if stages == 3 and (delays, name) in USUAL else pytest.mark.slow)
     for delays in DELAYS
     for name in ACCUMULATED
-    for stages in ((2, 3) if delays == "fresh last stage" else (1, 2, 3))
+    for stages in ((2, 3) if delays in BY_STAGE else (1, 2, 3))
 ]
 
 
@@ -56,7 +59,7 @@ def accumulating(module: type[Net], strategy: str, options: dict[str, Any], accu
 @pytest.mark.parametrize(("delays", "name", "stages"), CASES)
 def test_every_change_means_what_it_means_in_one_process(pools: Pools, delays: str, name: str, stages: int) -> None:
     strategy, options, emulated = DELAYS[delays]
-    if delays == "fresh last stage":
+    if delays in BY_STAGE:
         emulated = emulated | {"stages": stages}
     run = accumulating({**MODULES, "draws": Draws}[name], strategy, options, ACCUMULATED[name])
     expected = train(delayed(run, micro_batches=3, **emulated))["weights"]
@@ -73,13 +76,13 @@ def test_every_change_means_what_it_means_in_one_process(pools: Pools, delays: s
     "delays",
     [
         "async",
-        "fresh last stage",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "synchronous start")),
+        "least",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "synchronous start", "fresh last stage")),
     ],
 )
 def test_with_replicas_as_well(pools: Pools, delays: str) -> None:
     strategy, options, emulated = DELAYS[delays]
-    if delays == "fresh last stage":
+    if delays in BY_STAGE:
         emulated = emulated | {"stages": 2}
     run = accumulating(Draws, strategy, options | {"data_parallel_size": 2}, val_check_interval=2)
     run = replace(run, shuffle=True, samples=80)
