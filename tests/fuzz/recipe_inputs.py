@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,13 +44,33 @@ def recipes(seed: int) -> Iterator[bytes]:
     draw = random.Random(seed)
     good = [yaml.safe_load((RECIPES / name).read_text()) for name in _NAMES]
     while True:
-        tree = copy.deepcopy(draw.choice(good))
-        if draw.random() < 0.95:  # a part of a recipe is read much faster, and nothing comes before its mistakes
-            tree = {key: tree[key] for key in draw.sample(sorted(tree), 1)}
-        for _ in range(draw.choice((0, 1, 1, 1, 2, 5))):
-            _mutate(tree, draw)
-        text = yaml.safe_dump(tree, allow_unicode=True).encode()
-        yield _scrambled(text, draw) if draw.random() < 0.5 else text
+        with _room_to_nest():
+            recipe = _recipe(good, draw)
+        yield recipe
+
+
+@contextlib.contextmanager
+def _room_to_nest() -> Iterator[None]:
+    """What is deepened and copied five times has up to 1600 levels, of which PyYAML takes three frames each to write.
+
+    Only while a recipe is made: it is read in the room that a user's has.
+    """
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def _recipe(good: list[Any], draw: random.Random) -> bytes:
+    tree = copy.deepcopy(draw.choice(good))
+    if draw.random() < 0.95:  # a part of a recipe is read much faster, and nothing comes before its mistakes
+        tree = {key: tree[key] for key in draw.sample(sorted(tree), 1)}
+    for _ in range(draw.choice((0, 1, 1, 1, 2, 5))):
+        _mutate(tree, draw)
+    text = yaml.safe_dump(tree, allow_unicode=True).encode()
+    return _scrambled(text, draw) if draw.random() < 0.5 else text
 
 
 def _mutate(tree: Any, draw: random.Random) -> None:
@@ -69,7 +91,7 @@ def _mutate(tree: Any, draw: random.Random) -> None:
         parent[key] = copy.deepcopy(tree)
     elif what in ("add", "rename") and isinstance(parent, dict):
         name = draw.choice((*_KEYS, 3, None, True, 1.5))
-        parent[name] = parent.pop(key) if what == "rename" else draw.choice(_VALUES)
+        parent[name] = parent.pop(key) if what == "rename" else copy.deepcopy(draw.choice(_VALUES))
     else:
         parent[key] = copy.deepcopy(draw.choice(_VALUES))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import itertools
 import os
@@ -99,6 +100,22 @@ def read_all(command: _Made, seed: int, count: int) -> list[str]:
         except Exception as error:
             raise AssertionError(f"seed {seed}, recipe {number}: {error!r}: {recipe[:3000]!r}") from error
     return said
+
+
+def test_a_seed_draws_the_same_recipes_whatever_was_drawn_before() -> None:
+    first = list(itertools.islice(recipes(100), 100))
+    assert list(itertools.islice(recipes(100), 100)) == first
+
+
+def test_recipes_nest_deeper_than_the_stack_and_are_read_in_no_more_of_it() -> None:
+    before = sys.getrecursionlimit()
+    little = len(inspect.stack()) + 150
+    sys.setrecursionlimit(little)
+    try:
+        limits = [sys.getrecursionlimit() for _ in itertools.islice(recipes(1), 60)]
+    finally:
+        sys.setrecursionlimit(before)
+    assert limits == [little] * 60
 
 
 def test_recipes(command: _Made) -> None:
