@@ -25,6 +25,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.storage.nested import merged
 
 OLDER, MASTERS = "older_weights", "masters"
+_OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
 
 
 def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def facts(session: PipelineSession) -> dict[str, Any]:
         "placement": engine.mesh.placement,
         "partition": list(_partition(session).counts),
         "micro_batches": engine.settings.micro_batches,
+        "lookahead": engine.settings.lookahead,
         "delay": engine.settings.delay,
         "staleness": engine.settings.staleness,
         "slack": engine.settings.slack,
@@ -181,13 +183,16 @@ def _found(master: Tensor | None, name: str) -> Tensor:
 def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> None:
     now = {name: value for name, value in facts(session).items() if name not in ("seed", "mini_batch")}
     before = {name: state.get(name, value) for name, value in now.items()}
-    changes = [f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value]
+    changes = {name: f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value}
     if changes:
-        rank_zero_info(f"Pipeline: going on from the checkpoint with {', '.join(changes)}")
+        by_stage = "uniform" not in (now["staleness"], before["staleness"]) or "staleness" in changes
+        moved = by_stage and not changes.keys().isdisjoint(_OF_STALENESS)
+        what = "; which micro-batches run on older weights goes by that, so the trajectory is another" if moved else ""
+        rank_zero_info(f"Pipeline: going on from the checkpoint with {', '.join(changes.values())}{what}")
 
 
 def _cut(session: PipelineSession) -> dict[str, Any]:
-    return {name: value for name, value in facts(session).items() if name in ("partition", "staleness")}
+    return {name: value for name, value in facts(session).items() if name in ("partition", "staleness", "slack")}
 
 
 def _partition(session: PipelineSession) -> Partition:

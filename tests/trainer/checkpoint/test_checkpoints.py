@@ -66,18 +66,20 @@ def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("stages", "fresh"),
+    ("stages", "options"),
     [
-        pytest.param(2, False, marks=pytest.mark.slow),
-        (3, False),
-        (2, True),
-        pytest.param(3, True, marks=pytest.mark.slow),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (3, {}),
+        (2, {"staleness": "fresh_last_stage"}),
+        pytest.param(3, {"staleness": "fresh_last_stage"}, marks=pytest.mark.slow),
+        (3, {"staleness": "least"}),
+        pytest.param(3, {"staleness": "least", "slack": "exact"}, marks=pytest.mark.slow),
+        pytest.param(2, {"staleness": "least", "slack": 1}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, fresh: bool, tmp_path: Path) -> None:
+def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, options: dict[str, Any], tmp_path: Path) -> None:
     """The mini-batch after the checkpoint runs on the older weights, which the checkpoint holds too."""
-    options = {"staleness": "fresh_last_stage"} if fresh else {}
     run = replace(
         RUN,
         options=options,

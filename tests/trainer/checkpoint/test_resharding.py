@@ -62,6 +62,19 @@ def test_a_fresh_last_stage_that_moves(pools: Pools, tmp_path: Path) -> None:
     assert_equal_weights(resumed(pools, 2, run, tmp_path, 4), resumed(pools, 3, run, tmp_path, 4))
 
 
+def test_the_least_staleness_with_other_stages_and_slack(pools: Pools, tmp_path: Path) -> None:
+    """Whatever the run goes on as, it is the emulator's run of that, from the same checkpoint; or another cut's."""
+    run = run_of(tmp_path, staleness="least", partition="uniform")
+    whole = joined_weights(pools.run(3, fit, run), 3)
+    assert_equal_weights(resumed(pools, 3, run, tmp_path, 4, staleness="least", partition="uniform"), whole)
+    others: list[dict[str, Any]] = [{"slack": 1}, {"slack": "exact"}, {"lookahead": 1}]
+    ends = [resumed(pools, 2, run, tmp_path, 4, staleness="least", **other) for other in others]
+    assert all(sorted(end) == sorted(whole) for end in ends)
+    first = next(iter(whole))
+    assert len({end[first].tobytes() for end in [whole, *ends]}) == 4, "each is another trajectory"
+    assert_equal_weights(resumed(pools, 2, run, tmp_path, 4), resumed(pools, 3, run, tmp_path, 4))
+
+
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_from_synchronous_to_asynchronous(pools: Pools, stages: int, tmp_path: Path) -> None:
     """W_{t-1} = W_t to begin with: the same as a synchronous start of as many mini-batches."""
