@@ -22,6 +22,8 @@ from tests.trainer.runs import BASES, CORRECTIONS, Run
 
 Pick = Callable[[Sequence[Any]], Any]
 
+AT_ONE_VERSION = ("discount", "compensation")  # corrections that need all of a gradient taken at the same weights
+
 
 @dataclass(frozen=True)
 class Leg:
@@ -75,9 +77,9 @@ def chains(draw: st.DrawFn, workers: bool = False) -> Chain:
     pick = _picker(draw)
     delay, replicas = pick([1, 1, 1, 0]), pick([1, 1, 1, 1, 2])
     drawn = data(pick, workers, replicas)
-    fresh = bool(delay) and pick([False, False, True])
-    base = _base(pick, drawn, tied=not fresh and replicas == 1)
-    pipelines = Pipelines(pick, base, delay, replicas, fresh, pick([0, 0, 1, 2, 4]) if delay else 0)
+    by_stage = _by_stage(pick) if delay else {}
+    base = _base(pick, drawn, by_stage, tied=replicas == 1)
+    pipelines = Pipelines(pick, base, delay, replicas, by_stage, pick([0, 0, 1, 2, 4]) if delay else 0)
     pipelines.draw_masters()
     legs = [pipelines.leg()]
     ats = _steps(pick, drawn)
@@ -92,15 +94,18 @@ def emulated_chains(draw: st.DrawFn) -> Chain:
     """Of the emulated delay, with a pipeline as its twin."""
     pick = _picker(draw)
     drawn = data(pick, False, 1)
-    delay, fresh = pick([1, 1, 1, 0]), pick([False, False, True])
-    base = _base(pick, drawn, tied=not (delay and fresh))
-    pipelines = Pipelines(pick, base, delay, 1, bool(delay and fresh), pick([0, 0, 1, 2]) if delay else 0)
+    delay = pick([1, 1, 1, 0])
+    by_stage = _by_stage(pick) if delay else {}
+    base = _base(pick, drawn, by_stage, tied=True)
+    pipelines = Pipelines(pick, base, delay, 1, by_stage, pick([0, 0, 1, 2]) if delay else 0)
     twin = pipelines.leg()
     options: dict[str, Any] = {"micro_batches": pipelines.micro_batches, "delay": delay}
     if delay:
         options["synchronous_start"] = pipelines.start
-    if pipelines.fresh:
-        options |= {"delay": "fresh_last_stage", "stages": twin.stages, "partition": twin.run.options["partition"]}
+    if by_stage:
+        same = {name: twin.run.options[name] for name in ("slack", "lookahead") if by_stage["staleness"] == "least"}
+        cut = {"stages": twin.stages, "partition": twin.run.options["partition"]}
+        options |= {"delay": by_stage["staleness"]} | cut | same
     emulated = replace(base, strategy="delayed", options=options)
     legs = [Leg(1, emulated, at) for at in (0, *_steps(pick, drawn))]
     # What a pipeline logs is the mean over the batches that share an update.
@@ -111,11 +116,11 @@ def emulated_chains(draw: st.DrawFn) -> Chain:
 class Pipelines:
     """Pipelines that a chain goes through, each drawn from those that may go on from the one before it."""
 
-    def __init__(self, pick: Pick, base: Run, delay: int, replicas: int, fresh: bool, start: int) -> None:
+    def __init__(self, pick: Pick, base: Run, delay: int, replicas: int, by_stage: dict[str, Any], start: int) -> None:
         """Begin with any; ``start`` is the length of a synchronous start."""
         self._pick, self._base, self._replicas = pick, base, replicas
-        self.delay, self.fresh, self.start = delay, fresh, start
-        self._cut: list[int] | None = None  # of a fresh last stage, which stays where it is
+        self.delay, self.by_stage, self.start = delay, by_stage, start
+        self._cut: list[int] | None = None  # of stages that differ in staleness, which stay where they are
         self.micro_batches = self._draw_micro_batches()
         self._masters: dict[str, str] = {}
 
@@ -137,22 +142,24 @@ class Pipelines:
         if self.delay:
             most = largest_lookahead(stages, self.micro_batches, self._replicas)
             options |= {"lookahead": self._pick([None, *range(most + 1)]), "synchronous_start": self.start}
-            options |= {"staleness": "fresh_last_stage"} if self.fresh else {}
+            options |= self.by_stage
+            if self.by_stage.get("staleness") == "least":  # it is part of the rule
+                options["lookahead"] = min(1, most) if self.by_stage["slack"] == 1 else 0
         return Leg(stages, replace(self._base, strategy="async" if self.delay else "sync", options=options), at)
 
     def turned(self, at: int, is_first: bool) -> Leg:
         """A leg with what changes the trajectory, and a reference with other stages for what comes of it."""
         possible = ["micro-batches", "synchronous" if self.delay else "asynchronous"]
-        turn = self._pick([*possible, "no fresh stage"] if self.fresh else possible)
+        turn = self._pick([*possible, "uniform"] if self.by_stage else possible)
         if turn == "micro-batches":
             self.micro_batches = self._draw_micro_batches()
         elif turn == "synchronous":
-            self.delay, self.fresh, self.start, self._cut = 0, False, 0, None
+            self.delay, self.by_stage, self.start, self._cut = 0, {}, 0, None
         elif turn == "asynchronous":
             self.delay = 1
             return self._asynchronous(at, is_first)
         else:
-            self.fresh, self._cut = False, None
+            self.by_stage, self._cut = {}, None
         return replace(self.leg(at), reference=self.leg(at))
 
     def _asynchronous(self, at: int, is_first: bool) -> Leg:
@@ -164,22 +171,22 @@ class Pipelines:
         return replace(leg, reference=reference, from_start=is_first)
 
     def _draw_micro_batches(self) -> int:
-        least = len(self._cut) if self._cut is not None else 1 + self.fresh
+        least = len(self._cut) if self._cut is not None else 1 + bool(self.by_stage)
         return int(self._pick(range(least + (self._replicas > 1), 6)))
 
     def _possible_stages(self) -> list[int]:
         most = 4 // self._replicas
         if self.delay:
             most = min(most, self.micro_batches - (self._replicas > 1))
-        return list(range(1 + self.fresh, most + 1))
+        return list(range(1 + bool(self.by_stage), most + 1))
 
     def _draw_partition(self, stages: int) -> Any:
         if self._cut is not None:
             return self._cut
         cut = _draw_cut(self._pick, stages, _heavy(self._base))
-        if self.fresh:
+        if self.by_stage:
             self._cut = cut
-        return cut if self.fresh else self._pick(["auto", "uniform", cut, cut])
+        return cut if self.by_stage else self._pick(["auto", "uniform", cut, cut])
 
 
 def _picker(draw: st.DrawFn) -> Pick:
@@ -187,14 +194,23 @@ def _picker(draw: st.DrawFn) -> Pick:
     return lambda options: rng.choice(list(options))
 
 
-def _base(pick: Pick, drawn: Data, tied: bool) -> Run:
+def _by_stage(pick: Pick) -> dict[str, Any]:
+    """Perhaps let stages differ in staleness."""
+    least = {"staleness": "least", "slack": pick([0, 1, 2, "exact"])}
+    return dict(pick([{}, {}, {"staleness": "fresh_last_stage"}, least, least]))
+
+
+def _base(pick: Pick, drawn: Data, by_stage: dict[str, Any], tied: bool) -> Run:
     """What stays the same through a chain."""
+    staleness = by_stage.get("staleness")
+    tied = tied and staleness != "fresh_last_stage"
+    corrections = [name for name in CORRECTIONS if staleness != "least" or name not in AT_ONE_VERSION]
     optimizer = pick(list(BASES))
     model = {"spare": pick([False, True]), "tied": tied and pick([False, True]), "routed": pick([False, True])}
     clipping = pick([{}, {"gradient_clip_val": 0.5}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}])
     return Run(
         functools.partial(DrawnNet, random_input=pick([False, True]), **model),
-        optimizer=optimizer, correction=pick(["", "feedback", "feedback", *CORRECTIONS]), scheduler=drawn.scheduler,
+        optimizer=optimizer, correction=pick(["", "feedback", "feedback", *corrections]), scheduler=drawn.scheduler,
         dropout=pick([0.0, 0.2]), samples=drawn.samples, batch_size=drawn.batch_size, val_samples=drawn.val_samples,
         shuffle=drawn.parted, seed=pick([5, 6, 7]),
         trainer=drawn.trainer | clipping | {
