@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_asyncpp.pipeline.schedule import Slack, Staleness
 from lightning_asyncpp.storage.nested import merged
 from tests.fabric import runs
 from tests.pipeline.cases import Case
@@ -67,9 +68,19 @@ def test_evaluations_within_a_mini_batch_leave_the_weights(pools: Pools, num_sta
 
 
 @pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_fresh_last_stage_has_the_weights_of_the_oracle(pools: Pools, num_stages: int) -> None:
+@pytest.mark.parametrize(
+    ("staleness", "slack"),
+    [
+        ("least", 0),
+        pytest.param("least", "exact", marks=pytest.mark.slow),
+        pytest.param("fresh_last_stage", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_where_stages_differ_in_staleness_it_has_the_weights_of_the_oracle(
+    pools: Pools, num_stages: int, staleness: Staleness, slack: Slack
+) -> None:
     case = Case(
-        3, staleness="fresh_last_stage", optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True,
+        3, staleness=staleness, slack=slack, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True,
         batch_sizes=BATCHES, cut="back",
     )  # fmt: skip
     results = pools.run(num_stages, runs.train, case, (1, 2))
