@@ -125,8 +125,10 @@ class DelaySettings:
         return [held[stage] or 0 for stage in self._stages(names, of_pipeline)]
 
     def _stages(self, names: Sequence[str], of_pipeline: Mapping[str, int] | None) -> list[int]:
-        if of_pipeline is not None and all(name in of_pipeline for name in names):
-            return [of_pipeline[name] for name in names]
+        """Of each parameter; what the step uses outside of the model that is cut, it uses on the last stage."""
+        assert self.stages is not None
+        if of_pipeline is not None:
+            return [of_pipeline.get(name, self.stages - 1) for name in names]
         return self._stages_of(names)
 
     def _type_problems(self) -> list[str]:

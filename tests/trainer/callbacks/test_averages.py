@@ -103,6 +103,22 @@ def test_equals_one_process(pools: Pools, tmp_path: Path, stages: int, kind: str
         assert_equal(joined(resumed, "trained"), single["trained"])
 
 
+@pytest.mark.parametrize("kind", ["callback", "module"])
+@pytest.mark.parametrize("slack", [0, pytest.param("exact", marks=pytest.mark.slow)])
+def test_with_the_least_staleness_it_equals_one_process(pools: Pools, tmp_path: Path, kind: str, slack: Any) -> None:
+    """Every stage updates its average when it has applied its own update, between two micro-batches."""
+    least = {"micro_batches": 4, "slack": slack, "partition": "uniform"}
+    run = Run(Net, options={"staleness": "least"} | least, samples=48, val_samples=(8,), callbacks=EMA)
+    if kind == "module":
+        run = dataclasses.replace(run, module=HasAverage, callbacks=())
+    one = dataclasses.replace(run, strategy="delayed", options={"delay": "least", "stages": 3} | least)
+    (single,) = pools.run(1, averaged, one, 2, str(tmp_path / "one.ckpt"))
+    many = pools.run(3, averaged, run, 2, str(tmp_path / "many.ckpt"))
+    for what in ("state", "current", "averaging"):
+        assert_equal(many[0][what], single[what])
+    assert_equal(joined(many, "trained"), single["trained"])
+
+
 def saved_in_the_middle(run: Run, path: str) -> None:
     """A run of two epochs that is saved after the first."""
     L.seed_everything(run.seed, verbose=False)
