@@ -116,11 +116,10 @@ class Engine:
         """
         return self.schedule.pipeline_rule.at_newest(self.mini_batch) or self.settings.staleness == "least"
 
-    @property
-    def applies_after_batches(self) -> bool:
-        """Whether an update of this stage is applied when the batch after its own is over, not before or within it."""
-        held = self.schedule.stage_rule.held
-        return self.settings.delay > 0 and (held is None or held >= self.settings.micro_batches)
+    def applies_after_next_batch(self, mini_batch: int) -> bool:
+        """Whether this stage applies the update of mini-batch t when the batch after it is over, not within it."""
+        rule, count = self.schedule.stage_rule, self.settings.micro_batches
+        return rule.updates_behind(mini_batch) > 0 and (rule.held is None or rule.held >= count)
 
     def run(self, batch: Any, step: Step, apply_held: Callable[[], object] | None = None) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.

@@ -227,7 +227,7 @@ class BatchEnds(ModuleFirst):
         while self._is_due:
             end = self._waiting.popleft()
             engine = self._session.running()
-            held = engine.applies_after_batches and engine.mini_batch == end.updates
+            held = engine.mini_batch == end.updates and engine.applies_after_next_batch(end.updates - 1)
             with (
                 self._session.weights_may_change(),
                 self._step_metrics.of_batch(end.weight, held),
