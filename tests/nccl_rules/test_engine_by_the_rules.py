@@ -28,6 +28,8 @@ CASES = {
     "routed": Case(5, routed=True, dropout=0.3),
     "checkpointing": Case(5, checkpointing=True, start=1),
     "fresh": Case(5, staleness="fresh_last_stage", max_norm=0.5),
+    "least": Case(5, staleness="least", max_norm=0.5),
+    "least, exact": Case(5, staleness="least", slack="exact", max_norm=0.5),
     "synchronous": Case(3, delay=0, max_norm=0.3),
     "int16": Case(5, model=with_short_numbers),
 }

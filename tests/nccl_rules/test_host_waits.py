@@ -23,7 +23,7 @@ BUDGET = {
 }
 STEPS_AHEAD = {
     Wait("mini-batch", "copy", "pipeline/updates/mini_batch.py:reduce_now"): 1
-}  # a last stage without delay, replicas
+}  # a stage that steps ahead, replicas
 MOST = 2
 MIXED = {"precision": "bf16-mixed"}
 
@@ -44,6 +44,8 @@ MORE_CASES = {
     "synchronous": (2, Counted("gpt", clip=1.0, logs=True, synchronous=True)),
     "fresh last stage": (2, Counted("gpt", {"staleness": "fresh_last_stage"}, clip=1.0)),
     "fresh last stage, replicas": (4, Counted("experts", {"staleness": "fresh_last_stage", "data_parallel_size": 2})),
+    "least": (3, Counted("gpt", {"staleness": "least"}, clip=1.0)),
+    "least, replicas": (4, Counted("experts", {"staleness": "least", "slack": 1, "data_parallel_size": 2}, clip=1.0)),
     "skips": (2, Counted("gpt", {"nonfinite_gradients": "skip"}, clip=1.0)),
     "bf16 weights": (2, Counted("gpt", {"weight_dtype": "bf16"}, clip=1.0, optimizer="muon", trainer=MIXED)),
     "accumulated": (2, Counted("gpt", clip=1.0, trainer={"accumulate_grad_batches": 2})),
@@ -63,7 +65,7 @@ def pools() -> Iterator[Pools]:
 
 
 def check(pools: Pools, world_size: int, counted: Counted) -> None:
-    budget = BUDGET | (STEPS_AHEAD if "fresh_last_stage" in counted.options else {})
+    budget = BUDGET | (STEPS_AHEAD if "staleness" in counted.options else {})
     for rank, found in enumerate(pools.run(world_size, count, counted, timeout=120)):
         over = {wait: number for wait, number in found.waits.items() if number > budget.get(wait, 0)}
         assert not over, f"rank {rank} waits for the device, per mini-batch: {over}"

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_asyncpp.pipeline.cut.ties import find_ties
 from lightning_asyncpp.pipeline.cut.units import Unit, has_parameters, pipeline_units
-from lightning_asyncpp.pipeline.schedule import largest_lookahead
+from lightning_asyncpp.pipeline.schedule import Slack, Staleness, largest_lookahead
 from tests.pipeline.cases import OPTIMIZERS, Case
 from tests.pipeline.random_layers import FORMS, KINDS, SHARED, make
 
@@ -75,6 +75,16 @@ def _counts(rng: random.Random, units: Sequence[Unit], stages: int) -> list[int]
     return counts if all(any(heavy[end - count : end]) for end, count in zip(ends, counts)) else None
 
 
+def _staleness(is_delayed: bool, may_step_ahead: bool) -> list[tuple[Staleness, Slack]]:
+    """How stale gradients may be, as often as they are to be drawn."""
+    rules: list[tuple[Staleness, Slack]] = [("uniform", 0), ("uniform", 0)]
+    if is_delayed:
+        rules += [("least", "exact")]
+    if is_delayed and may_step_ahead:
+        rules += [("fresh_last_stage", 0), ("least", 0), ("least", 1)]
+    return rules
+
+
 def _case(rng: random.Random, stages: int, replicas: int, tied: bool, exact: bool) -> dict[str, Any]:
     delay = rng.choice([1, 1, 1, 0])
     micro_batches = rng.randint(stages + (replicas > 1) if delay else 1, 2 * stages + 2)
@@ -83,6 +93,7 @@ def _case(rng: random.Random, stages: int, replicas: int, tied: bool, exact: boo
     nan_at = rng.choice([None, None, rng.randrange(batches)])
     optimizer = rng.choice(list(OPTIMIZERS))
     ends = [*range(accumulate - 1, batches, accumulate), batches - 1]
+    staleness, slack = rng.choice(_staleness(delay == 1 and stages > 1, not tied and nan_at is None))
 
     def some(places: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted({rng.choice(places) for _ in range(rng.choice([0, 0, 1, 2]))}))
@@ -106,7 +117,8 @@ def _case(rng: random.Random, stages: int, replicas: int, tied: bool, exact: boo
         "evaluates": some(ends),
         "checkpointing": rng.random() < 0.4,
         "same_data": True,
-        "fresh": delay == 1 and stages > 1 and not tied and nan_at is None and rng.random() < 0.4,
+        "staleness": staleness,
+        "slack": slack,
         "start": rng.choice([0, 0, 1, 2]) if delay else 0,
         "bf16": exact and rng.random() < 0.4,
         "placement": rng.choice(["pipeline_within_node", "pipeline_across_nodes"]),
