@@ -89,9 +89,9 @@ def test_drains_after_any_micro_batch_keep_the_rules(slack: Slack, num_stages: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slack", SLACKS)
-@pytest.mark.parametrize("num_stages", range(2, 13))
+@pytest.mark.parametrize("num_stages", range(2, 8))
 def test_drains_after_any_micro_batch_of_many_shapes_keep_the_rules(slack: Slack, num_stages: int) -> None:
-    for count in range(num_stages, 2 * num_stages + 4):
+    for count in {num_stages, num_stages + 1, 2 * num_stages - 1, 2 * num_stages + 3}:
         drained_everywhere(num_stages, count, slack)
 
 

@@ -51,7 +51,7 @@ def test_a_last_stage_ahead_of_the_others_has_one_set_too() -> None:
 
 @pytest.mark.parametrize(("slack", "sets"), [(0, 1), (1, 1), (2, 2), (9, 2), ("exact", 1)])
 def test_the_least_staleness_needs_a_second_set_of_gradients_if_updates_wait(slack: Slack, sets: int) -> None:
-    """At its fullest moment, before a backward: one forward later the first backward of the next has made no set yet."""
+    """At its fullest moment, before a backward: a forward after the end of a gradient there is none of the next yet."""
     least = StageSchedule(Schedule(1, 4, staleness="least", slack=slack), 8)
     memory = peak_of(least, [PROFILE] * 8, 0)
     assert memory.gradients == sets * GRADIENTS
