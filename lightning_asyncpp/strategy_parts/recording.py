@@ -101,8 +101,8 @@ class Recorder:
         now = self._clock.now()
         self._end_waiting(now)
         self._waiting_for = Wait.DATA
-        mini_batch, first = self._engine.mini_batch, self._engine.next_forward
-        if self._closed or (self._batches and self._batches[-1][0] == mini_batch):
+        mini_batch, first = self._engine.mini_batch, self._engine.updates.open.first
+        if self._closed or (self._batches and self._batches[-1] == (mini_batch, first)):
             return
         self._batches.append((mini_batch, first))
         if self._window.count is not None and mini_batch >= self._window.first + self._window.count:
@@ -205,7 +205,7 @@ class Recorder:
             mesh.rank, mesh.stage, mesh.replica, mesh.num_stages, mesh.num_replicas, settings.micro_batches,
             settings.lookahead, rule.delay, host_name().split()[0], time.perf_counter(), offset.seconds,
             offset.error, time.time(), _package_version(), torch.__version__, rule.synchronous_start,
-            len(self._engine.runner.stage.units),
+            len(self._engine.runner.stage.units), rule.held,
         )  # fmt: skip
         file, error = None, None
         try:

@@ -37,7 +37,8 @@ def simulate(
         forward: time of a forward.
         backward: time of a backward.
         hop: time of a message between two stages, in the same unit; sending keeps nobody busy. The control message of
-            an update is summed from the last stage to the first, which tells all.
+            an update is summed from the last stage to the first, which tells all. A stage that steps ahead waits for
+            it only before the mini-batch after the next begins.
         update: time of an update; a function of the stage and of the mini-batch, where it is one.
         reduction: time from a stage's last backward of a mini-batch until its replicas' gradients are there, in which
             it goes on; a function as for ``update``.
@@ -53,7 +54,7 @@ def simulate(
     todo = [schedule.run(mini_batches, micro_batches)[::-1] for schedule in schedules]
     lanes: list[list[Span]] = [[] for _ in schedules]
     lengths: dict[Kind, Duration] = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.UPDATE: update}
-    progress = _Progress(len(schedules), micro_batches, hop, reduction, transfer)
+    progress = _Progress(schedules, micro_batches, hop, reduction, transfer)
     while any(todo):
         moved = False
         for stage, actions in enumerate(todo):
@@ -77,7 +78,7 @@ def _length(duration: Duration, stage: int, index: int) -> float:
 class _Progress:
     """What is done, and what has arrived; arguments as for :func:`simulate`."""
 
-    num_stages: int
+    schedules: Sequence[Schedule]
     micro_batches: int
     hop: float
     reduction: Duration
@@ -85,6 +86,10 @@ class _Progress:
     ends: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, stage, index) -> when it ended
     arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # by the stage that sent it
     free: dict[tuple[Kind, int], float] = field(default_factory=dict)  # direction, link -> from when on it is
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.schedules)
 
     def note(self, stage: int, action: Action, end: float) -> None:
         """An action has ended; what comes of it is sent."""
@@ -98,17 +103,34 @@ class _Progress:
     def ready(self, stage: int, action: Action) -> float | None:
         """When what an action needs from other stages is there; None if that is not known yet."""
         if action.kind is Kind.FORWARD:
-            return self.arrivals.get((Kind.FORWARD, stage - 1, action.index)) if stage > 0 else 0.0
+            arrived = self.arrivals.get((Kind.FORWARD, stage - 1, action.index)) if stage > 0 else 0.0
+            t, place = divmod(action.index, self.micro_batches)
+            if place or t < 2 or not self.schedules[stage].steps_ahead(t - 2):
+                return arrived
+            agreed = self._agreed(stage, t - 2)
+            return None if arrived is None or agreed is None else max(arrived, agreed)
         if action.kind is Kind.BACKWARD:
             is_last = stage == self.num_stages - 1
             return 0.0 if is_last else self.arrivals.get((Kind.BACKWARD, stage + 1, action.index))
-        # The control message needs the complete gradient of every stage.
-        last = (action.index + 1) * self.micro_batches - 1
+        schedule = self.schedules[stage]
+        if not schedule.steps_ahead(action.index):
+            return self._agreed(stage, action.index)
+        own, other = self._reduced(stage, action.index), schedule.shares_with
+        if other is None or other == stage or own is None:
+            return own
+        shared = self._reduced(other, action.index)
+        return None if shared is None else max(own, shared + self.hop)
+
+    def _agreed(self, stage: int, mini_batch: int) -> float | None:
+        """When the control message, which needs the complete gradient of every stage, is back at a stage."""
         total = 0.0
         for other in reversed(range(self.num_stages)):
-            end = self.ends.get((Kind.BACKWARD, other, last))
-            if end is None:
+            if (reduced := self._reduced(other, mini_batch)) is None:
                 return None
-            arrived = total + self.hop if other < self.num_stages - 1 else 0.0
-            total = max(arrived, end + _length(self.reduction, other, action.index))
+            total = max(total + self.hop if other < self.num_stages - 1 else 0.0, reduced)
         return total + (self.hop if stage > 0 else 0.0)
+
+    def _reduced(self, stage: int, mini_batch: int) -> float | None:
+        """When a stage has the gradient of its replicas."""
+        end = self.ends.get((Kind.BACKWARD, stage, (mini_batch + 1) * self.micro_batches - 1))
+        return None if end is None else end + _length(self.reduction, stage, mini_batch)

@@ -10,9 +10,9 @@ Each simulation draws anew how long everything takes, how fast each host is, and
 its process from launching, as a lock of the driver would. Between any two things that a thread does, others may go on.
 
 Not modelled: the very first micro-batch, after which all hosts meet; evaluation, which has forwards alone; tied weights
-and loaded batches, which travel between hosts; a stage that steps ahead; several buckets per all-reduce; how kernels
-slow each other down; waits that keep the interpreter, so that no other thread of the process runs. The stream of a way
-and that of its communicator are one.
+and loaded batches, which travel between hosts; several buckets per all-reduce; how kernels slow each other down; waits
+that keep the interpreter, so that no other thread of the process runs. The stream of a way and that of its communicator
+are one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import itertools
 from collections import defaultdict, deque
 from typing import NamedTuple
 
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule, Slack, Staleness, StalenessRule
 from tests.nccl_rules.devices import Clock, Meeting, Operation, Queues, Signal, Thread
 from tests.nccl_rules.directions import Direction, Process, Waits
 
@@ -40,6 +40,8 @@ class Case(NamedTuple):
     runs: tuple[int, ...] = (2, 1)
     replicas: int = 1
     synchronous_start: int = 0
+    staleness: Staleness = "uniform"
+    slack: Slack = 0
 
 
 class Host(Process):
@@ -49,7 +51,8 @@ class Host(Process):
         super().__init__(simulation.clock, queue_of, waits)
         case = simulation.case
         self.simulation, self.case, self.stage = simulation, case, stage
-        self.schedule = Schedule(stage, case.stages, case.lookahead, StalenessRule(1, case.synchronous_start))
+        rule = StalenessRule(1, case.synchronous_start)
+        self.schedule = Schedule(stage, case.stages, case.lookahead, rule, case.staleness, case.slack)
         self.to_next: Direction | None = None
         self.from_next: Direction | None = None
         self.to_before: Direction | None = None
@@ -57,6 +60,7 @@ class Host(Process):
         self.is_done, self.doing = False, "nothing"
         self._forwards = self._backwards = 0  # how many are done
         self._closed: deque[int] = deque()  # mini-batches without an update
+        self._stepped: set[int] = set()  # of those, whose update came before all had agreed
         self._sums: set[tuple[str, int]] = set()  # control messages that were read
         self._reductions: dict[int, Operation] = {}  # mini-batch -> its all-reduce
         self._launched: set[int] = set()  # mini-batches whose control message was sent
@@ -72,14 +76,18 @@ class Host(Process):
         self.is_done = True
 
     def _mini_batch(self, t: int) -> Thread:
-        for action in self.schedule.batch(self._forwards, self.case.micro_batches, self._backwards):
-            yield from self._forward(action.index) if action.kind is Kind.FORWARD else self._backward(action.index)
+        first, count = self._forwards, self.case.micro_batches
+        do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.UPDATE: self._apply_held}
+        for action in self.schedule.batch(first, count, self._backwards, t, first):
+            yield from do[action.kind](action.index)
         self._closed.append(t)
         if flushes := self.schedule.pipeline_rule.flushes(t):
             yield from self._finish_backwards()
         yield from self._launch_complete()
         while self._closed and self._closed[0] < t + flushes:
             yield from self._apply(self._closed.popleft())
+        if self._closed and self.schedule.stage_rule.held == 0 and self.schedule.steps_ahead(t):
+            yield from self._step_ahead(t)
 
     def _drain(self) -> Thread:
         if self.to_next is not None:
@@ -197,8 +205,36 @@ class Host(Process):
         else:
             self._put_aside((TOTAL, t))
 
+    def _apply_held(self, t: int) -> Thread:
+        """``UpdateQueue.apply_held``, in the middle of a batch."""
+        if self._closed and t not in self._stepped:
+            assert list(self._closed) == [t]
+            if self.schedule.steps_ahead(t):
+                yield from self._step_ahead(t)
+            else:
+                yield from self._apply(self._closed.popleft())
+
+    def _step_ahead(self, t: int) -> Thread:
+        """``UpdateQueue._step_ahead``: wait for the replicas, and not for the other stages."""
+        self.doing = f"U{t} ahead"
+        self._stepped.add(t)
+        if t not in self._launched:
+            yield from self._launch_message(t)
+        if self.case.replicas > 1:  # their samples are counted together
+            self.device.launch(REPLICAS, self.device.newest["compute"])
+            yield self.step
+            meeting = self.simulation.counts[self.stage, t]
+            counted = self.device.launch(REPLICAS, meeting=meeting)
+            yield self.step
+            self.device.launch("compute", counted)
+            yield self.device.newest["compute"]
+        self.device.launch("compute", duration=UPDATE_TIME)
+        yield from self.moment(self._forwards)
+
     def _apply(self, t: int) -> Thread:
         """``UpdateQueue._apply``, once all ranks have said what they have to."""
+        if self.schedule.steps_ahead(t) and t not in self._stepped:
+            yield from self._step_ahead(t)
         self.doing = f"U{t}"
         if t not in self._launched:
             yield from self._launch_message(t)
@@ -206,7 +242,8 @@ class Host(Process):
             yield self._agreed[t]
         elif self.from_before is not None:
             yield from self._sum(self.from_before, TOTAL, t)
-        self.device.launch("compute", duration=UPDATE_TIME)
+        if t not in self._stepped:
+            self.device.launch("compute", duration=UPDATE_TIME)
         yield from self.moment(self._forwards)
 
 
@@ -227,6 +264,7 @@ class Simulation:
         self.case, clock = case, Clock(seed)
         self.clock = clock
         self.reductions = defaultdict[tuple[int, int], Meeting](lambda: Meeting(clock, case.replicas))
+        self.counts = defaultdict[tuple[int, int], Meeting](lambda: Meeting(clock, case.replicas))
         self.exchanges = defaultdict[int, Meeting](lambda: Meeting(clock, case.replicas * case.stages))
         self.hosts: list[Host] = []
         for _ in range(case.replicas):

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from lightning_asyncpp.pipeline.schedule import largest_lookahead
+from lightning_asyncpp.pipeline.schedule import Slack, Staleness, largest_lookahead
 from tests.nccl_rules import directions, simulation
 from tests.nccl_rules.devices import Clock, Device, Meeting, Operation, Queues, Thread
 from tests.nccl_rules.directions import Direction, Process, Waits
@@ -86,14 +86,38 @@ def test_replicas_do_not_hang(stages: int, queues: str, waits: str) -> None:
     assert_none_hangs(cases(stages, replicas=2), QUEUES[queues], WAITS[waits])
 
 
+RULES: list[tuple[Staleness, Slack]] = [
+    ("least", 0), ("least", 1), ("least", 2), ("least", "exact"), ("fresh_last_stage", 0)
+]  # fmt: skip
+
+
+def with_staleness(case: Case, staleness: Staleness, slack: Slack) -> Case:
+    """As settings resolve it: a stage that steps ahead needs the norm of a mini-batch without delay."""
+    start = max(case.synchronous_start, int(staleness != "uniform" and slack != "exact"))
+    return case._replace(staleness=staleness, slack=slack, synchronous_start=start, runs=(3, *case.runs[1:]))
+
+
+@pytest.mark.parametrize("waits", ["waits-everywhere", "random-waits"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("stages", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (2, 4, 5, 6, 7, 8))])
+def test_updates_within_a_batch_do_not_hang(
+    stages: int, rule: tuple[Staleness, Slack], replicas: int, waits: str
+) -> None:
+    some = [with_staleness(case, *rule) for case in cases(stages, replicas)]
+    for case, queues in zip(some, itertools.cycle(QUEUES.values())):
+        assert_none_hangs([case], queues, WAITS[waits], seed=stages)
+
+
 def check_at_random(seed: int) -> None:
-    """Any drains, a synchronous start, up to three replicas, and streams that share queues in any way."""
+    """Any drains and staleness, a synchronous start, up to three replicas, and any streams that share queues."""
     random = Random(seed)
     stages, replicas = random.randint(2, MOST_STAGES), random.choice((1, 1, 2, 3))
     micro_batches = random.randint(stages, MOST_MICRO_BATCHES)
     lookahead = random.randint(0, largest_lookahead(stages, micro_batches, replicas))
     runs = tuple(random.randint(1, 3) for _ in range(random.randint(1, 3)))
     case = Case(stages, micro_batches, lookahead, runs, replicas, synchronous_start=random.choice((0, 0, 1, 2)))
+    case = with_staleness(case, *random.choice([("uniform", 0), *RULES]))._replace(runs=runs)
     number = random.randint(1, len(STREAMS))
     queue_of = {stream: str(random.randrange(number)) for stream in (*STREAMS, REPLICAS)}
     share = random.choice((0.001, 0.03, 0.3))

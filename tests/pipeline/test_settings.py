@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,13 +49,44 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     (
         {"staleness": "fresh_last_stage", "nonfinite_gradients": "skip"},
         2,
-        "fresh_last_stage=True steps the last stage before it is known whether the gradients of the others are finite,"
-        " so nonfinite_gradients='skip' could not leave its update out; use 'stop'",
+        "staleness='fresh_last_stage' steps stages before it is known whether the gradients of the others are finite,"
+        " so nonfinite_gradients='skip' could not leave their updates out; use 'stop'",
     ),
+    (
+        {"staleness": "least", "slack": 1, "nonfinite_gradients": "skip"},
+        2,
+        "staleness='least' steps stages before it is known whether the gradients of the others are finite, so"
+        " nonfinite_gradients='skip' could not leave their updates out; use 'stop', or slack='exact'",
+    ),
+    ({"staleness": "none"}, 2, "staleness='none' must be 'uniform' or 'least' or 'fresh_last_stage'"),
+    (
+        {"staleness": "least", "delay": 0},
+        2,
+        "staleness='least' has no meaning without a delay: no gradient is old; leave it out",
+    ),
+    (
+        {"staleness": "least"},
+        1,
+        "staleness='least' with one stage would be synchronous training; use more stages, or strategy 'sync_pipeline'",
+    ),
+    *(
+        (
+            {"staleness": "least", "slack": slack},
+            2,
+            f"slack={slack!r} must be a number of micro-batches, 0 or more, or 'exact'",
+        )
+        for slack in (-1, 1.5, True, "most")
+    ),
+    (
+        {"staleness": "fresh_last_stage", "slack": 1},
+        2,
+        "slack=1 has a meaning only with staleness='least': set that, or leave it out",
+    ),
+    ({"slack": "exact"}, 2, "slack='exact' has a meaning only with staleness='least': set that, or leave it out"),
     (
         {"staleness": "fresh_last_stage", "delay": 0},
         2,
-        "fresh_last_stage=True has no meaning without a delay: all stages are fresh; leave it out",
+        "staleness='fresh_last_stage' has no meaning without a delay: no gradient is old; leave it out",
     ),
     (
         {"synchronous_start": 3, "delay": 0},
@@ -71,7 +103,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     (
         {"staleness": "fresh_last_stage"},
         1,
-        "fresh_last_stage=True with one stage would be synchronous training; use more stages, or strategy"
+        "staleness='fresh_last_stage' with one stage would be synchronous training; use more stages, or strategy"
         " 'sync_pipeline'",
     ),
     (
@@ -135,6 +167,9 @@ def test_the_mend_in_a_message_works(num_stages: int, num_replicas: int) -> None
         ({"delay": 0, "micro_batches": 1}, 4, 1, 0),
         ({"micro_batches": 8, "lookahead": 3}, 4, 8, 3),
         ({"micro_batches": 8, "lookahead": 0}, 4, 8, 0),
+        ({"micro_batches": 8, "staleness": "least"}, 4, 8, 0),  # more would cost freshness
+        ({"micro_batches": 8, "staleness": "least", "lookahead": 1}, 4, 8, 1),
+        ({"micro_batches": 8, "staleness": "fresh_last_stage"}, 4, 8, 1),
     ],
 )
 def test_defaults(arguments: dict[str, Any], world_size: int, micro_batches: int, lookahead: int) -> None:
@@ -152,11 +187,55 @@ def test_a_synchronous_twin_differs_in_the_delay_alone() -> None:
     assert twin.with_delay(1) == settings
 
 
-def test_a_fresh_last_stage_steps_ahead_in_training_alone() -> None:
-    settings = PipelineSettings(staleness="fresh_last_stage")
-    assert [settings.resolved(3).schedule(stage).steps_ahead(0) for stage in range(3)] == [False, False, True]
-    assert not PipelineSettings().resolved(3).schedule(2).steps_ahead(0)
-    assert not settings.with_delay(0).resolved(3).schedule(2).steps_ahead(0)
+@pytest.mark.parametrize(
+    ("arguments", "ahead"),
+    [
+        ({}, [False, False, False]),
+        ({"staleness": "fresh_last_stage"}, [False, False, True]),
+        ({"staleness": "least"}, [True, True, True]),
+        ({"staleness": "least", "slack": 2}, [True, True, True]),
+        ({"staleness": "least", "slack": "exact"}, [False, False, False]),
+    ],
+    ids=str,
+)
+def test_stages_that_step_ahead_of_the_others_begin_with_a_mini_batch_without_delay(
+    arguments: dict[str, Any], ahead: list[bool]
+) -> None:
+    """They clip by the norm of the mini-batch before, which the very first has not."""
+    settings = PipelineSettings(**arguments)
+    resolved, start = settings.resolved(3), int(any(ahead))
+    assert [resolved.schedule(stage).steps_ahead(start) for stage in range(3)] == ahead
+    assert not any(resolved.schedule(stage).steps_ahead(0) for stage in range(3))
+    assert resolved.synchronous_start == start
+    assert replace(settings, synchronous_start=3).resolved(3).synchronous_start == 3
+    twin = settings.with_delay(0).resolved(3)
+    assert (twin.staleness, twin.slack, twin.synchronous_start) == ("uniform", 0, 0)
+    assert not any(twin.schedule(stage).steps_ahead(start) for stage in range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "8 micro-batches, lookahead 1, delay 1"),
+        ({"delay": 0}, "8 micro-batches, delay 0"),
+        (
+            {"staleness": "fresh_last_stage"},
+            "8 micro-batches, lookahead 1, gradients 1, 1, 0 updates old, by stage after 1 synchronous mini-batches",
+        ),
+        (
+            {"staleness": "least", "slack": 1},
+            "8 micro-batches, lookahead 0, gradients 0.375, 0.25, 0.125 updates old, by stage"
+            " after 1 synchronous mini-batches",
+        ),
+        (
+            {"staleness": "least", "slack": "exact"},
+            "8 micro-batches, lookahead 0, gradients 0.25, 0.25, 0.25 updates old, by stage",
+        ),
+    ],
+    ids=str,
+)
+def test_the_log_says_how_old_gradients_are(arguments: dict[str, Any], text: str) -> None:
+    assert PipelineSettings(micro_batches=8, **arguments).resolved(3).describe() == text
 
 
 def test_a_synchronous_start_leaves_no_update_outstanding() -> None:

@@ -37,23 +37,24 @@ def test_only_the_newest_two_are_alive() -> None:
 def test_writing_into_a_version_that_is_not_the_last_is_refused() -> None:
     weights, parameter = make()
     for version in range(3):
-        leaf = weights.leaves(version)["w"]
+        leaf = weights.sum_at(version)["w"]
+        assert leaf is weights.leaves(version)["w"]
         (leaf * 2).sum().backward()
-        assert weights.take_gradients(version)["w"] is not None
+        assert weights.take_gradients()["w"] is not None
         update(weights, parameter, 1.0)
     weights.restore(3, {"w": torch.ones(2)})
-    weights.take_gradients(2)
+    weights.take_gradients()
     with torch.no_grad():
         weights.leaves(3)["w"].mul_(2)
     with pytest.raises(ConfigurationError, match=r"w: changed in place by a forward, .* would be lost"):
-        weights.take_gradients(3)
+        weights.take_gradients()
 
 
 def test_without_a_delay_a_forward_may_write_into_the_weights() -> None:
     weights, parameter = make(room=1)
     with torch.no_grad():
         weights.leaves(0)["w"].add_(2)
-    weights.take_gradients(0)
+    weights.take_gradients()
     assert parameter.tolist() == [2.0, 2.0]
 
 
@@ -86,7 +87,7 @@ def test_an_update_does_not_touch_a_graph_on_the_version_before() -> None:
     with torch.no_grad():
         parameter.fill_(7.0)
     loss.backward()
-    assert weights.take_gradients(0) == {"w": pytest.approx(torch.full((2,), 3.0))}
+    assert weights.take_gradients() == {"w": pytest.approx(torch.full((2,), 3.0))}
     assert old.tolist() == [0.0, 0.0]
     assert parameter.grad is None
 
@@ -106,21 +107,33 @@ def test_a_version_that_starts_has_the_values_of_the_one_before() -> None:
     assert parameter.tolist() == [2.5, 2.5]
 
 
-def test_gradients_are_summed_per_version_and_handed_over_once() -> None:
-    weights, parameter = make()
-    update(weights, parameter, 1.0)
-    for factor in (1.0, 2.0):
-        (weights.leaves(1)["w"] * factor).sum().backward()
-    weights.leaves(0)["w"].sum().backward()
-    taken = weights.take_gradients(1)["w"]
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_gradients_at_both_versions_are_one_sum_that_is_handed_over_once(dtype: torch.dtype | None) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    weights = WeightVersions({"w": parameter}, 2, compute_dtype=dtype)
+    weights.advance()
+    for version, factor in ((0, 1.0), (0, 2.0), (1, 4.0), (1, 8.0)):
+        (weights.sum_at(version)["w"] * factor).sum().backward()
+    assert weights.leaves(0)["w"].grad is None, "what was summed goes along with the version"
+    known = weights.gradient("w")
+    assert known is not None
+    assert known.tolist() == [15.0, 15.0]
+    taken = weights.take_gradients()["w"]
     assert taken is not None
-    assert taken.tolist() == [3.0, 3.0]
-    assert weights.take_gradients(1) == {"w": None}
-    (weights.leaves(1)["w"] * 5).sum().backward()
-    assert taken.tolist() == [3.0, 3.0], "a new sum was added to one that was handed over"
-    older = weights.take_gradients(0)["w"]
-    assert older is not None
-    assert older.tolist() == [1.0, 1.0]
+    assert taken.tolist() == [15.0, 15.0]
+    assert weights.take_gradients() == {"w": None}
+    (weights.sum_at(1)["w"] * 5).sum().backward()
+    assert taken.tolist() == [15.0, 15.0], "a new sum was added to one that was handed over"
+    assert [gradient.tolist() for gradient in weights.gradients_apart("w")] == [[5.0, 5.0]]
+
+
+def test_the_uses_of_a_parameter_are_summed_apart_over_both_versions() -> None:
+    weights = WeightVersions({"a": nn.Parameter(torch.ones(1))}, 2, uses={"b": "a"})
+    weights.advance()
+    for version in (0, 1):
+        leaves = weights.sum_at(version)
+        (leaves["a"] * 2 + leaves["b"] * 3).sum().backward()
+    assert [gradient.item() for gradient in weights.gradients_apart("a")] == [6.0, 4.0], "the last layer's first"
 
 
 @pytest.mark.parametrize("newest", [0, 1, 2, 5])
@@ -175,11 +188,11 @@ def test_gradients_of_bf16_leaves_are_summed_in_fp32() -> None:
     for factor in (256.0, 1.0):  # 257 is no number of bf16
         (weights.leaves(0)["w"] * factor).sum().backward()
     assert weights.leaves(0)["w"].grad is None
-    gradient = weights.take_gradients(0)["w"]
+    gradient = weights.take_gradients()["w"]
     assert gradient is not None
     assert gradient.dtype == torch.float32
     assert gradient.tolist() == [257.0]
-    assert weights.take_gradients(0)["w"] is None
+    assert weights.take_gradients()["w"] is None
 
 
 def test_masters_are_restored_beside_the_versions() -> None:
@@ -198,7 +211,7 @@ def test_every_use_of_a_parameter_has_a_leaf_with_the_same_memory() -> None:
     leaves = weights.leaves(0)
     assert leaves["a"].data_ptr() == leaves["b"].data_ptr()
     (leaves["a"] * 2 + leaves["b"] * 3).sum().backward()
-    assert weights.take_gradients(0)["a"].tolist() == [5.0, 5.0]  # type: ignore[union-attr]
+    assert weights.take_gradients()["a"].tolist() == [5.0, 5.0]  # type: ignore[union-attr]
     weights.advance()
     assert weights.leaves(1)["b"].data_ptr() == weights.leaves(1)["a"].data_ptr() == parameter.data_ptr()
     assert weights.older().keys() == {"a"}  # type: ignore[union-attr]

@@ -119,7 +119,7 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
         (["schedule", "--systems", "zbv", "zbv"], "zbv: named more than once"),
         (
             ["compute", "--also", "clip", "async", "--stages", "1"],
-            "--also clip async: unknown; there are async+fresh, async+trace, ",
+            "--also clip async: unknown; there are async+fresh, async+least, async+trace, ",
         ),
         (["schedule", "--systems", "1f1b", "--also", "async+monitor", "--stages", "4", "--micro-batches", "3"], ">= 4"),
         (["schedule", "--systems", "1f1b", "--also", "async+monitor"], "--systems lacks: add it"),

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule, Slack, StalenessRule
 from lightning_asyncpp.tools.ideal import DeadlockError, simulate
 from tests.tools.steady import steady_utilisation
 
@@ -43,6 +44,15 @@ def test_a_message_takes_its_time_between_stages_and_for_the_update() -> None:
     # F on stage 0 until 1, half a unit on the way, F and B on stage 1 until 4.5, half a unit, B on stage 0 until 7;
     # stage 1 hears of the complete gradient half a unit later.
     assert spans == [[("F", 0.0), ("B", 5.0), ("U", 7.0)], [("F", 1.5), ("B", 2.5), ("U", 7.5)]]
+
+
+@pytest.mark.parametrize(("slack", "waits"), [(0, 3.0), (1, 0.0), ("exact", 3.0)])
+def test_a_stage_that_steps_ahead_waits_for_its_own_gradient_alone(slack: Slack, waits: float) -> None:
+    """Reductions of three units, as long as a forward and its backward, and hops: what is not hidden is waited for."""
+    least = [replace(s, staleness="least", slack=slack, pipeline_rule=StalenessRule(1, 1)) for s in schedules(2, 0, 1)]
+    plain, lanes = (simulate(least, 8, 6, reduction=reduction) for reduction in (0.0, 3.0))
+    lengths = [steady_utilisation(some, 6, 3, 6)[0] for some in (plain, lanes)]
+    assert lengths == [pytest.approx(6 * 3.0), pytest.approx(6 * 3.0 + waits)]
 
 
 def test_times_may_depend_on_stage_and_micro_batch() -> None:

@@ -44,6 +44,7 @@ class Meta:
         package, torch: versions.
         synchronous_start: number of mini-batches at the beginning of the run without delay.
         layers: how many layers of the model this stage has; 0 if it is not known.
+        held: how many micro-batches, the first of a mini-batch, the delay is for; None: all.
     """
 
     rank: int
@@ -63,11 +64,12 @@ class Meta:
     torch: str
     synchronous_start: int = 0
     layers: int = 0
+    held: int | None = None
 
     @property
     def stage_rule(self) -> StalenessRule:
         """Which weights this stage was to run on."""
-        return StalenessRule(self.delay, self.synchronous_start)
+        return StalenessRule(self.delay, self.synchronous_start, self.held)
 
 
 def file_name(rank: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-ASYNC, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+fresh", "async+fabric"
+ASYNC, ASYNC_FRESH, ASYNC_LEAST, ASYNC_FABRIC = "async", "async+fresh", "async+least", "async+fabric"
 ASYNC_TRACED, ASYNC_MONITORED = "async+trace", "async+monitor"
 SYNC = "sync"
 ONE_F_ONE_B, GPIPE = "1f1b", "gpipe"
@@ -14,6 +14,7 @@ FLOOR = "floor"
 TITLES = {
     ASYNC: "async_pipeline, through the Trainer",
     ASYNC_FRESH: "async_pipeline, fresh last stage",
+    ASYNC_LEAST: "async_pipeline, least staleness",
     ASYNC_TRACED: "async_pipeline, PipelineTrace on",
     ASYNC_MONITORED: "async_pipeline, PipelineMonitor on",
     ASYNC_FABRIC: "async_pipeline, in a Fabric loop",
@@ -32,6 +33,7 @@ SPLIT_BACKWARD = (INTERLEAVED_ZERO_BUBBLE, ZBV)
 """Schedules that run the gradients of inputs and of weights apart."""
 EXTRAS = {
     ASYNC_FRESH: "a fresh last stage",
+    ASYNC_LEAST: "the least staleness",
     ASYNC_TRACED: "PipelineTrace",
     ASYNC_MONITORED: "PipelineMonitor",
 }

@@ -180,7 +180,7 @@ def by_version(schedule: Schedule, micro_batches: int) -> Callable[[Span], Paint
     def paint(span: Span) -> Paint:
         if span.kind is Kind.UPDATE:
             return Paint("update")
-        version = schedule.stage_rule.version(span.index // micro_batches)
+        version = schedule.stage_rule.version(*divmod(span.index, micro_batches))
         light = span.kind is Kind.FORWARD
         return Paint(version_style(version, light), str(span.index), on_version(light))
 

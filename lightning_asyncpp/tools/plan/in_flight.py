@@ -98,16 +98,14 @@ class _Walk:
     updates: int = 0
 
     def run_mini_batch(self) -> None:
-        schedule, t = self.stage.schedule, self.index
-        self._act(schedule.batch(self.next_forward, self._per_update, self.next_backward))
+        schedule, t, first = self.stage.schedule, self.index, self.next_forward
+        self._act(schedule.batch(first, self._per_update, self.next_backward, t, first))
         self.index += 1
         if schedule.pipeline_rule.flushes(t):
             self._act(schedule.drain(self.next_backward, self.next_forward))
         self._launch()
         while self.updates < schedule.stage_rule.updates_due(t):
-            self._note(self.slots[0].update.peak, "update")
-            self.pending.popleft()
-            self.updates += 1
+            self._update()
 
     @property
     def _per_update(self) -> int:
@@ -115,6 +113,9 @@ class _Walk:
 
     def _act(self, actions: Iterator[Action]) -> None:
         for action in actions:
+            if action.kind is Kind.UPDATE:
+                self._update()
+                continue
             position = action.index % self.stage.micro_batches
             profile = self.slots[position] if position < len(self.slots) else None  # an empty slot
             if action.kind is Kind.FORWARD:
@@ -127,6 +128,11 @@ class _Walk:
                     self._backward(action.index, profile)
                 self.next_backward = action.index + 1
                 self._launch()
+
+    def _update(self) -> None:
+        self._note(self.slots[0].update.peak, "update")
+        self.pending.popleft()
+        self.updates += 1
 
     def _backward(self, k: int, profile: Profile) -> None:
         t = k // self._per_update

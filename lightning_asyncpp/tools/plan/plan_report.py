@@ -89,8 +89,7 @@ class Plan:
                 "devices": question.devices, "stages": settings.num_stages, "replicas": settings.data_parallel_size,
                 "micro_batches": settings.micro_batches, "lookahead": settings.lookahead, "delay": settings.delay,
                 "weight_dtype": settings.weight_dtype, "accumulated": question.recipe.accumulated,
-                "staleness": settings.staleness,
-                "slack": settings.slack,
+                "staleness": settings.staleness, "slack": settings.slack, "gradient_staleness": _stale(question),
                 "partition": list(question.stages.cut.counts), "partition_chosen": question.stages.cut.partition.source,
                 "precision": str(question.recipe.trainer.precision),
             },
@@ -186,6 +185,8 @@ def _headline(plan: Plan) -> list[str]:
     settings, device = question.settings, question.room.speeds.device
     replicas = f" x {settings.data_parallel_size} replicas" if settings.data_parallel_size > 1 else ""
     schedule = f"lookahead {settings.lookahead}, no flush" if settings.delay else "a flush per update"
+    if settings.staleness != "uniform":
+        schedule += f", gradients {', '.join(f'{updates:.3g}' for updates in _stale(question))} updates old"
     per = question.batch_size / settings.micro_batches
     tokens = "" if plan.tokens is None else f" ({_count(plan.tokens)} tokens)"
     batches = f" in {question.recipe.accumulated} batches" if question.recipe.accumulated > 1 else ""
@@ -198,6 +199,12 @@ def _headline(plan: Plan) -> list[str]:
         f" {question.recipe.trainer.precision}",
     ]
     return [part for line in lines for part in textwrap.wrap(line, _WIDTH)]
+
+
+def _stale(question: Question) -> list[float]:
+    """How many updates old the gradients of each stage are."""
+    count = question.settings.micro_batches * question.recipe.accumulated
+    return [question.schedule(s).stage_rule.staleness(count) for s in range(question.settings.num_stages)]
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -230,7 +237,8 @@ def _speed(plan: Plan) -> list[str]:
     sync, own, other = question.synchronous, question.speed, question.asynchronous
     rows.append(_speed_row(plan, "1F1B, with a flush", sync, sync))
     if question.settings.delay:
-        rows.append(_speed_row(plan, f"2BW, lookahead {question.settings.lookahead}", own, sync))
+        name = "least staleness" if question.settings.staleness == "least" else "2BW"
+        rows.append(_speed_row(plan, f"{name}, lookahead {question.settings.lookahead}", own, sync))
     elif other is not None:
         rows.append(_speed_row(plan, "2BW, without", other, sync))
     stage_rows = [["stage", "forward ms", "backward ms", "update ms", "message ms", "busy"]]

@@ -116,9 +116,12 @@ class Question:
 
     @cached_property
     def speed(self) -> Prediction:
-        """How fast it is with its own schedule; a last stage that steps ahead of the others waits no more for them."""
-        stages, lookahead, rule = self.settings.num_stages, self.settings.lookahead, StalenessRule(self.settings.delay)
-        return self._predict(lambda stage: Schedule(stage, stages, lookahead, rule))
+        """How fast it is with its own schedule."""
+        return self._predict(self.schedule)
+
+    def schedule(self, stage: int) -> Schedule:
+        """How a stage is run once a synchronous start is over."""
+        return self.stages.schedule(stage, self.settings.micro_batches, self.settings.lookahead).schedule
 
     @cached_property
     def synchronous(self) -> Prediction:

@@ -76,7 +76,7 @@ class StageJob:
         hooks: the user's side.
         step: the user's training step, called with a micro-batch and its weight.
         make_optimizer: makes the optimizer of this stage's parameters.
-        delay: of its updates, for an optimizer that wants to know.
+        staleness: how many updates old its gradients are, for an optimizer that wants to know.
     """
 
     stage: Stage
@@ -88,7 +88,7 @@ class StageJob:
     hooks: UserHooks
     step: Callable[[Any, float], Any]
     make_optimizer: Callable[[], Optimizer]
-    delay: int
+    staleness: float
 
 
 @dataclass
@@ -166,7 +166,7 @@ class _Run:
         with self.meter.reading() as made:
             optimizer = self.job.make_optimizer()
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
-            set_delay(self.job.delay)
+            set_delay(self.job.staleness)
         gradients = self._mini_batch()
         again = {name: None if g is None else torch.empty_like(g) for name, g in gradients.items()}
         with self.meter.reading() as first:
@@ -228,9 +228,8 @@ class _Run:
         return flight
 
     def backward(self, flight: Flight, reduction: Reduction | None = None) -> None:
-        weights = self.weights.leaves(flight.version)
-        gradient_of = lambda name: self.weights.gradient(name)  # noqa: E731
-        with nullcontext() if reduction is None else reduction.watching(weights, gradient_of):
+        weights = self.weights.sum_at(flight.version)
+        with nullcontext() if reduction is None else reduction.watching(weights, self.weights.gradient):
             self.runner.backward(flight, weights)
         flight.outputs = flight.inputs = ()
         flight.said.losses = []

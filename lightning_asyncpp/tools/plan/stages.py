@@ -20,6 +20,7 @@ from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
 from lightning_asyncpp.pipeline.cut.stage import Stage
+from lightning_asyncpp.pipeline.cut.ties import first_sharing
 from lightning_asyncpp.pipeline.cut.units import Unit, collective_problems, ownership_problems, pipeline_units
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -131,7 +132,8 @@ class Stages:
     def schedule(self, stage: int, micro_batches: int, lookahead: int) -> StageSchedule:
         """How a stage is run once a synchronous start is over."""
         settings = replace(self.settings, lookahead=lookahead, synchronous_start=0)
-        return StageSchedule(settings.schedule(stage), micro_batches, self.recipe.accumulated, not self.on_gpu)
+        schedule = settings.schedule(stage, first_sharing(stage, self.cut.whole.ties))
+        return StageSchedule(schedule, micro_batches, self.recipe.accumulated, not self.on_gpu)
 
     def _slots(self, micro_batches: int, batch_size: int) -> list[Any]:
         batch = resized(self.recipe.batch, self.recipe.batch_size, batch_size)
@@ -166,11 +168,11 @@ class Stages:
         return next((o for o in range(1, index) if o not in tied and alike(self.cut.units_of(o), own)), None)
 
     def _job(self, stage: Stage, slot: Any, arriving: Header | None) -> StageJob:
-        rule = self.settings.schedule(stage.index).stage_rule
+        rule = self.settings.schedule(stage.index, first_sharing(stage.index, self.cut.whole.ties)).stage_rule
         return StageJob(
             stage, self.settings.data_parallel_size, rule.num_versions, self.settings.compute_dtype,
             slot if stage.is_first or stage.is_last else None, arriving, self._hooks, self._step(),
-            self._make_optimizer, rule.delay,
+            self._make_optimizer, rule.staleness(self.settings.micro_batches * self.recipe.accumulated),
         )  # fmt: skip
 
     def _step(self) -> Callable[[Any, float], Any]:

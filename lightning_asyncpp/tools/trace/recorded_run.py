@@ -86,6 +86,12 @@ class RankTrace:
         before = self.starts[0]
         return before.mini_batch - -(-(before.first - k) // self.micro_batches)
 
+    def place_of(self, k: int) -> int:
+        """How many micro-batches of its mini-batch come before micro-batch ``k``."""
+        place = bisect_right(self._firsts, k) - 1
+        first = self._firsts[max(place, 0)] if self._firsts else 0
+        return k - first if place >= 0 else (k - first) % self.micro_batches
+
 
 @dataclass(frozen=True)
 class RecordedRun:
@@ -277,7 +283,12 @@ def _meta(content: Any) -> Meta:
         raise ValueError(f"version {content.get('version')!r} of the format; this package reads version {VERSION}")
     values: dict[str, Any] = {}
     for field in fields(Meta):
-        types: dict[Any, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+        types: dict[Any, tuple[type, ...]] = {
+            "int": (int,),
+            "int | None": (int, type(None)),
+            "float": (int, float),
+            "str": (str,),
+        }
         value = content.get(field.name, None if field.default is MISSING else field.default)
         if not isinstance(value, types[field.type]) or isinstance(value, bool) or value in (math.inf, -math.inf):
             raise ValueError(f"{field.name} must be {field.type}, not {value!r}")

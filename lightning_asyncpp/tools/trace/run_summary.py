@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_asyncpp.pipeline.recording.trace import Beside, Span, utilisation
+from lightning_asyncpp.pipeline.recording.trace_file import Meta
 from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.trace.causes import (
@@ -88,15 +89,20 @@ def ideal_of(stages: Sequence[RankTrace], episodes: Sequence[Episode]) -> Ideal 
     if len(stages) != meta.num_stages or any(None in pair for pair in times):
         return None
     forward, backward = [f or 0.0 for f, _ in times], [b or 0.0 for _, b in times]
-    schedules = [
-        Schedule(s.meta.stage, s.meta.num_stages, s.meta.lookahead, StalenessRule(s.meta.delay)) for s in stages
-    ]
+    schedules = [_schedule(stage.meta) for stage in stages]
     seconds, busy = 0.0, [0.0] * len(stages)
     for episode in episodes:
         lanes, start, end = _run(episode, schedules, stages[0].micro_batches, forward, backward)
         seconds += end - start
         busy = [b + utilisation(lane, start, end) * (end - start) for b, lane in zip(busy, lanes)]
     return Ideal(seconds, [b / seconds for b in busy]) if seconds > 0 else None
+
+
+def _schedule(meta: Meta) -> Schedule:
+    schedule = Schedule(meta.stage, meta.num_stages, meta.lookahead, StalenessRule(meta.delay))
+    if meta.held is None:
+        return schedule
+    return replace(schedule, staleness="least", slack=meta.held - schedule.depth)
 
 
 def _run(
@@ -136,6 +142,7 @@ class Row:
         hidden: share of the time of reductions and agreements that the stage did not wait for.
         versions: lowest and highest W_v that it ran on.
         staleness: updates between the weights of a gradient and those it is applied to, in words.
+        stale_share: share of the micro-batches on weights before the newest, where the delay has begun.
     """
 
     name: str
@@ -148,6 +155,7 @@ class Row:
     hidden: float | None
     versions: tuple[int, int] | None
     staleness: str
+    stale_share: float | None = None
 
     @property
     def utilisation(self) -> float:
@@ -233,6 +241,7 @@ def _row(
         stage.name, {cause: value / run.seconds for cause, value in seconds.items()}, ideal,
         _median_ms(stage, Kind.FORWARD), _median_ms(stage, Kind.BACKWARD), _bytes(stage, Beside.SEND),
         _bytes(stage, Beside.REDUCE), underway.hidden if underway else None, versions.versions, versions.in_words,
+        versions.stale_share,
     )  # fmt: skip
 
 
@@ -242,13 +251,23 @@ def _total(rows: Sequence[Row], underways: Sequence[Underway | None], versions: 
     every = Underway(sum(u.seconds for u in known), sum(u.exposed for u in known))
     seen = [v.versions for v in versions if v.versions is not None]
     ideals = [row.ideal for row in rows if row.ideal is not None]
-    counted = Versions(None, {n: 1 for v in versions for n in v.staleness}, (), 0)
+    stale = [v.stale_share for v in versions if v.stale_share is not None]
     return Row(
         "all", shares, statistics.fmean(ideals) if len(ideals) == len(rows) else None,
         statistics.median(row.forward_ms for row in rows), statistics.median(row.backward_ms for row in rows),
         sum(row.bytes_sent for row in rows), sum(row.bytes_reduced for row in rows), every.hidden,
-        (min(v[0] for v in seen), max(v[1] for v in seen)) if seen else None, counted.in_words,
+        (min(v[0] for v in seen), max(v[1] for v in seen)) if seen else None, _in_words(versions),
+        statistics.fmean(stale) if stale else None,
     )  # fmt: skip
+
+
+def _in_words(versions: Sequence[Versions]) -> str:
+    """How old gradients were on all stages: what they have in common, or from where to where it goes."""
+    shares = [v.stale_share for v in versions if v.stale_share is not None]
+    if all(share in (0, 1) for share in shares):
+        return Versions(None, {n: 1 for v in versions for n in v.staleness}, (), 0).in_words
+    least, most = (f"{share:.2f}" for share in (min(shares), max(shares)))
+    return least if least == most else f"{least}-{most}"
 
 
 def _longest(ideals: Sequence[Ideal | None]) -> float | None:

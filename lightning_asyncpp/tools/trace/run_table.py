@@ -110,13 +110,25 @@ def _staleness(run: RecordedRun, summary: Summary) -> str:
         return f"STALENESS VIOLATED {summary.violated} times: this run did not train as its schedule promises."
     if summary.total.versions is None:
         return "Staleness: weight versions were not recorded."
-    delays = sorted({rank.meta.delay for rank in run.ranks})
     (first, last), start = summary.mini_batches, run.meta.synchronous_start
+    # Recordings before there was a number of micro-batches that are held back have a delay of 0 there.
+    delays = sorted({0 if rank.meta.held == 0 else rank.meta.delay for rank in run.ranks})
     rule = "W_t" if delays == [0] or last < start else f"W_max(t-1, {start})"
-    rule += ", W_t on the fresh last stage" if delays == [0, 1] and last >= start else ""
+    if any(rank.meta.held for rank in run.ranks) and last >= start:
+        rule += _held(run)
+    elif delays == [0, 1] and last >= start:
+        rule += ", W_t on the fresh last stage"
     rule += f", the synchronous ones before {start} on W_t" if first < start <= last else ""
     where = "" if run.is_whole else " on the ranks that were recorded"
     return f"Staleness: as promised, mini-batch t ran on {rule}{where}."
+
+
+def _held(run: RecordedRun) -> str:
+    """How many micro-batches of a mini-batch the older weights were for."""
+    counts = {rank.meta.stage: (rank.meta.held, rank.micro_batches) for rank in run.ranks}
+    held = [str(count if held is None else min(held, count)) for _, (held, count) in sorted(counts.items())]
+    stages = ", ".join(map(str, sorted(counts)))
+    return f" with the first {', '.join(held)} of its micro-batches on stages {stages}, and with the others on W_t"
 
 
 def _percent(share: float | None) -> str:

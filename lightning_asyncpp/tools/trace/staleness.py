@@ -1,9 +1,9 @@
-"""Does the run keep the promise? Mini-batch t runs on W_max(t - delay, 0), and every gradient is that much too old."""
+"""Does the run keep the promise? Every micro-batch runs on the weights that its stage's rule names, W_{t-1} or W_t."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_asyncpp.pipeline.recording.trace import Span
@@ -22,16 +22,21 @@ class Versions:
         staleness: updates between the weights of a gradient and those that it is applied to -> number of micro-batches.
         violations: what breaks the promise, in words; at most a handful.
         violated: how often it is broken.
+        stale_share: share of the micro-batches on weights before the newest, where the delay has begun; None if there
+            are none, or versions were not recorded.
     """
 
     versions: tuple[int, int] | None
     staleness: dict[int, int]
     violations: Sequence[str]
     violated: int
+    stale_share: float | None = None
 
     @property
     def in_words(self) -> str:
-        """The staleness of the steady state, or what it was how often."""
+        """How many updates old gradients were: in a steady state, their mean where only some are."""
+        if self.stale_share is not None and 0 < self.stale_share < 1:
+            return f"{self.stale_share:.2f}"
         return ", ".join(f"{updates}" for updates in sorted(self.staleness)) or "not recorded"
 
 
@@ -48,12 +53,21 @@ def check_versions(rank: RankTrace) -> Versions:
     problems += _problems_of_order(rank, forwards, backwards, updates)
     seen = [span.version for span in recorded]
     staleness = Counter(rank.mini_batch(s) - s.version for s in forwards.values() if s.version >= 0)
-    return Versions((min(seen), max(seen)) if seen else None, dict(staleness), problems[:_SHOWN], len(problems))
+    return Versions(
+        (min(seen), max(seen)) if seen else None, dict(staleness), problems[:_SHOWN], len(problems),
+        _stale_share(rank, forwards.values()),
+    )  # fmt: skip
+
+
+def _stale_share(rank: RankTrace, forwards: Iterable[Span]) -> float | None:
+    start = rank.meta.synchronous_start
+    ages = [t - span.version for span in forwards if span.version >= 0 and (t := rank.mini_batch(span)) > start]
+    return sum(age > 0 for age in ages) / len(ages) if ages else None
 
 
 def _problem_of_version(rank: RankTrace, span: Span) -> list[str]:
     t = rank.mini_batch(span)
-    promised = rank.meta.stage_rule.version(t)
+    promised = _promised(rank, span)
     if span.version == promised:
         return []
     what = "forward" if span.kind is Kind.FORWARD else "backward"
@@ -61,6 +75,10 @@ def _problem_of_version(rank: RankTrace, span: Span) -> list[str]:
         f"{rank.name}: {what} {span.index} of mini-batch {t} ran on W{span.version}, not on W{promised}:"
         f" its gradient is {t - span.version} updates old, not {t - promised}"
     ]
+
+
+def _promised(rank: RankTrace, span: Span) -> int:
+    return rank.meta.stage_rule.version(rank.mini_batch(span), rank.place_of(span.index))
 
 
 def _problems_of_pairs(forwards: dict[int, Span], backwards: dict[int, Span]) -> list[str]:
@@ -82,7 +100,7 @@ def _problems_of_order(
     problems = []
     for span in forwards.values():
         t = rank.mini_batch(span)
-        made_by = updates.get(rank.meta.stage_rule.version(t) - 1)
+        made_by = updates.get(_promised(rank, span) - 1)
         if made_by is not None and made_by.end > span.start:
             problems.append(
                 f"{rank.name}: forward {span.index} of mini-batch {t} began before update {made_by.index} had ended,"

@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
+from lightning_asyncpp.pipeline.cut.ties import first_sharing
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.recording.clocks import HOST, Clock, Moment, has_passed
 from lightning_asyncpp.pipeline.recording.trace import Follower, Span, Wait
@@ -58,21 +59,24 @@ class StageWindow:
         size: number of batches that are averaged.
 
     Attributes:
-        staleness: updates by which the gradients of the newest mini-batch are too old, on the mean; None if unknown.
+        staleness: updates by which the gradients of the newest mini-batch are too old, the mean of its micro-batches so
+            far; None if unknown.
     """
 
     def __init__(self, stage: int, rule: StalenessRule, size: int) -> None:
         self.stage, self.rule = stage, rule
         self.staleness: float | None = None
         self._batches: deque[BatchTimes] = deque(maxlen=size)
+        self._ages: list[int] = []  # of the newest mini-batch
         self._ends: dict[int, int] = {}  # mini-batch -> one past its last micro-batch
         self._backwards: deque[tuple[int, float]] = deque(maxlen=4096)  # micro-batch, end
 
-    def add(self, mini_batch: int, end: int, elapsed: float | None, spans: Iterable[Span]) -> None:
+    def add(self, mini_batch: int, first: int, end: int, elapsed: float | None, spans: Iterable[Span]) -> None:
         """Take in a batch.
 
         Args:
             mini_batch: that it belongs to.
+            first: the first micro-batch of that, which an earlier batch may have had.
             end: one past its last micro-batch.
             elapsed: in seconds; None if it is not known, because a validation came before it.
             spans: that ended since the batch before.
@@ -80,12 +84,13 @@ class StageWindow:
         Raises:
             StalenessError: a forward ran on other weights than promised.
         """
+        if mini_batch not in self._ends:
+            self._ages = []
         self._ends = {t: e for t, e in self._ends.items() if t > mini_batch - 4} | {mini_batch: end}
         batch = BatchTimes(elapsed or 0.0)
-        ages = []
         for span in spans:
             if span.kind is Kind.FORWARD:
-                ages += self._age(mini_batch, span)
+                self._ages += self._age(mini_batch, span.index - first, span)
             elif span.kind is Kind.BACKWARD:
                 self._backwards.append((span.index, span.end))
             elif span.kind is Wait.AGREEMENT:
@@ -93,7 +98,7 @@ class StageWindow:
                 batch.underway += span.end - min(self._completed(span), span.start)
             if span.kind in (Kind.FORWARD, Kind.BACKWARD):
                 batch.work += span.end - span.start
-        self.staleness = sum(ages) / len(ages) if ages else None
+        self.staleness = sum(self._ages) / len(self._ages) if self._ages else None
         if elapsed is not None:
             self._batches.append(batch)
 
@@ -109,10 +114,10 @@ class StageWindow:
         underway = sum(batch.underway for batch in self._batches)
         return 1 - sum(batch.exposed for batch in self._batches) / underway if underway > 0 else None
 
-    def _age(self, mini_batch: int, span: Span) -> list[int]:
+    def _age(self, mini_batch: int, place: int, span: Span) -> list[int]:
         if span.version < 0:
             return []
-        promised = self.rule.version(mini_batch)
+        promised = self.rule.version(mini_batch, place)
         if span.version != promised:
             raise StalenessError(
                 f"micro-batch {span.index} of mini-batch {mini_batch} ran on W{span.version} on stage {self.stage}, not"
@@ -135,6 +140,7 @@ class _Batch(NamedTuple):
 
     Attributes:
         mini_batch: that it belongs to.
+        first: the first micro-batch of that.
         end: one past its last micro-batch.
         seconds: that it took, by the host's clock; None if the clock stood still.
         since, until: the same by the clock of the spans.
@@ -142,6 +148,7 @@ class _Batch(NamedTuple):
     """
 
     mini_batch: int
+    first: int
     end: int
     seconds: float | None
     since: Moment
@@ -158,8 +165,10 @@ class PipelineMonitor(TokensPerSecond):
       flush, but also updates, the loader and the trainer's own work.
     - ``update_hidden``: share of the time between a complete gradient and its update in which the last stage does not
       wait for the other ranks (0 to 1).
-    - ``gradient_staleness``: updates by which gradients are too old: 1 from the second mini-batch on when asynchronous
-      (after a synchronous start), else 0.
+    - ``gradient_staleness``: updates by which gradients of the last stage are too old, the mean over the micro-batches
+      of a mini-batch: 1 from the second one on when asynchronous (after a synchronous start), else 0; with
+      ``staleness="least"`` the share of the micro-batches that ran on the weights before the newest.
+    - ``gradient_staleness_stage_0``, ...: the same of every stage, where they differ, as the schedule has it.
 
     On a GPU the last three are known when it has come to the end of a batch: usually a batch or two later.
 
@@ -196,7 +205,8 @@ class PipelineMonitor(TokensPerSecond):
         self._counts_tokens = False
         self._follower: Follower | None = None
         self._stage: StageWindow | None = None
-        self._mini_batch = 0
+        self._mini_batch = self._first = self._end = 0
+        self._rules: list[StalenessRule] = []
         self._window = window
         self._clock: Clock = HOST
         self._since: Moment = 0.0
@@ -221,6 +231,9 @@ class PipelineMonitor(TokensPerSecond):
         self._follower = follow(engine)
         self._clock = engine.runner.clock
         self._unread.clear()
+        ties = engine.stage.whole.ties
+        schedules = [engine.settings.schedule(s, first_sharing(s, ties)) for s in range(engine.mesh.num_stages)]
+        self._rules = [schedule.stage_rule for schedule in schedules]
         self._stage = StageWindow(engine.mesh.stage, engine.schedule.stage_rule, self._window)
 
     def on_train_batch_start(
@@ -230,7 +243,8 @@ class PipelineMonitor(TokensPerSecond):
         if self._last_end is None:
             self._since = self._clock.now()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._mini_batch = trainer.strategy.session.running().mini_batch  # type: ignore[attr-defined]
+        opened = trainer.strategy.session.running().updates.open  # type: ignore[attr-defined]
+        self._mini_batch, self._first = opened.index, opened.first
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -238,9 +252,11 @@ class PipelineMonitor(TokensPerSecond):
         """Take in what the stage did since the end of the batch before, and log."""
         assert self._follower is not None
         elapsed = self._measure(trainer, pl_module, batch)
-        end = trainer.strategy.session.running().next_forward  # type: ignore[attr-defined]
+        self._end = trainer.strategy.session.running().next_forward  # type: ignore[attr-defined]
         seconds, now = self._batches[-1][0] if elapsed else None, self._clock.now()
-        self._unread.append(_Batch(self._mini_batch, end, seconds, self._since, now, self._follower.recorded))
+        self._unread.append(
+            _Batch(self._mini_batch, self._first, self._end, seconds, self._since, now, self._follower.recorded)
+        )
         self._since = now
         self._read(self._follower)
         if trainer.is_global_zero and elapsed and (batch_idx + 1) % self.every_n_batches == 0:
@@ -267,7 +283,7 @@ class PipelineMonitor(TokensPerSecond):
             seconds, since = batch.seconds, self._clock.when(batch.since)
             if self._clock is not HOST and since is not None and seconds is not None:
                 seconds = until - since
-            self._stage.add(batch.mini_batch, batch.end, seconds, follower.take(batch.recorded))
+            self._stage.add(batch.mini_batch, batch.first, batch.end, seconds, follower.take(batch.recorded))
 
     def _metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
         assert self._stage is not None
@@ -277,7 +293,16 @@ class PipelineMonitor(TokensPerSecond):
             "bubble": self._stage.bubble,
             "update_hidden": self._stage.hidden,
             "gradient_staleness": self._stage.staleness,
+            **self._staleness_by_stage(),
         }
+
+    def _staleness_by_stage(self) -> dict[str, float]:
+        """Of the mini-batch that ran last, with as many micro-batches as it had; none if all stages have the same."""
+        t, count = self._mini_batch, self._end - self._first
+        if len({rule.held for rule in self._rules}) < 2:
+            return {}
+        means = [sum(t - rule.version(t, place) for place in range(count)) / count for rule in self._rules]
+        return {f"gradient_staleness_stage_{stage}": mean for stage, mean in enumerate(means)}
 
     def _tokens(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> float:
         # Middle stages have no batch, and nobody asks them.

@@ -165,7 +165,7 @@ def test_more_than_two_stages_may_share(trained: bool) -> None:
         ((True, True), None, ""),
         ((False, False), 2, ""),
         ((True, False), None, r"differently \(requires_grad: True and False\).*freeze or train both"),
-        ((True, True), 2, "fresh_last_stage=True steps the last stage"),
+        ((True, True), 2, "staleness='fresh_last_stage' steps the last stage before"),
         ((True, True, True), None, ""),
         ((True, True, True), 2, "the gradient of layer2 is complete"),
         ((False, False, False), None, ""),

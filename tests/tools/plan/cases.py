@@ -78,6 +78,13 @@ CASES = {
         4,
         {"micro_batches": 4, "staleness": "fresh_last_stage"},
     ),
+    "least": Case(
+        2,
+        {**GPT, "vocab_size": 20000, "num_layers": 3},
+        feedback(ADAMW),
+        4,
+        {"micro_batches": 4, "staleness": "least"},
+    ),
     "replicas": Case(1, {**GPT, "dim": 384}, ADAMW, 4, {"micro_batches": 2, "data_parallel_size": 2}),
     "accumulated": Case(2, GPT, ADAMW, 14, {"micro_batches": 3}, accumulated=2),
     "experts": Case(

@@ -119,6 +119,20 @@ def test_every_change_can_be_made_as_it_is_named(
     check_that_mends_are_what_they_say(capsys, mends, *arguments)
 
 
+@pytest.mark.parametrize(("slack", "stale"), [("0", [0.25, 0]), ("1", [0.5, 0.25]), ("exact", [0.25, 0.25])])
+def test_the_least_staleness_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, slack: str, stale: list[float]
+) -> None:
+    arguments = [QUICKSTART, "--no-search", "--trainer.strategy.init_args.staleness=least"]
+    arguments += [f"--trainer.strategy.init_args.slack={slack}", "--trainer.strategy.init_args.lookahead=0"]
+    main([*arguments, "--json", str(tmp_path / "plan.json")])
+    text = capsys.readouterr().out
+    assert f"gradients {stale[0]:.3g}, {stale[1]:.3g} updates old" in text
+    assert "least staleness, lookahead 0" in text
+    pipeline = json.loads((tmp_path / "plan.json").read_text())["pipeline"]
+    assert (pipeline["staleness"], pipeline["gradient_staleness"]) == ("least", stale)
+
+
 @pytest.mark.slow
 def test_nothing_is_enough_for_too_little_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = written(tmp_path, Case(2, TINY, ADAMW, 4, {"micro_batches": 2}).recipe())

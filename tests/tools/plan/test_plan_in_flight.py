@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule
+from lightning_asyncpp.pipeline.schedule import Schedule, Slack, StalenessRule
 from lightning_asyncpp.tools.plan.fake_tensors import Reading
 from lightning_asyncpp.tools.plan.in_flight import StageSchedule, peak_of
 from lightning_asyncpp.tools.plan.stage_run import Profile
@@ -47,6 +47,22 @@ def test_a_flush_leaves_one_set_of_gradients(stage: int) -> None:
 def test_a_last_stage_ahead_of_the_others_has_one_set_too() -> None:
     ahead = StageSchedule(Schedule(3, 4, staleness="fresh_last_stage"), 8)
     assert peak_of(ahead, [PROFILE] * 8, 0).gradients == GRADIENTS
+
+
+@pytest.mark.parametrize(("slack", "sets"), [(0, 1), (1, 1), (2, 2), (9, 2), ("exact", 1)])
+def test_the_least_staleness_needs_a_second_set_of_gradients_if_updates_wait(slack: Slack, sets: int) -> None:
+    """At its fullest moment, before a backward: a forward after the end of a gradient there is none of the next yet."""
+    least = StageSchedule(Schedule(1, 4, staleness="least", slack=slack), 8)
+    memory = peak_of(least, [PROFILE] * 8, 0)
+    assert memory.gradients == sets * GRADIENTS
+    assert (memory.in_flight, memory.activations) == (3, 3 * KEPT)
+
+
+def test_an_update_within_a_batch_is_made_beside_the_micro_batches_in_flight() -> None:
+    costly = replace(PROFILE, update=Reading(-GRADIENTS, 5000))
+    memory = peak_of(StageSchedule(Schedule(1, 4, staleness="least"), 8), [costly] * 8, 0)
+    assert (memory.during, memory.in_flight, memory.working) == ("update", 2, 5000)
+    assert memory.gradients == GRADIENTS
 
 
 def test_a_costly_update_is_the_peak() -> None:

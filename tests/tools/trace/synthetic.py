@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Wait
 from lightning_asyncpp.pipeline.recording.trace_file import Meta, SpanFile, file_name
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
+from lightning_asyncpp.pipeline.schedule import Kind, Schedule, Slack, Staleness, StalenessRule
 from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
 
@@ -29,15 +29,21 @@ class Recording:
     backward: float | Sequence[float] = 0.020
     sent: int = 1000
     origin: float = 500.0
+    start: int = 0
+    staleness: Staleness = "uniform"
+    slack: Slack = 0
 
     def lanes(self) -> list[list[Span]]:
         """Spans of each stage, waits and sends included."""
-        rule = StalenessRule(self.delay)
-        schedules = [Schedule(s, self.stages, self.lookahead, rule) for s in range(self.stages)]
+        schedules = [self._schedule(stage) for stage in range(self.stages)]
         lanes = simulate(
             schedules, self.mini_batches, self.micro_batches, self._length(self.forward), self._length(self.backward)
         )
         return [self._filled(lane, schedule) for lane, schedule in zip(lanes, schedules)]
+
+    def _schedule(self, stage: int) -> Schedule:
+        rule = StalenessRule(self.delay, self.start)
+        return Schedule(stage, self.stages, self.lookahead, rule, self.staleness, self.slack)
 
     def _length(self, seconds: float | Sequence[float]) -> Callable[[int, int], float]:
         return lambda stage, _: seconds[stage] if isinstance(seconds, Sequence) else seconds
@@ -48,6 +54,7 @@ class Recording:
             Meta(
                 replica * self.stages + self.stages - 1 - stage, stage, replica, self.stages, self.replicas,
                 self.micro_batches, self.lookahead, self.delay, "host", self.origin, 0.0, 0.0, 1.7e9, "0", "2",
+                self.start, held=self._schedule(stage).stage_rule.held,
             )
             for replica in range(self.replicas)
             for stage in range(self.stages)
@@ -82,7 +89,7 @@ class Recording:
     def _with_version(self, span: Span, schedule: Schedule) -> Span:
         if span.kind is Kind.UPDATE:
             return replace(span, version=span.index + 1)
-        return replace(span, version=schedule.stage_rule.version(span.index // self.micro_batches))
+        return replace(span, version=schedule.stage_rule.version(*divmod(span.index, self.micro_batches)))
 
 
 def write_rank(folder: Path, meta: Meta, spans: Sequence[Span], micro_batches: int) -> None:

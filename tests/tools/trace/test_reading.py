@@ -142,6 +142,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         ({"origin": None}, "origin must be float"),
         ({"clock_offset": float("inf")}, "clock_offset must be float"),
         ({"stage": 9}, "out of range"),
+        ({"held": 1.5}, "held must be int"),
     ],
 )
 def test_a_wrong_first_line_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -152,6 +153,15 @@ def test_a_wrong_first_line_is_named(tmp_path: Path, change: dict[str, object], 
     with pytest.raises(TraceError, match=message) as caught:
         read_run(tmp_path)
     assert f"{file}:1: " in str(caught.value)
+
+
+def test_recordings_from_before_there_was_a_number_held_back_are_read(tmp_path: Path) -> None:
+    SMALL.write(tmp_path)
+    file = tmp_path / file_name(0)
+    head, *rest = file.read_text().splitlines()
+    old = {name: value for name, value in json.loads(head).items() if name != "held"}
+    file.write_text("\n".join([json.dumps(old), *rest]) + "\n")
+    assert [rank.meta.held for rank in read_run(tmp_path).ranks] == [None, None]
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:

@@ -177,6 +177,58 @@ def test_a_broken_promise_is_said(
     assert "STALENESS VIOLATED" in table(broken, summarise(broken))
 
 
+LEAST = replace(ASYNC, lookahead=0, staleness="least", start=1)
+
+
+@pytest.mark.parametrize(
+    ("recording", "shares", "total", "sentence"),
+    [
+        (LEAST, [3 / 8, 2 / 8, 1 / 8, 0], "0.00-0.38", "3, 2, 1, 0"),
+        (replace(LEAST, slack=1), [4 / 8, 3 / 8, 2 / 8, 1 / 8], "0.12-0.50", "4, 3, 2, 1"),
+        (replace(LEAST, slack="exact", start=0), [3 / 8] * 4, "0.38", "3, 3, 3, 3"),
+        (replace(LEAST, slack=9), [1] * 4, "0, 1", "8, 8, 8, 8"),
+    ],
+    ids=["least", "slack", "exact", "all"],
+)
+def test_the_share_of_micro_batches_on_older_weights_is_told(
+    tmp_path: Path, recording: Recording, shares: list[float], total: str, sentence: str
+) -> None:
+    run = recording.read(tmp_path)
+    summary = summarise(run)
+    assert summary.violated == 0
+    assert [row.stale_share for row in summary.rows] == shares
+    assert summary.total.stale_share == pytest.approx(sum(shares) / 4)
+    assert summary.total.staleness == total
+    older = f"W_max(t-1, {recording.start})"
+    promised = (
+        f"{older} with the first {sentence} of its micro-batches on stages 0, 1, 2, 3, and with the others on W_t"
+    )
+    assert f"Staleness: as promised, mini-batch t ran on {promised}" in table(run, summary)
+    assert all(row.ideal == pytest.approx(1) for row in summarise(run.between(2, 4)).rows)
+    part = run.between(3, 4)
+    assert [row.stale_share for row in summarise(part).rows] == pytest.approx(shares, abs=0.13), "in flight at its ends"
+    assert summarise(part).violated == 0
+
+
+@pytest.mark.parametrize(("k", "promised", "other"), [(17, 1, 2), (18, 2, 1)])
+def test_a_version_that_is_off_by_a_micro_batch_is_said(tmp_path: Path, k: int, promised: int, other: int) -> None:
+    """Stage 1 holds back the first two of mini-batch 2, 16 and 17."""
+    wrong = changed(
+        LEAST.read(tmp_path), lambda s: replace(s, version=other) if s.index == k and not s.num_bytes else s
+    )
+    assert f"forward {k} of mini-batch 2 ran on W{other}, not on W{promised}" in check_versions(wrong).violations[0]
+
+
+def test_recordings_of_a_fresh_last_stage_are_read_as_those_from_before(tmp_path: Path) -> None:
+    run = replace(LEAST, staleness="fresh_last_stage").read(tmp_path)
+    before = [replace(r, meta=replace(r.meta, held=None, delay=int(r.meta.held is None))) for r in run.ranks]
+    for ranks in (run.ranks, before):
+        same = replace(run, ranks=ranks)
+        summary = summarise(same)
+        assert (summary.violated, [row.staleness for row in summary.rows]) == (0, ["0, 1", "0, 1", "0, 1", "0"])
+        assert "ran on W_max(t-1, 1), W_t on the fresh last stage" in table(same, summary)
+
+
 def test_unrecorded_versions_are_not_taken_for_right_ones(tmp_path: Path) -> None:
     run = ASYNC.read(tmp_path)
     bare = [replace(rank, spans=[replace(s, version=-1) for s in rank.spans]) for rank in run.ranks]

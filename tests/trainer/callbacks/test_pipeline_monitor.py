@@ -121,16 +121,46 @@ def test_a_strategy_without_stages_is_refused() -> None:
 def test_the_window_averages_and_forgets() -> None:
     window = StageWindow(1, StalenessRule(1), size=2)
     assert (window.bubble, window.hidden, window.staleness) == (None, None, None)
-    window.add(0, 2, None, [Span(Kind.FORWARD, 0, 0, 1, 0), Span(Kind.BACKWARD, 1, 1, 3, 0)])
+    window.add(0, 0, 2, None, [Span(Kind.FORWARD, 0, 0, 1, 0), Span(Kind.BACKWARD, 1, 1, 3, 0)])
     assert (window.bubble, window.staleness) == (None, 0)  # a validation came before it
-    window.add(1, 4, 10.0, [Span(Kind.FORWARD, 2, 3, 8, 0), Span(Wait.AGREEMENT, 0, 8, 9)])
+    window.add(1, 2, 4, 10.0, [Span(Kind.FORWARD, 2, 3, 8, 0), Span(Wait.AGREEMENT, 0, 8, 9)])
     assert (window.bubble, window.hidden, window.staleness) == (0.5, pytest.approx(1 - 1 / 6), 1)
-    window.add(2, 6, 10.0, [Span(Kind.FORWARD, 4, 13, 23, 1)])
+    window.add(2, 4, 6, 10.0, [Span(Kind.FORWARD, 4, 13, 23, 1)])
     assert window.bubble == pytest.approx(0.25)
-    window.add(3, 8, 10.0, [Span(Kind.FORWARD, 6, 23, 33, 2)])
+    window.add(3, 6, 8, 10.0, [Span(Kind.FORWARD, 6, 23, 33, 2)])
     assert (window.bubble, window.hidden) == (0, None)
     with pytest.raises(StalenessError, match="ran on W1 on stage 1, not on W3"):
-        window.add(4, 10, 10.0, [Span(Kind.FORWARD, 8, 33, 34, 1)])
+        window.add(4, 8, 10, 10.0, [Span(Kind.FORWARD, 8, 33, 34, 1)])
+
+
+def test_the_staleness_of_a_mini_batch_is_the_mean_of_its_micro_batches() -> None:
+    window = StageWindow(0, StalenessRule(1, held=3), size=2)
+    forwards = [Span(Kind.FORWARD, k, k, k + 1, 0 if k < 7 else 1) for k in range(8)]
+    window.add(0, 0, 4, 4.0, forwards[:4])
+    assert window.staleness == 0
+    window.add(1, 4, 6, 2.0, forwards[4:6])
+    assert window.staleness == 1, "of the two so far"
+    window.add(1, 4, 8, 2.0, forwards[6:])
+    assert window.staleness == 3 / 4
+    for place, version in ((2, 2), (3, 1)):
+        with pytest.raises(StalenessError, match=f"micro-batch {8 + place} of mini-batch 2 ran on W{version}"):
+            window.add(2, 8, 12, 1.0, [Span(Kind.FORWARD, 8 + place, 8, 9, version)])
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "by_stage"),
+    [({"slack": 1}, [0, 0.25, 0.25], [0.5, 0.25]), ({"slack": "exact"}, [0, 0.25, 0.25], None)],
+    ids=["slack", "exact"],
+)
+def test_the_least_staleness_is_logged_for_every_stage(
+    pools: Pools, options: dict[str, Any], own: list[float], by_stage: list[float] | None
+) -> None:
+    run = replace(RUN, options={"micro_batches": 4, "staleness": "least", **options})
+    results = pools.run(2, fit, run)
+    assert values(results, "gradient_staleness")[:3] == own
+    for stage in (0, 1):
+        logged = values(results, f"gradient_staleness_stage_{stage}")
+        assert logged[:3] == ([0, by_stage[stage], by_stage[stage]] if by_stage else [])
 
 
 def test_the_models_operations_are_those_that_torch_counts() -> None:

@@ -92,6 +92,31 @@ def test_a_synchronous_start_is_known(pools: Pools, tmp_path: Path) -> None:
     assert summarise(replace(read, ranks=altered)).violated > 0
 
 
+def test_the_least_staleness_is_recorded(pools: Pools, tmp_path: Path) -> None:
+    options = {"micro_batches": 4, "staleness": "least"}
+    pools.run(2, fit, recorded(replace(SMALL, options=options), tmp_path))
+    read = read_run(tmp_path / "trace")
+    assert [(rank.meta.delay, rank.meta.held, rank.meta.synchronous_start) for rank in read.ranks] == [
+        (1, 1, 1),
+        (1, 0, 1),
+    ]
+    versions = {s.index: s.version for s in read.ranks[0].spans if s.kind is Kind.FORWARD}
+    assert [versions[k] for k in range(24)] == [*[0] * 4, *[1] * 4, 1, *[2] * 4, *[3] * 4, *[4] * 4, *[5] * 3]
+    summary = summarise(read)
+    assert (summary.violated, [row.stale_share for row in summary.rows]) == (0, [0.25, 0])
+    assert "first 1, 0 of its micro-batches on stages 0, 1, and with the others on W_t" in table(read, summary)
+
+
+def test_the_least_staleness_of_accumulated_batches_is_recorded(pools: Pools, tmp_path: Path) -> None:
+    options = {"micro_batches": 4, "staleness": "least", "slack": 4}
+    accumulating = {**SMALL.trainer, "accumulate_grad_batches": 2}
+    monitor = (PipelineMonitor, {"every_n_batches": 1})
+    run = recorded(replace(SMALL, options=options, trainer=accumulating), tmp_path)
+    pools.run(2, fit, replace(run, callbacks=(*run.callbacks, monitor)))
+    summary = summarise(read_run(tmp_path / "trace"))
+    assert (summary.violated, [row.stale_share for row in summary.rows]) == (0, [5 / 8, 4 / 8])
+
+
 def test_a_part_of_the_run_is_recorded(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, fit, recorded(SMALL, tmp_path, first_mini_batch=2, mini_batches=2))
     run = read_run(tmp_path / "trace")

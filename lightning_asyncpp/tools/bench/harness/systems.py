@@ -42,6 +42,7 @@ from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_FABRIC,
     ASYNC_FRESH,
+    ASYNC_LEAST,
     ASYNC_MONITORED,
     ASYNC_TRACED,
     FLOOR,
@@ -148,10 +149,13 @@ def _loader(job: Job) -> DataLoader:
     return DataLoader(TensorDataset(inputs, targets), batch_size=job.micro_batches * job.rows)
 
 
+_STALENESS: dict[str, Staleness] = {ASYNC_FRESH: "fresh_last_stage", ASYNC_LEAST: "least"}
+
+
 def _strategy(job: Job, system: str) -> SyncPipelineStrategy | AsyncPipelineStrategy:
     if system == SYNC:
         return SyncPipelineStrategy(micro_batches=job.micro_batches)
-    staleness: Staleness = "fresh_last_stage" if system == ASYNC_FRESH else "uniform"
+    staleness = _STALENESS.get(system, "uniform")
     return AsyncPipelineStrategy(micro_batches=job.micro_batches, lookahead=job.lookahead, staleness=staleness)
 
 
@@ -271,6 +275,7 @@ def _loop(
 RUNNERS: dict[str, Callable[[Job, str, LayerFactory], RankRun]] = {
     ASYNC: run_trainer,
     ASYNC_FRESH: run_trainer,
+    ASYNC_LEAST: run_trainer,
     ASYNC_TRACED: run_trainer,
     ASYNC_MONITORED: run_trainer,
     ASYNC_FABRIC: run_fabric,
