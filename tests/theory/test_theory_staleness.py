@@ -293,6 +293,9 @@ def test_with_tuned_momentum_the_delay_is_in_the_lower_order_term_for_the_lmo(ph
         ):
             other = descent_bound(gap, smoothness, Method(other_beta, 1, phi=phi), other_lr, updates, noise)
             assert other > 0.85 * whole  # no other choice is much better
+    quiet = math.sqrt(2 * gap / (smoothness * 100 * (1 + 4 * phi)))  # without noise and momentum
+    bound = descent_bound(gap, smoothness, Method(0, 1, phi=phi), quiet, 100)
+    assert bound == pytest.approx(math.sqrt(2 * smoothness * gap * (1 + 4 * phi) / 100), rel=1e-12)
 
 
 @pytest.mark.parametrize("phi", [0.25, 0.5])
