@@ -16,12 +16,16 @@ Rule: TypeAlias = Callable[[Array], Array]
 
 @dataclass(frozen=True)
 class Method:
-    """A linear method: momentum m = beta m + (1 - beta) g, delay d, Error Feedback of strength s."""
+    """A linear method: momentum m = beta m + (1 - beta) g, delay d, Error Feedback of strength s.
+
+    ``phi`` is the share of each gradient that is d updates old; the rest is fresh.
+    """
 
     beta: float = 0.0
     delay: int = 0
     strength: float = 0.0
     nesterov: bool = False
+    phi: float = 1.0
 
     def rule(self, map_momentum: Rule | None = None) -> Rule:
         """Make a fresh base rule; ``map_momentum`` is the LMO, the identity by default."""
@@ -78,19 +82,32 @@ def train(
     lr: float,
     updates: int,
     delay: int = 0,
-    strength: float = 0.0,
+    strength: Array | float = 0.0,
+    phi: Array | float = 1.0,
     noise: Array | None = None,
 ) -> Run:
-    """W_{t+1} = W_t - (u_t + s (u_t - u_{t-1})), u_t = lr * rule(gradient(W_{max(t-d, 0)}) + noise_t)."""
+    """W_{t+1} = W_t - (u_t + s (u_t - u_{t-1})), u_t = lr * rule(gradient(W_{max(t-d, 0)}) + noise_t).
+
+    With phi < 1 the gradient is phi * gradient(W_{max(t-d, 0)}) + (1 - phi) * gradient(W_t). An array of phi or of
+    strengths has one number per weight, that of its stage; only for a gradient that is linear (affine) in the weights.
+    """
     weights = [start]
     steps: list[Array] = []
     for t in range(updates):
-        g = gradient(weights[max(t - delay, 0)])
+        g = _mixed_gradient(gradient, weights[max(t - delay, 0)], weights[t], phi)
         u = lr * rule(g if noise is None else g + noise[t])
         corrected = u + strength * (u - steps[-1]) if steps else u
         steps.append(u)
         weights.append(weights[-1] - corrected)
     return Run(np.stack(weights), np.stack(steps))
+
+
+def _mixed_gradient(gradient: Rule, old: Array, new: Array, phi: Array | float) -> Array:
+    if isinstance(
+        phi, np.ndarray
+    ):  # each micro-batch mixes the versions of the stages: one affine gradient of the mean
+        return gradient(phi * old + (1 - phi) * new)
+    return gradient(old) if phi == 1 else phi * gradient(old) + (1 - phi) * gradient(new)
 
 
 def run_method(
@@ -103,10 +120,17 @@ def run_method(
     map_momentum: Rule | None = None,
     noise: Array | None = None,
 ) -> Run:
-    """:func:`train` with the delay, strength and momentum of ``method``."""
-    rule = method.rule(map_momentum)
+    """:func:`train` with the delay, share, strength and momentum of ``method``."""
     return train(
-        gradient, start, rule, lr=lr, updates=updates, delay=method.delay, strength=method.strength, noise=noise
+        gradient,
+        start,
+        method.rule(map_momentum),
+        lr=lr,
+        updates=updates,
+        delay=method.delay,
+        strength=method.strength,
+        phi=method.phi,
+        noise=noise,
     )
 
 

@@ -55,6 +55,42 @@ class MatrixLeastSquares:
         return float(np.trace(self.h))
 
 
+@dataclass(frozen=True)
+class StagedQuadratic:
+    """Gradient H w of six weights on three stages; stage s runs the share phi_s of the micro-batches on older weights.
+
+    So the mean gradient is H (w_t - Phi (w_t - w_{t-1})): of a weight the age is that of the stage that holds it.
+    """
+
+    h: Array
+    phi: Array
+
+    @classmethod
+    def random(cls, *phi: float) -> StagedQuadratic:
+        a = np.random.default_rng(0).standard_normal((6, 6))
+        return cls(a @ a.T / 6 + 0.1 * np.eye(6), np.repeat(phi, 2))
+
+    def gradient(self, w: Array) -> Array:
+        return np.asarray(self.h @ w)
+
+    def run(self, beta: float, lr: float, feedback: bool) -> Run:
+        """Up to lr * updates = 3, with Error Feedback of strength phi_s on each stage or without."""
+        strength = self.phi if feedback else 0.0
+        rule, start = Method(beta).rule(), np.ones(6)
+        return train(self.gradient, start, rule, lr=lr, updates=round(3 / lr), delay=1, phi=self.phi, strength=strength)
+
+    def rate(self, method: Method, lr: float, feedback: bool) -> float:
+        """Largest modulus of an eigenvalue of the iteration on (w_t, w_{t-1}, m_{t-1}, u_{t-1})."""
+        n, one, phi = len(self.h), np.eye(len(self.h)), np.diag(self.phi)
+        state = np.eye(4 * n)
+        w, old, m, u = (state[n * i : n * (i + 1)] for i in range(4))
+        g = self.h @ (w - phi @ (w - old))
+        average = method.beta * m + (1 - method.beta) * g
+        step = lr * ((1 - method.beta) * g + method.beta * average if method.nesterov else average)
+        corrected = (one + phi) @ step - phi @ u if feedback else step
+        return float(np.abs(np.linalg.eigvals(np.vstack([w - corrected, w, average, step]))).max())
+
+
 def logistic_gradient(w: Array) -> Array:
     """Gradient of a small regularised logistic regression: smooth and not quadratic."""
     probabilities = 1 / (1 + np.exp(-_FEATURES @ w))

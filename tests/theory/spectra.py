@@ -13,11 +13,14 @@ from tests.theory.iterations import Array, Method
 def characteristic(method: Method, h: float) -> Array:
     """Coefficients in z, highest power first, for one eigenvalue lambda with h = lr * lambda.
 
-    With x = 1/z:  (1 - x)(1 - beta x) + (1 - beta) h x^{1+d} N(x),  N = (1 + beta - beta x for Nesterov) times
-    (1 + s - s x for Error Feedback).
+    With x = 1/z:  (1 - x)(1 - beta x) + (1 - beta) h x (1 - phi + phi x^d) N(x),  N = (1 + beta - beta x for Nesterov)
+    times (1 + s - s x for Error Feedback).
     """
     left = np.convolve([1.0, -1.0], [1.0, -method.beta])
-    right = (1 - method.beta) * h * np.concatenate([np.zeros(1 + method.delay), numerator(method)])
+    age = np.zeros(1 + method.delay)
+    age[0] += 1 - method.phi
+    age[-1] += method.phi
+    right = (1 - method.beta) * h * np.concatenate([[0.0], np.convolve(age, numerator(method))])
     total = np.zeros(max(len(left), len(right)))
     total[: len(left)] += left
     total[: len(right)] += right
@@ -116,9 +119,9 @@ def noise_gain(method: Method, h: float, base_trajectory: bool = False) -> float
 
 
 def average_age(method: Method) -> float:
-    """Average age of the gradients in a step, in updates (statements 3.4 and 5.2): d - s + beta / (1 - beta)."""
+    """Average age of the gradients in a step, in updates (statements 3.4 and 5.2): phi d - s + beta / (1 - beta)."""
     momentum = method.beta / (1 - method.beta) * (method.beta if method.nesterov else 1)
-    return method.delay - method.strength + momentum
+    return method.phi * method.delay - method.strength + momentum
 
 
 def noise_share(beta: float, nesterov: bool = False) -> float:
@@ -136,7 +139,34 @@ def synchronous_limit(beta: float, nesterov: bool = False) -> float:
     return 2 * (1 + beta) / (1 - beta) / (1 + 2 * beta if nesterov else 1)
 
 
-def feedback_limit(beta: float, strength: float) -> float:
-    """Momentum, delay 1, Error Feedback of strength s <= 1 (statement 3.3): s^2 (1-beta) h^2 + (1 - s beta) h = 1."""
-    a, b = strength**2 * (1 - beta), 1 - strength * beta
-    return 2 / (b + math.sqrt(b * b + 4 * a))
+def momentum_and_delay_limit(theta: float, delay: int) -> tuple[float, float]:
+    """Plain momentum, delay d (statement 3.2): (beta, limit) at which the critical root is exp(i theta)."""
+    beta = math.cos((delay + 0.5) * theta) / math.cos((delay - 0.5) * theta)
+    return beta, math.sin(theta) / math.sin(delay * theta)
+
+
+def feedback_limit(beta: float, strength: float, phi: float = 1.0) -> float:
+    """Plain momentum, staleness phi, Error Feedback of strength s >= 0 (statement 7.1; 3.3 for phi = 1)."""
+    a = (1 - beta) * phi * strength * (1 + strength - phi)
+    b = phi - strength + (1 - beta) * phi * strength
+    root = b + math.sqrt(b * b + 4 * a)  # 2 / root solves a h^2 + b h = 1
+    return min(2 / root if root > 1e-12 else math.inf, _alternating_limit(beta, 1 + 2 * strength, phi))
+
+
+def nesterov_feedback_limit(beta: float, strength: float, phi: float = 1.0) -> float:
+    """Nesterov's form, staleness phi, Error Feedback of strength s (statement 7.1), from the margin of the quartic."""
+    n = np.convolve([1 - phi, phi], np.convolve([1 + beta, -beta], [1 + strength, -strength]))
+    left = np.convolve([1.0, -1.0], [1.0, -beta])[1:]
+    a3, a2, a1, a0 = (
+        np.polynomial.Polynomial([fixed, (1 - beta) * factor]) for fixed, factor in zip([*left, 0.0, 0.0], n)
+    )
+    margin = (1 - a0) ** 2 * (1 + a0 - a2) - (a1 - a3) * (a1 - a0 * a3)
+    roots = margin.roots()
+    positive = roots.real[(np.abs(roots.imag) < 1e-9) & (roots.real > 0)]
+    alternating = _alternating_limit(beta, (1 + 2 * beta) * (1 + 2 * strength), phi)
+    return min([*positive.tolist(), alternating])
+
+
+def _alternating_limit(beta: float, numerator_there: float, phi: float) -> float:
+    """Where a root reaches -1."""
+    return math.inf if phi >= 0.5 else 2 * (1 + beta) / ((1 - beta) * numerator_there * (1 - 2 * phi))

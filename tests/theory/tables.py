@@ -23,8 +23,12 @@ def delays() -> Table:
 
 
 def limits() -> Table:
-    """Stability limits lr * lambda: one row per beta."""
-    return {f"{beta:g}": [stability_limit(method) for method in _six_methods(beta)] for beta in (0, 0.5, 0.9, 0.95)}
+    """Stability limits lr * lambda, the last two with strength 2: one row per beta."""
+    rows = {}
+    for beta in (0, 0.5, 0.9, 0.95):
+        twice = [Method(beta, 1, 2, nesterov) for nesterov in (False, True)]
+        rows[f"{beta:g}"] = [stability_limit(method) for method in [*_six_methods(beta), *twice]]
+    return rows
 
 
 def tuned() -> Table:
@@ -77,9 +81,21 @@ def adam() -> Table:
     return rows
 
 
+def staleness() -> Table:
+    """Stability limits without and with Error Feedback of strength phi: one row per phi."""
+    rows = {}
+    for phi in (0, 0.125, 0.25, 0.375, 0.5, 1):
+        forms = [(0.0, False), (0.95, False), (0.95, True)]
+        methods = [Method(beta, 1, s, nesterov, phi) for beta, nesterov in forms for s in (0.0, phi)]
+        rows[f"{phi:g}"] = [stability_limit(method) for method in methods]
+    return rows
+
+
 _NAMES = ("no delay", "delay 1", "delay 1 + EF", "Nesterov, no delay", "Nesterov, delay 1", "Nesterov, delay 1 + EF")
 
-TABLES: dict[str, Callable[[], Table]] = {f.__name__: f for f in (delays, limits, tuned, orders, noise, orbits, adam)}
+TABLES: dict[str, Callable[[], Table]] = {
+    f.__name__: f for f in (delays, limits, tuned, orders, noise, orbits, adam, staleness)
+}
 
 
 def _six_methods(beta: float) -> list[Method]:

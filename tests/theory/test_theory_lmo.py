@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 
+from tests.theory.bounds import CURVATURE, ERROR, descent_bound
 from tests.theory.iterations import Array, Method, Run, nuclear_norm, polar, run_method, sign
 from tests.theory.problems import HostileNoise, MatrixLeastSquares, change_of_steps, measured_radius
 from tests.theory.spectra import average_age, critical_root, noise_share, orbit_radius, stability_limit
 
 SHAPE, LR, UPDATES = (4, 6), 0.02, 400
-CURVATURE, ERROR = 0.5, 2.0  # factors of L lr and of |m - grad f| in the descent inequality
 
 
 def spectral_run(problem: MatrixLeastSquares, method: Method, noise: Array | None = None) -> Run:
@@ -40,14 +40,6 @@ def test_the_lmo_attains_the_dual_norm_with_a_step_of_norm_one(lmo: object) -> N
     norm, dual = (np.linalg.norm(d, 2), nuclear_norm(m)) if lmo is polar else (np.abs(d).max(), np.abs(m).sum())
     assert norm == pytest.approx(1, rel=1e-12)
     assert (m * d).sum() == pytest.approx(float(dual), rel=1e-12)
-
-
-def descent_bound(gap: float, smoothness: float, method: Method, lr: float, updates: int, noise: float = 0.0) -> float:
-    """Statement 5.2 without Error Feedback; ``noise`` is rho sigma."""
-    start_up = 1 / (updates * (1 - method.beta))
-    share = math.sqrt(noise_share(method.beta, method.nesterov))
-    smooth = smoothness * lr * (CURVATURE + ERROR * average_age(method))
-    return gap / (lr * updates) + smooth + ERROR * noise * (share + start_up)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -12,7 +12,10 @@ from tests.theory.problems import logistic_gradient
 from tests.theory.spectra import (
     average_age,
     critical_root,
+    delay_limit,
     feedback_limit,
+    momentum_and_delay_limit,
+    nesterov_feedback_limit,
     noise_gain,
     orbit_radius,
     rate,
@@ -39,13 +42,25 @@ def test_with_delay_one_the_limit_is_one_whatever_the_momentum(beta: float) -> N
         assert (np.abs(run.weights[-300:]).max() < 1) == stays_bounded
 
 
+@pytest.mark.parametrize("delay", [1, 2, 3, 5])
+def test_the_limit_of_a_longer_delay_falls_with_momentum_along_a_closed_curve(delay: int) -> None:
+    limits = []
+    for fraction in (1.0, 0.8, 0.4, 0.1, 0.01):  # of the angle of the critical root without momentum
+        beta, limit = momentum_and_delay_limit(fraction * math.pi / (2 * delay + 1), delay)
+        method = Method(max(beta, 0.0), delay)
+        assert stability_limit(method) == pytest.approx(limit, rel=1e-6)
+        limits.append(limit)
+    assert limits[0] == pytest.approx(delay_limit(delay), rel=1e-9)
+    assert delay == 1 or limits == sorted(limits, reverse=True)
+
+
 def test_with_much_momentum_the_limit_tends_to_one_over_the_delay() -> None:
     for delay in (1, 2, 4):
         assert stability_limit(Method(0.999, delay)) == pytest.approx(1 / delay, rel=2e-3)
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("strength", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("strength", [0.0, 0.25, 0.5, 1.0, 1.5, 2.0])
 def test_limits_with_error_feedback_follow_the_jury_criterion(beta: float, strength: float) -> None:
     assert stability_limit(Method(beta, 1, strength)) == pytest.approx(feedback_limit(beta, strength), rel=1e-7)
 
@@ -57,10 +72,42 @@ def test_error_feedback_raises_the_limit_only_with_enough_momentum(strength: flo
     assert stability_limit(Method(threshold - 0.02, 1, strength)) < 1
 
 
-def test_in_nesterovs_form_error_feedback_raises_the_limit_only_with_more_momentum() -> None:
-    for beta, raises in ((0.77, False), (0.79, True)):
-        plain, fed = (stability_limit(Method(beta, 1, strength, nesterov=True)) for strength in (0.0, 1.0))
+@pytest.mark.parametrize("beta", [0.3, 0.9, 0.95, 0.999])
+def test_the_strength_with_the_largest_limit_tends_to_two(beta: float) -> None:
+    best = 2 * beta / (2 - beta) ** 2
+    limit = stability_limit(Method(beta, 1, best))
+    assert limit == pytest.approx((2 - beta) ** 2 / (4 * (1 - beta)), rel=1e-6)
+    assert all(stability_limit(Method(beta, 1, best + other)) < limit for other in (-0.1, 0.1))
+
+
+@pytest.mark.parametrize(("other", "threshold"), [(0.0, 2 / 3), (1.0, 3 - 3 / math.sqrt(2))])
+def test_strength_two_raises_the_limit_only_with_enough_momentum(other: float, threshold: float) -> None:
+    for beta, raises in ((threshold - 0.005, False), (threshold + 0.005, True)):
+        assert (stability_limit(Method(beta, 1, 2.0)) > stability_limit(Method(beta, 1, other))) == raises
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("strength", [0.5, 1.0, 2.0])
+def test_in_nesterovs_form_limits_with_error_feedback_follow_the_quartic(beta: float, strength: float) -> None:
+    method = Method(beta, 1, strength, nesterov=True)
+    assert stability_limit(method) == pytest.approx(nesterov_feedback_limit(beta, strength), rel=1e-7)
+
+
+@pytest.mark.parametrize(("strength", "threshold"), [(1.0, 0.7786), (2.0, 0.9170)])
+def test_in_nesterovs_form_error_feedback_raises_the_limit_only_with_more_momentum(
+    strength: float, threshold: float
+) -> None:
+    for beta, raises in ((threshold - 1e-3, False), (threshold + 1e-3, True)):
+        plain, fed = (stability_limit(Method(beta, 1, s, nesterov=True)) for s in (0.0, strength))
         assert (fed > plain) == raises
+    if strength == 1:
+        factor = np.array([1, -7, 13, -1, -5, -1, 0, 1])  # of the resultant of the two conditions
+        assert abs(np.roots(factor) - threshold).min() < 1e-4
+
+
+def test_in_nesterovs_form_strength_two_has_a_lower_limit_than_one() -> None:
+    for beta in np.linspace(0, 0.999, 30):
+        assert nesterov_feedback_limit(beta, 2) < nesterov_feedback_limit(beta, 1)
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.95])
