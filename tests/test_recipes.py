@@ -99,6 +99,9 @@ def test_recipes_for_gpus_have_weight_versions_in_bf16(path: Path) -> None:
     assert loaded(path.stem)["trainer"]["strategy"]["init_args"]["weight_dtype"] == "bf16"
 
 
+CUTS = {"least": (2, 1, 1, 2)}  # layers of each stage, where results were taken under the default
+
+
 def stages_of(recipe: dict[str, Any]) -> list[int]:
     """Numbers of stages over which a recipe cuts its model: of a pipeline, or of an ablation's emulated ones."""
     if "trainer" in recipe:
@@ -109,14 +112,15 @@ def stages_of(recipe: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("path", QUICKSTARTS + ABLATIONS, ids=lambda path: path.stem)
 def test_published_results_belong_to_the_default_cut(path: Path) -> None:
-    """They were taken when all stages had the same number of layers: where that is not the default, recipes say so."""
+    """Most were taken when all stages had the same number of layers: where that is not the default, recipes say so."""
     recipe = yaml.safe_load(path.read_text())
     trained = recipe if "model" in recipe else yaml.safe_load((path.parent / recipe["recipe"]).read_text())
     with torch.device("meta"):
         model = GPT(GPTConfig(**trained["model"]["init_args"]["config"]))
     for stages in stages_of(recipe):
         partition = choose_partition(model, 0, stages, "auto")
-        assert partition.counts == partition.uniform, f"{path.name} with {stages} stages: give partition: uniform"
+        counts = CUTS.get(path.stem, partition.uniform)
+        assert partition.counts == counts, f"{path.name} with {stages} stages: give partition: {counts}"
 
 
 def test_the_adamw_twin_differs_in_the_optimizer_alone() -> None:

@@ -185,10 +185,10 @@ def test_updates(name: str, dtype: torch.dtype | None) -> None:
         set_delay(1)
     weights = WeightVersions(dict(model.named_parameters()), 2, compute_dtype=dtype)
     for t in range(2):
-        for leaf in weights.leaves(max(0, t - 1)).values():
+        for leaf in weights.sum_at(max(0, t - 1)).values():
             if dtype is None:
                 leaf.grad = torch.zeros_like(leaf)
-        gradients = weights.take_gradients(max(0, t - 1))
+        gradients = weights.take_gradients()
         gradients = {n: torch.zeros_like(p) for n, p in model.named_parameters()}  # a backward's, with masters
         before = weights.advance()
         foreach.divide_(list(gradients.values()), 3.0)  # type: ignore[arg-type]
