@@ -97,7 +97,7 @@ def with_staleness(case: Case, staleness: Staleness, slack: Slack) -> Case:
     return case._replace(staleness=staleness, slack=slack, synchronous_start=start, runs=(3, *case.runs[1:]))
 
 
-@pytest.mark.parametrize("waits", ["waits-everywhere", "random-waits"])
+@pytest.mark.parametrize("waits", [pytest.param("waits-everywhere", marks=pytest.mark.slow), "random-waits"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("stages", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (2, 4, 5, 6, 7, 8))])

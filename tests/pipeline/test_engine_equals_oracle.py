@@ -171,7 +171,7 @@ def with_least_staleness(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-@few_of(over((2, 3), with_least_staleness), of=["num_stages", "slack", "drains", "accumulate", "tied", "lookahead"])
+@few_of(over((2, 3), with_least_staleness), of=["slack", "accumulate", "tied"])
 def test_least_staleness(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 

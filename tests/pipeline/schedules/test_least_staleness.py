@@ -48,8 +48,8 @@ def keeps_the_rules(micro_batches: Iterable[int], stages: Iterable[int], slack: 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("slack", SLACKS)
 def test_the_least_staleness_keeps_the_rules(slack: Slack, num_replicas: int) -> None:
-    keeps_the_rules((2, 3, 4, 5, 8, 13, 16, 31), range(2, 17), slack, num_replicas)
-    keeps_the_rules((64,), (2, 7, 32), slack, num_replicas)
+    keeps_the_rules((2, 3, 5, 8, 16), range(2, 17, 2), slack, num_replicas)
+    keeps_the_rules((64,), (3, 32), slack, num_replicas)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def drained_everywhere(num_stages: int, count: int, slack: Slack) -> None:
 
 
 @pytest.mark.parametrize("slack", SLACKS)
-@pytest.mark.parametrize(("num_stages", "micro_batches"), [(2, 2), (2, 5), (3, 4), (4, 8), (5, 6)])
+@pytest.mark.parametrize(("num_stages", "micro_batches"), [(2, 5), (3, 4), (5, 6)])
 def test_drains_after_any_micro_batch_keep_the_rules(slack: Slack, num_stages: int, micro_batches: int) -> None:
     drained_everywhere(num_stages, micro_batches, slack)
 
@@ -95,7 +95,7 @@ def test_drains_after_any_micro_batch_of_many_shapes_keep_the_rules(slack: Slack
         drained_everywhere(num_stages, count, slack)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(2, MOST_STAGES))

@@ -41,7 +41,7 @@ BY_STAGE = ("fresh last stage", "least")
 USUAL = [
     *(("async", "projected"), ("async", "shrinks")),
     *(("sync", "projected"), ("synchronous start", "draws"), ("fresh last stage", "other memory")),
-    *(("least", "shrinks"), ("least", "draws")),
+    ("least", "shrinks"),
 ]
 CASES = [
     pytest.param(delays, name, stages, marks=[] if stages == 3 and (delays, name) in USUAL else pytest.mark.slow)
