@@ -110,16 +110,8 @@ class Engine:
 
     @property
     def at_newest(self) -> bool:
-        """Whether micro-batches of the open mini-batch may run at the weights that its own update will be applied to.
-
-        The same on all stages: a fresh last stage has nothing in flight between two batches.
-        """
-        return self.schedule.pipeline_rule.at_newest(self.mini_batch) or self.settings.staleness == "least"
-
-    def applies_after_next_batch(self, mini_batch: int) -> bool:
-        """Whether this stage applies the update of mini-batch t when the batch after it is over, not within it."""
-        rule, count = self.schedule.stage_rule, self.settings.micro_batches
-        return rule.updates_behind(mini_batch) > 0 and (rule.held is None or rule.held >= count)
+        """See :meth:`Schedule.reaches_newest`; of the open mini-batch."""
+        return self.schedule.reaches_newest(self.mini_batch)
 
     def run(self, batch: Any, step: Step, apply_held: Callable[[], object] | None = None) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.

@@ -199,6 +199,18 @@ class Schedule:
         held, behind = self.stage_rule.held, self.pipeline_rule.updates_behind(mini_batch)
         return held is not None and not self.agrees_first and behind > 0
 
+    def reaches_newest(self, mini_batch: int) -> bool:
+        """Whether micro-batches of mini-batch t may run at the weights that its own update will be applied to.
+
+        The same on all stages: a fresh last stage has nothing in flight between two batches.
+        """
+        return self.pipeline_rule.at_newest(mini_batch) or self.staleness == "least"
+
+    def applies_after_next_batch(self, mini_batch: int, micro_batches: int) -> bool:
+        """Whether this stage applies the update of mini-batch t when the batch after it is over, not within it."""
+        rule = self.stage_rule
+        return rule.updates_behind(mini_batch) > 0 and (rule.held is None or rule.held >= micro_batches)
+
     def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> Iterator[Action]:
         """Actions that bring ``count`` micro-batches from ``first`` on under way.
 

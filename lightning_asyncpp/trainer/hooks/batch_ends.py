@@ -227,7 +227,9 @@ class BatchEnds(ModuleFirst):
         while self._is_due:
             end = self._waiting.popleft()
             engine = self._session.running()
-            held = engine.mini_batch == end.updates and engine.applies_after_next_batch(end.updates - 1)
+            schedule, parts = engine.schedule, engine.settings.micro_batches
+            is_newest = engine.mini_batch == end.updates
+            held = is_newest and schedule.applies_after_next_batch(end.updates - 1, parts)
             with (
                 self._session.weights_may_change(),
                 self._step_metrics.of_batch(end.weight, held),

@@ -99,7 +99,7 @@ def assert_same_rows(found: list[Any], expected: list[Any], name: str) -> None:
     assert not different, "\n".join([f"{name}, {len(found)} rows, expected {len(expected)}", *different[:3]])
 
 
-@drawn(2)
+@drawn(1)
 @given(chain=chains())
 def test_the_end_is_the_uninterrupted_runs(
     pools: Pools, tmp_path_factory: pytest.TempPathFactory, chain: Chain
@@ -107,7 +107,7 @@ def test_the_end_is_the_uninterrupted_runs(
     check(pools, chain, tmp_path_factory.mktemp("chain"))
 
 
-@drawn(2)
+@drawn(1)
 @given(chain=emulated_chains())
 def test_so_it_is_of_an_emulated_delay(pools: Pools, tmp_path_factory: pytest.TempPathFactory, chain: Chain) -> None:
     check(pools, chain, tmp_path_factory.mktemp("chain"))
