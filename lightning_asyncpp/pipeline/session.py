@@ -28,7 +28,7 @@ from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, ProtocolError
 from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
-from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems
+from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems, version_problems
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
@@ -175,6 +175,8 @@ class PipelineSession:
         engine, mesh = self.running(), self._connected()
         stage = engine.stage
         problems = [*stage_problems(optimizer, with_closure), *sparse_problems(stage.model)]
+        if engine.schedule.stage_rule.held:
+            problems += version_problems(optimizer)
         if not engine.mesh.is_last:  # the last stage runs each backward at once
             problems += cuda_graph_problems(stage.model, engine.runner.device)
         agree_on_problems(mesh, problems)

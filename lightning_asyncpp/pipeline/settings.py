@@ -306,6 +306,6 @@ class ResolvedSettings(PipelineSettings):
 
         Args:
             stage: 0 first.
-            shares_with: the first stage that shares a trained parameter with it, if one does.
+            shares_with: the first stage that shares a parameter with it, if one does.
         """
         return self._schedule(stage, self.num_stages, self.lookahead, shares_with)

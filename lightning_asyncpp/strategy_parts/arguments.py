@@ -47,7 +47,8 @@ class PipelineArguments(DDPArguments, PipelineSettings):
     Args:
         micro_batches: micro-batches that every batch is cut into; at least the number of stages, which is the default.
         lookahead: extra micro-batches in flight; hides latency and jitter, costs activation memory, never changes the
-            delay. Default: 1 where it is allowed, else 0.
+            delay, but adds to what ``staleness="least"`` holds back. Default: 1 where it is allowed, else 0; with
+            ``"least"`` 0.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
         staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"uniform"``
             (PipeDream-2BW): all, so that gradients are one update old. ``"least"``: those that are under way before

@@ -223,13 +223,12 @@ def held_in(case: Case, model: nn.Module, num_stages: int) -> list[Held]:
 
 
 def first_of_those_that_share(case: Case, num_stages: int) -> list[int]:
-    """Of each stage, the first that shares a trained parameter with it, or with one that does, ...; or itself."""
+    """Of each stage, the first that shares a parameter with it, or with one that does, ...; or itself."""
     stage_of = [stage for stage, count in enumerate(case.counts(num_stages)) for _ in range(count)]
     holders: dict[int, set[int]] = {}
     for unit, stage in zip(pipeline_units(case.make_model()), stage_of, strict=True):
         for parameter in unit.module.parameters():
-            if parameter.requires_grad:
-                holders.setdefault(id(parameter), set()).add(stage)
+            holders.setdefault(id(parameter), set()).add(stage)
     first = list(range(num_stages))
     for _ in first:  # as often as a number may have to be handed on
         for stages in holders.values():

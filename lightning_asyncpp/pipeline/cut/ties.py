@@ -87,9 +87,11 @@ def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
 
 
 def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:
-    """The first of the stages that share trained parameters with a stage, or with one that does; None if none does."""
-    together = {stage}
-    trained = [set(tie.stages) for tie in ties if tie.is_trained]
-    while more := [stages for stages in trained if together & stages and not stages <= together]:
+    """The first of the stages that share parameters with a stage, or with one that does; None if none does.
+
+    Frozen ones count: they may be trained later.
+    """
+    together, shared = {stage}, [set(tie.stages) for tie in ties]
+    while more := [stages for stages in shared if together & stages and not stages <= together]:
         together = together.union(*more)
     return min(together) if len(together) > 1 else None

@@ -21,7 +21,7 @@ from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
-from lightning_asyncpp.pipeline.optimizers.fitness import delayed_problems
+from lightning_asyncpp.pipeline.optimizers.fitness import delayed_problems, version_problems
 from lightning_asyncpp.pipeline.schedule import StalenessRule
 from lightning_asyncpp.pipeline.updates.clipping import clip_coefficient
 from lightning_asyncpp.pipeline.updates.reduction import squares
@@ -59,7 +59,10 @@ class DelayEmulator:
         partition: Partition | None = None,
     ) -> None:
         _check_parameters(module)
-        if not settings.is_plain and (problems := delayed_problems(optimizer)):
+        problems = [] if settings.is_plain else delayed_problems(optimizer)
+        if settings.delay == "least":
+            problems += version_problems(optimizer)
+        if problems:
             raise ConfigurationError.from_problems(problems)
         self.settings, self.optimizer, self.micro_batches = settings, optimizer, micro_batches
         self.mini_batch = 0

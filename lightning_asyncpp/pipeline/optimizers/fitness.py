@@ -90,6 +90,20 @@ def sparse_problems(model: nn.Module) -> list[str]:
     ]
 
 
+def version_problems(optimizer: Optimizer) -> list[str]:
+    """Why an optimizer cannot take gradients of which a part was taken at older weights than the rest."""
+    problems = []
+    wrapped: Any = optimizer
+    while wrapped is not None:
+        if not getattr(wrapped, "takes_fractions", True):
+            problems.append(
+                f"{name_of(wrapped)} needs gradients that are taken at one version of the weights; with the least"
+                " staleness some micro-batches run on another: use staleness='uniform', or another correction"
+            )
+        wrapped = getattr(wrapped, "base", None)
+    return problems
+
+
 def delayed_problems(optimizer: Optimizer) -> list[str]:
     """Why an optimizer over the whole model cannot take delayed gradients."""
     if is_known(optimizer) and not isinstance(optimizer, LBFGS):

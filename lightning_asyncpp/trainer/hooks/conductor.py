@@ -107,6 +107,8 @@ class Conductor(Callback):
         if self._must_drain(trainer, batch_idx):
             self.drain()
             self.step_metrics.updates.log_received()
+        if engine.accumulating:  # an update within the batch may have agreed on a stop: it waits for a whole mini-batch
+            return
         if engine.updates.agreed.interrupted:
             self._is_preempted = True
             if not _is_finished(trainer, batch_idx):
@@ -218,7 +220,8 @@ class Conductor(Callback):
         engine = self.session.running()
         last = _is_last(trainer, batch_idx)
         done = _has_all_steps(trainer)
-        stopping = engine.updates.agreed.interrupted or engine.updates.agreed.finished
+        agreed = engine.updates.agreed
+        stopping = (agreed.interrupted or agreed.finished) and not engine.accumulating
         saving = any(private.checkpoint_is_due(c, trainer.global_step) for c in trainer.checkpoint_callbacks)
         plateau = any(c.reduce_on_plateau and c.interval == "step" for c in trainer.lr_scheduler_configs)
         reading = last or done or saving or plateau or private.validation_is_due(trainer)

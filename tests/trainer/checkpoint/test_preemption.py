@@ -113,6 +113,19 @@ def test_replicas_and_other_schedules(
     check_resumed(whole[:stages], broken, resumed[:stages], stages)
 
 
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_agreed_on_within_a_batch_it_ends_with_the_mini_batch(pools: Pools, index: int, tmp_path: Path) -> None:
+    """With updates that all agree on between two micro-batches, and several batches to an update."""
+    options = {"staleness": "least", "slack": "exact", "micro_batches": 4, "partition": "uniform"}
+    trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    whole = pools.run(3, preempted, run_of(tmp_path / "whole", trainer, (90,), options=options))
+    tell = (Signals, {"ranks": (0, 1, 2), "hook": "on_train_batch_end", "index": index})
+    broken = pools.run(3, preempted, run_of(tmp_path, trainer, (90,), tell, options=options))
+    assert [result["code"] for result in broken] == [143] * 3
+    last = run_of(tmp_path, trainer, (90,), ckpt_path=str(tmp_path / "last.ckpt"), options=options)
+    check_resumed(whole, broken, pools.run(3, preempted, last), 3)
+
+
 def test_interrupted_twice(pools: Pools, tmp_path: Path) -> None:
     """The second time in the validation of the same epoch."""
     whole = pools.run(2, preempted, run_of(tmp_path / "whole", OFTEN, TWO))

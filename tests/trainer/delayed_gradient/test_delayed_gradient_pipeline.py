@@ -175,3 +175,15 @@ class NanNet(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return loss * float("nan") if batch_idx == 2 else loss
+
+
+@pytest.mark.parametrize("correction", ["compensation", "discount"])
+def test_what_needs_gradients_at_one_version_is_refused_before_training(pools: Pools, correction: str) -> None:
+    """On all ranks, also where a stage has no part at older weights; inside another correction, too."""
+    options = {"micro_batches": 4, "staleness": "least", "partition": "uniform"}
+    run = Run(Net, "async", options, optimizer="muon", correction=correction)
+    emulated = delayed(run, delay="least", stages=3, micro_batches=4, partition="uniform")
+    for outcome in [*pools.outcomes(3, fit, run), *pools.outcomes(1, fit, emulated)]:
+        assert outcome.error == "ConfigurationError", outcome.message
+        assert "needs gradients that are taken at one version of the weights" in outcome.message
+        assert "use staleness='uniform', or another correction" in outcome.message
