@@ -82,6 +82,15 @@ def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness,
     return 0 if is_fresh else None
 
 
+def agrees_first(staleness: Staleness, slack: Slack) -> bool:
+    """Whether all stages have agreed on an update before any of them applies it.
+
+    With the slack ``"exact"`` the first stage has its gradient when it has run the ``depth(0)`` forwards of the next
+    mini-batch that it holds back. No stage can run more of these before: none waits for another there.
+    """
+    return slack == "exact" if staleness == "least" else staleness == "uniform"
+
+
 @dataclass(frozen=True)
 class StalenessRule:
     """Which weights micro-batches run on, and which updates are due: nothing else in a pipeline computes that.
@@ -125,10 +134,6 @@ class StalenessRule:
     def in_start(self, mini_batch: int) -> bool:
         """Whether mini-batch t belongs to the synchronous start."""
         return mini_batch < self.synchronous_start
-
-    def begins_at(self, mini_batch: int) -> bool:
-        """Whether the delay begins with mini-batch t, after a synchronous start."""
-        return mini_batch == self.synchronous_start > 0
 
     def at_newest(self, mini_batch: int) -> bool:
         """Whether mini-batch t runs on the weights that its own update is applied to: no delay, or not yet."""
@@ -182,12 +187,8 @@ class Schedule:
 
     @property
     def agrees_first(self) -> bool:
-        """Whether all stages have agreed on an update before any of them applies it.
-
-        With the slack ``"exact"`` the first stage has its gradient when it has run the ``depth(0)`` forwards of the
-        next mini-batch that it holds back. No stage can run more of these before: none waits for another there.
-        """
-        return self.slack == "exact" if self.staleness == "least" else self.staleness == "uniform"
+        """Whether all stages have agreed on an update before any of them applies it: :func:`agrees_first`."""
+        return agrees_first(self.staleness, self.slack)
 
     @property
     def depth(self) -> int:

@@ -11,7 +11,15 @@ import torch
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.ranks.mesh import PLACEMENTS, Placement
-from lightning_asyncpp.pipeline.schedule import Schedule, Slack, Staleness, StalenessRule, depth, largest_lookahead
+from lightning_asyncpp.pipeline.schedule import (
+    Schedule,
+    Slack,
+    Staleness,
+    StalenessRule,
+    agrees_first,
+    depth,
+    largest_lookahead,
+)
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # of Lightning
 STALENESS = get_args(Staleness)
@@ -152,7 +160,7 @@ class PipelineSettings:
         if problems:
             return None, problems
         found = {"num_stages": num_stages, "micro_batches": micro_batches, "lookahead": lookahead}
-        if not self._schedule(0, num_stages, lookahead).agrees_first:
+        if not agrees_first(self.staleness, self.slack):
             found["synchronous_start"] = max(self.synchronous_start, 1)
         return ResolvedSettings(**vars(self) | found), []
 
@@ -258,17 +266,13 @@ class PipelineSettings:
                 f" {self.data_parallel_size} replica(s): the largest is {most};"
                 f" lower it, or use micro_batches >= {micro_batches + min(lookahead, num_stages - 1) - most}"
             ]
-        if self.nonfinite_gradients == "skip" and not self._schedule(0, num_stages, lookahead).agrees_first:
+        if self.nonfinite_gradients == "skip" and not agrees_first(self.staleness, self.slack):
             mend = "" if self.staleness == "fresh_last_stage" else ", or slack='exact'"
             return [
                 f"staleness={self.staleness!r} steps stages before it is known whether the gradients of the others are"
                 f" finite, so nonfinite_gradients='skip' could not leave their updates out; use 'stop'{mend}"
             ]
         return []
-
-    def _schedule(self, stage: int, num_stages: int, lookahead: int, shares_with: int | None = None) -> Schedule:
-        rule = StalenessRule(self.delay, self.synchronous_start)
-        return Schedule(stage, num_stages, lookahead, rule, self.staleness, self.slack, shares_with)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,4 +312,5 @@ class ResolvedSettings(PipelineSettings):
             stage: 0 first.
             shares_with: the first stage that shares a parameter with it, if one does.
         """
-        return self._schedule(stage, self.num_stages, self.lookahead, shares_with)
+        rule = StalenessRule(self.delay, self.synchronous_start)
+        return Schedule(stage, self.num_stages, self.lookahead, rule, self.staleness, self.slack, shares_with)

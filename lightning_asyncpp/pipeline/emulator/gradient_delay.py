@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.schedule import Slack, held_back
+from lightning_asyncpp.pipeline.schedule import Slack, agrees_first, held_back
 from lightning_asyncpp.pipeline.settings import is_whole, problems_of_partition, problems_of_slack, problems_of_start
 
 Delay = int | Literal["pipedream", "fresh_last_stage", "least"]
@@ -75,7 +75,7 @@ class DelaySettings:
     @property
     def steps_ahead(self) -> bool:
         """Whether a pipeline would step stages before the norm of the gradient is known."""
-        return self.delay == "fresh_last_stage" or (self.delay == "least" and self.slack != "exact")
+        return self.delay in ("fresh_last_stage", "least") and not agrees_first(self.delay, self.slack)
 
     @property
     def start(self) -> int:
