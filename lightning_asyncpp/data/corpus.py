@@ -10,7 +10,8 @@ from pathlib import Path
 
 from lightning_asyncpp.data.errors import DataError
 
-STANDARD_LIBRARY = "stdlib"
+LIBRARIES = {"stdlib": "stdlib", "packages": "purelib"}
+"""Name of a source -> what `sysconfig` calls its folder: the standard library, and what pip has installed."""
 TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.tex", "**/*.html", "**/*.json", "**/*.jsonl")
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -53,15 +54,17 @@ def find_text_files(
     """List the documents of a corpus in an order that depends only on their names.
 
     Args:
-        source: a folder, or ``"stdlib"`` for the running Python's standard library without its tests.
-        patterns: globs of the files to take, relative to the folder. Hidden files and folders are left out.
+        source: a folder, ``"stdlib"`` for the running Python's standard library, or ``"packages"`` for the packages
+            that are installed beside it; both without tests.
+        patterns: globs of the files to take, relative to the folder; of the two libraries it is the Python files that
+            match. Hidden files and folders are left out.
         max_bytes: take documents, in their order, as long as they fit into so many bytes.
 
     Raises:
         DataError: ``source`` is no folder, or holds no file to take.
     """
-    library = source == STANDARD_LIBRARY
-    folder = Path(sysconfig.get_path("stdlib")) if library else Path(source).expanduser()
+    library = LIBRARIES.get(str(source))
+    folder = Path(source).expanduser() if library is None else Path(sysconfig.get_path(library))
     if folder.is_file():
         raise DataError(
             f"source={str(source)!r} is a file, and a folder of text files is wanted; "
@@ -70,9 +73,11 @@ def find_text_files(
     if not folder.is_dir():
         raise DataError(
             f"source={str(source)!r}: there is no such folder; give a folder of text files, one that "
-            "`asyncpp prepare` wrote, or 'stdlib'"
+            "`asyncpp prepare` wrote, 'stdlib', or 'packages'"
         )
-    files = _matching_files(folder, ("**/*.py",) if library else patterns, _NOT_LIBRARY if library else set())
+    if library is not None:
+        patterns = [pattern for pattern in patterns if pattern.endswith(".py")]
+    files = _matching_files(folder, patterns, _NOT_LIBRARY if library else set())
     if not files:
         raise DataError(f"{folder} holds no text file that matches {list(patterns)}; add files, or set `patterns`")
     files.sort(key=lambda file: (file.draw("order"), file.name))

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_asyncpp.data.corpus import STANDARD_LIBRARY, find_text_files, split_files
+from lightning_asyncpp.data.corpus import LIBRARIES, find_text_files, split_files
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import fetch_tokenizer, is_hub_name
 from lightning_asyncpp.data.token_dataset import (
@@ -41,7 +41,7 @@ class TextSource:
     """Text, and all that decides the tokens made of it."""
 
     source: str
-    """A folder, or ``"stdlib"``."""
+    """A folder, or a key of `LIBRARIES`."""
     patterns: tuple[str, ...]
     """Globs of the files to take."""
     tokenizer: str
@@ -60,7 +60,7 @@ class TextSource:
         _refuse_unfinished(self.source)
         files = find_text_files(self.source, self.patterns, self.max_bytes)
         given = f"bpe-{self.vocab_size}" if self.tokenizer == "bpe" else load_tokenizer(self.tokenizer).fingerprint
-        name = self.source if self.source == STANDARD_LIBRARY else Path(self.source).expanduser().resolve().name
+        name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name
         return self.cache_dir / f"{name}-{fingerprint(files, given, self.val_fraction)}"
 
     def prepare(self) -> None:

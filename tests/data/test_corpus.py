@@ -70,6 +70,14 @@ def test_standard_library() -> None:
     assert all(file.read() is not None for file in files)
 
 
+def test_installed_packages() -> None:
+    files = find_text_files("packages", ["torch/nn/*.py", "torch/nn/*.pyi"])
+    assert "torch/nn/functional.py" in [file.name for file in files]
+    assert all(file.name.startswith("torch/nn/") and file.name.endswith(".py") for file in files)
+    with pytest.raises(DataError, match="holds no text file that matches"):
+        find_text_files("packages", ["no_such_package/**/*.py"])
+
+
 def test_files_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "zeros.txt").write_bytes(b"abc\0def")
     (tmp_path / "latin.txt").write_bytes("größe".encode("latin-1"))

@@ -13,15 +13,17 @@ Setting = tuple[str, "int | None"]
 
 @dataclass(frozen=True)
 class Group:
-    """What is compared within itself: an optimizer, at one momentum where that is swept."""
+    """What is compared within itself: an optimizer, at one momentum where that is swept, in one variant of the base."""
 
     optimizer: str
     momentum: float | None
+    variant: str | None = None
 
     @property
     def label(self) -> str:
         """Its name in plots."""
-        return self.optimizer if self.momentum is None else f"{self.optimizer}, momentum {self.momentum:g}"
+        momentum = [] if self.momentum is None else [f"momentum {self.momentum:g}"]
+        return ", ".join([self.optimizer, *momentum, *([] if self.variant is None else [self.variant])])
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Row:
         """What the lines of its trainings in CSV files have in common."""
         return {
             "optimizer": self.group.optimizer, "correction": self.correction, "delay": self.delay,
-            "stages": self.stages, "momentum": self.group.momentum,
+            "stages": self.stages, "momentum": self.group.momentum, "variant": self.group.variant,
         }  # fmt: skip
 
 
@@ -94,6 +96,7 @@ class Run:
         steps: updates made.
         seconds: duration of the training.
         cell: name of the run's folder and of its curves.
+        variant: of the base recipe; None where there is only one.
     """
 
     table: str
@@ -109,11 +112,12 @@ class Run:
     steps: int
     seconds: float = field(metadata={"form": ".2f"})
     cell: str
+    variant: str | None = None
 
     @property
     def row(self) -> Row:
         """The row of the grid that this run belongs to."""
-        return Row(Group(self.optimizer, self.momentum), self.delay, self.stages, self.correction)
+        return Row(Group(self.optimizer, self.momentum, self.variant), self.delay, self.stages, self.correction)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class Open:
         seed: of weights and data order; None where ``lr`` is: the line stands for all seeds.
         status: ``failed``, or ``pending`` if it is still to be run.
         log: path of the log of a failed one.
+        variant: as that of a run.
     """
 
     optimizer: str
@@ -137,11 +142,12 @@ class Open:
     seed: int | None
     status: str
     log: str
+    variant: str | None = None
 
     @property
     def row(self) -> Row:
         """The row of the grid that it belongs to."""
-        return Row(Group(self.optimizer, self.momentum), self.delay, self.stages, self.correction)
+        return Row(Group(self.optimizer, self.momentum, self.variant), self.delay, self.stages, self.correction)
 
     @property
     def failed(self) -> bool:
@@ -162,6 +168,12 @@ class CurvePoint:
 def kind_of(delay: str) -> str:
     """A delay's text without further settings: ``"1"`` of ``"1 micro_batches=4"``."""
     return re.split(r"[\s,;]", delay, maxsplit=1)[0]
+
+
+def natural(text: str) -> list[tuple[bool, int, str]]:
+    """An order of texts in which numbers count as such, and come before words."""
+    parts = [part for part in re.split(r"(\d+)", text) if part]
+    return [(False, int(part), "") if part.isdecimal() else (True, 0, part) for part in parts]
 
 
 def without_start(delay: str) -> str:

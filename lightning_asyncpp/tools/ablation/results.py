@@ -12,13 +12,13 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_asyncpp.storage.durable import write_durably
-from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, CellKey, CurvePoint, Open, Run
+from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, CellKey, CurvePoint, Open, Run, natural
 
 RESULT = "result.json"
 RESULTS, CURVES, OPEN, TABLE = "results.csv", "curves.csv", "open.csv", "table.md"
@@ -190,7 +190,7 @@ def _parsed(
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file, strict=True)
             names = [column.name for column in columns]
-            if missing := [name for name in names if name not in (reader.fieldnames or ())]:
+            if missing := [c.name for c in columns if c.default is MISSING and c.name not in (reader.fieldnames or ())]:
                 problems.append(f"{path}:1: no column {', '.join(missing)}; expected {','.join(names)}")
                 return
             for texts in reader:
@@ -199,7 +199,7 @@ def _parsed(
                     continue
                 try:
                     check(texts)
-                    line = kind(**{column.name: _value(column, texts[column.name]) for column in columns})
+                    line = kind(**{c.name: _value(c, texts[c.name]) for c in columns if c.name in texts})
                 except ValueError as error:
                     problems.append(f"{path}:{reader.line_num}: {error}")
                 else:
@@ -216,10 +216,10 @@ def _text(column: Field, value: Any) -> str:
 
 def _value(column: Field, text: str) -> Any:
     kind, _, or_none = str(column.type).partition(" | ")
-    if kind == "str":
-        return text
     if or_none and not text:
         return None
+    if kind == "str":
+        return text
     parse, wanted = _NUMBERS[column.metadata.get("kind", kind)]
     try:
         return parse(text)
@@ -274,8 +274,9 @@ def _raise(problems: Sequence[str]) -> None:
 
 
 def _order(key: CellKey) -> tuple[Any, ...]:
-    row, momentum = key.row, key.row.group.momentum
+    row, momentum, variant = key.row, key.row.group.momentum, natural(key.row.group.variant or "")
     first = row.delay.partition(" ")[0]
     delay = (0, int(first), row.delay) if first.isdecimal() else (1, 0, row.delay)
     stages = "" if row.stages is None else str(row.stages)
-    return row.group.optimizer, -1.0 if momentum is None else momentum, delay, stages, row.correction, key.lr, key.seed
+    group = row.group.optimizer, -1.0 if momentum is None else momentum, variant
+    return *group, delay, stages, row.correction, key.lr, key.seed

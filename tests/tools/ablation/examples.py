@@ -9,11 +9,23 @@ from lightning_asyncpp.tools.ablation.results import write_lines
 
 
 def run(
-    loss, seed=1, lr=0.01, *, optimizer="Muon", correction="none", delay="1", stages=None, momentum=None, steps=600
+    loss,
+    seed=1,
+    lr=0.01,
+    *,
+    optimizer="Muon",
+    correction="none",
+    delay="1",
+    stages=None,
+    momentum=None,
+    steps=600,
+    variant=None,
 ):
-    cell = f"{optimizer}-{momentum}-{delay}-{stages}-{correction}-{lr:g}-{seed}"
+    cell = f"{optimizer}-{momentum}-{variant}-{delay}-{stages}-{correction}-{lr:g}-{seed}"
     status = "finished" if loss is not None else "diverged"
-    return Run("demo", optimizer, correction, delay, stages, momentum, lr, seed, status, loss, steps, 40.0, cell)
+    return Run(
+        "demo", optimizer, correction, delay, stages, momentum, lr, seed, status, loss, steps, 40.0, cell, variant
+    )
 
 
 def seeds(losses, **row):

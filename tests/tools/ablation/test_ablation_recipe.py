@@ -13,7 +13,7 @@ from lightning_asyncpp import GPTModule
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation import ablate
 from lightning_asyncpp.tools.ablation.recipe import cell_config as config
-from lightning_asyncpp.tools.ablation.recipe.cell_config import cell_config, cell_name, own_sources
+from lightning_asyncpp.tools.ablation.recipe.cell_config import cell_config, cell_name, digest_of, own_sources
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems, parameter_names, refusal
 from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe
 from lightning_asyncpp.tools.ablation.recipe.rows import RowRecipe, make_rows
@@ -98,13 +98,53 @@ def test_names_given_twice_are_refused(tmp_path: Path) -> None:
         load_recipe(path)
 
 
-def test_every_correction_has_the_optimizer_alone_to_be_compared_with(tmp_path: Path) -> None:
-    wanted = "corrections: must hold `none: null`"
+def test_the_optimizer_alone_is_called_none(tmp_path: Path) -> None:
+    wanted = "corrections.EF.lr: 'same' is that of the optimizer alone; add `none: null` to corrections"
     assert wanted in problems(tmp_path, corrections={"EF": EF | {"lr": "same"}})
-    assert wanted in problems(tmp_path, corrections={"none": EF})
+    assert "corrections.none: must be null: it is the optimizer alone" in problems(tmp_path, corrections={"none": EF})
     told = problems(tmp_path, corrections={"plain": None, "EF": EF})
-    assert wanted in told
     assert "corrections.plain: is null: the optimizer alone is called `none`" in told
+
+
+def test_the_optimizer_alone_may_be_left_out_where_gradients_are_delayed(tmp_path: Path) -> None:
+    recipe = load(tmp_path, corrections={"EF": EF}, delays=[0, 1])
+    assert [row.name for row in make_rows(recipe)] == ["AdamW_delay0_none", "AdamW_delay1_EF"]
+
+
+VARIANTS = {"short": {"trainer.max_steps": 6}, "wide": {"model.init_args.config.dim": 32, "trainer.max_steps": 4}}
+
+
+def test_variants_of_the_base_recipe_are_compared_each_within_itself(tmp_path: Path) -> None:
+    recipe = load(tmp_path, variants=VARIANTS, delays=[0, 1])
+    rows = make_rows(recipe)
+    assert [row.name for row in rows] == [f"AdamW_{v}_delay{d}_none" for v in ("short", "wide") for d in (0, 1)]
+    configs = [cell_config(recipe, row, 0.1, 1) for row in rows]
+    assert [c["trainer"]["max_steps"] for c in configs] == [6, 6, 4, 4]
+    assert [c["model"]["init_args"]["config"]["dim"] for c in configs] == [16, 16, 32, 32]
+    assert recipe.base["trainer"]["max_steps"] == 12
+    assert rows[0].key.group != rows[2].key.group
+
+
+def test_a_run_of_a_variant_is_that_of_the_recipe_that_says_the_same(tmp_path: Path) -> None:
+    def digest(recipe: Recipe) -> str:
+        return digest_of(cell_name(recipe, make_rows(recipe)[0], 0.1, 1))
+
+    varied = digest(load(tmp_path, variants={"short": {"trainer.max_steps": 6}}))
+    recipe = load(tmp_path)
+    assert digest(recipe) != varied
+    write_yaml(tmp_path / "fit.yaml", FIT | {"trainer": FIT["trainer"] | {"max_steps": 6}, "data": recipe.base["data"]})
+    assert digest(load_recipe(recipe.path)) == varied
+
+
+def test_mistakes_in_variants_are_told(tmp_path: Path) -> None:
+    told = problems(tmp_path, variants={"a": 3, "b": {"trainer.max_steps.now": 1}, "c d": {}})
+    assert "variants.a: must map places in the base recipe to values, got 3" in told
+    assert "variants.b: trainer.max_steps.now: what is before 'now' is 12" in told
+    assert "variants: the name 'c d' may have letters" in told
+    assert "variants: is missing or empty" in problems(tmp_path, variants={})
+    recipe = load(tmp_path, variants={"good": {}, "bad": {"model.init_args.config.dimm": 32}})
+    (problem,) = find_problems(recipe)
+    assert re.match(r"variants\.bad: .*dimm", problem)
 
 
 @pytest.mark.parametrize(

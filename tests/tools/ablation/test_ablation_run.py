@@ -35,7 +35,7 @@ def test_all_is_run_once_and_the_tables_hold_it(tmp_path: Path) -> None:
         ("9", "1", "diverged", ""),
     ]  # fmt: skip
     assert " ".join(rows[0]) == (
-        "table optimizer correction delay stages momentum lr seed status loss steps seconds cell"
+        "table optimizer correction delay stages momentum lr seed status loss steps seconds cell variant"
     )
     assert (table.folder / "curves.csv").read_text().splitlines()[:2] == [
         "cell,step,metric,value",

@@ -100,7 +100,7 @@ def test_what_has_no_result_is_listed_with_the_logs_of_what_failed(tmp_path: Pat
     def listed() -> list[tuple[str, ...]]:
         with (table.folder / "open.csv").open(newline="") as file:
             header, *lines = csv.reader(file)
-        assert " ".join(header) == "optimizer correction delay stages momentum lr seed status log"
+        assert " ".join(header) == "optimizer correction delay stages momentum lr seed status log variant"
         return [tuple(line) for line in lines]
 
     class Interrupting(Told):
@@ -113,18 +113,18 @@ def test_what_has_no_result_is_listed_with_the_logs_of_what_failed(tmp_path: Pat
     rows = sorted(table.rows.values(), key=lambda row: row.correction.name)
     with pytest.raises(KeyboardInterrupt):  # 0.1 is over, 0.25 under way
         Runner(table, rows, slots(1, 3, []), "cpu", Interrupting()).run()
-    pending = [("AdamW", "none", "1", "", "", lr, "1", "pending", "") for lr in ("0.25", "0.5")]
-    waiting = ("AdamW", "EF", "1", "", "", "", "", "pending", "")
+    pending = [("AdamW", "none", "1", "", "", lr, "1", "pending", "", "") for lr in ("0.25", "0.5")]
+    waiting = ("AdamW", "EF", "1", "", "", "", "", "pending", "", "")
     assert listed() == [*pending, waiting]
     assert "0.1" in (table.folder / "table.md").read_text()
 
     table = table_of(tmp_path, [0.1, 0.5], **same)
     run(table)
-    ((*_, status, log), last) = listed()
+    ((*_, status, log, _), last) = listed()
     assert (status, last) == ("failed", waiting)
     assert "this one fails" in (table.folder / log).read_text()
     table_of(tmp_path, [0.1, 0.5], **same).write()
-    assert listed()[0][-2:] == ("failed", log)  # also for those who did not see it fail
+    assert listed()[0][-3:-1] == ("failed", log)  # also for those who did not see it fail
 
     table = table_of(tmp_path, [0.1], **same)
     run(table)

@@ -369,3 +369,15 @@ def test_the_page_has_the_tables_that_have_rows(runs, expected):
 
 def test_a_bar_in_a_name_does_not_break_the_table():
     assert "| A\\|B |" in main_table(Ablation.of([run(1.5, optimizer="A|B", delay="0")]))
+
+
+def test_variants_have_a_column_and_are_compared_each_within_itself():
+    runs = [
+        *(run(1.5, delay="0", variant=v) for v in ("1200-updates", "600-updates")),
+        run(1.6, variant="600-updates"),
+        run(1.8, variant="1200-updates"),
+    ]
+    table = main_table(Ablation.of(runs))
+    assert table.splitlines()[0] == "| optimizer | variant | sync | async | gap |"
+    lines = [line.split(" | ") for line in table.splitlines()[2:4]]
+    assert [(line[1], line[-1]) for line in lines] == [("600-updates", "+0.100 |"), ("1200-updates", "+0.300 |")]

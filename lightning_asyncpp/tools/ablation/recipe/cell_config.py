@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.tools.ablation.recipe.recipe import Delay, Recipe
+from lightning_asyncpp.tools.ablation.recipe.recipe import BASE, Delay, Recipe, Variant
 from lightning_asyncpp.tools.ablation.recipe.rows import RowRecipe
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import set_at
 
@@ -32,7 +32,7 @@ _RECORDER = "lightning_asyncpp.tools.ablation.run.recorder.Recorder"
 def cell_config(recipe: Recipe, row: RowRecipe, lr: float, seed: int) -> dict[str, Any]:
     """The base recipe with everything set that decides the result of this training."""
     strategy = strategy_config(recipe, row.delay)
-    return training_config(recipe, seed, strategy, row.grid.build(lr, row.momentum, row.correction))
+    return training_config(recipe, seed, strategy, row.grid.build(lr, row.momentum, row.correction), row.variant)
 
 
 def strategy_config(recipe: Recipe, delay: Delay) -> dict[str, Any]:
@@ -41,10 +41,14 @@ def strategy_config(recipe: Recipe, delay: Delay) -> dict[str, Any]:
 
 
 def training_config(
-    recipe: Recipe, seed: int, strategy: str | dict[str, Any], optimizer: dict[str, Any] | None
+    recipe: Recipe,
+    seed: int,
+    strategy: str | dict[str, Any],
+    optimizer: dict[str, Any] | None,
+    variant: Variant = BASE,
 ) -> dict[str, Any]:
-    """The base recipe with a seed, a strategy and an optimizer; ``None`` for the module's own."""
-    config = copy.deepcopy(dict(recipe.base))
+    """The base recipe, varied, with a seed, a strategy and an optimizer; ``None`` for the module's own."""
+    config = variant.of(recipe.base)
     config["seed_everything"] = seed
     for place in recipe.seed_arguments:
         set_at(config, place, seed)

@@ -24,7 +24,15 @@ from lightning_asyncpp import cli
 from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.tools.ablation.recipe.cell_config import strategy_config, training_config, with_places
-from lightning_asyncpp.tools.ablation.recipe.recipe import ALONE, ClassConfig, Correction, OptimizerGrid, Recipe
+from lightning_asyncpp.tools.ablation.recipe.recipe import (
+    ALONE,
+    BASE,
+    ClassConfig,
+    Correction,
+    OptimizerGrid,
+    Recipe,
+    Variant,
+)
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import write_yaml
 
 # Lines of the parser's messages that repeat the value or the annotation instead of saying what is wrong.
@@ -47,10 +55,17 @@ def find_problems(recipe: Recipe) -> list[str]:
     base = training_config(recipe, recipe.seeds[0], "auto", None)
     if message := _parse(base, recipe):
         # The parser would say the same of everything that is put into this recipe.
-        problems, parse, names = [_base_problem(recipe, message)], _accept, None
+        problems, parse, names = [_base_problem(recipe, message)], _accept, []
     else:
-        problems, parse, names = [], _parse, _parameter_names(recipe)
+        problems, parse, names = list(_variant_problems(recipe)), _parse, _parameter_names(recipe)
     return [*problems, *_optimizer_problems(recipe, parse), *_delay_problems(recipe, parse, names)]
+
+
+def _variant_problems(recipe: Recipe) -> Iterator[str]:
+    for variant in recipe.variants:
+        message = variant.places and _parse(training_config(recipe, recipe.seeds[0], "auto", None, variant), recipe)
+        if message:
+            yield f"variants.{variant.name}: {message}"
 
 
 def _base_problem(recipe: Recipe, message: str) -> str:
@@ -97,20 +112,23 @@ def _refusal(grid: OptimizerGrid, correction: Correction) -> str | None:
     return next((message for message in refusals if message), None)
 
 
-def _with_optimizer(recipe: Recipe, grid: OptimizerGrid, correction: Correction) -> dict[str, Any]:
+def _with_optimizer(
+    recipe: Recipe, grid: OptimizerGrid, correction: Correction, variant: Variant = BASE
+) -> dict[str, Any]:
     momentum = grid.momentum.values[0] if grid.momentum else None
     optimizer = grid.build(grid.lrs[0], momentum, correction)
-    return training_config(recipe, recipe.seeds[0], "auto", optimizer)
+    return training_config(recipe, recipe.seeds[0], "auto", optimizer, variant)
 
 
-def _parameter_names(recipe: Recipe) -> list[str] | None:
-    """The trained parameters of the module, where a delay is by stage and they can be told."""
+def _parameter_names(recipe: Recipe) -> list[list[str]]:
+    """The trained parameters of the module in every variant, where a delay is by stage and they can be told."""
     if not any(delay.stages is not None for delay in recipe.delays):
-        return None
-    return parameter_names(_with_optimizer(recipe, recipe.optimizers[0], ALONE)["model"])
+        return []
+    configs = [_with_optimizer(recipe, recipe.optimizers[0], ALONE, variant) for variant in recipe.variants]
+    return [names for config in configs if (names := parameter_names(config["model"])) is not None]
 
 
-def _delay_problems(recipe: Recipe, parse: Parse, names: Sequence[str] | None) -> Iterator[str]:
+def _delay_problems(recipe: Recipe, parse: Parse, names: Sequence[Sequence[str]]) -> Iterator[str]:
     try:
         strategy: Any = pkgutil.resolve_name(recipe.strategy)
     except (ImportError, AttributeError, ValueError) as error:
@@ -124,11 +142,12 @@ def _delay_problems(recipe: Recipe, parse: Parse, names: Sequence[str] | None) -
             yield f"delays: {dict(delay.init_args)}: {message}"
 
 
-def _strategy_problem(strategy: Any, init_args: dict[str, Any], names: Sequence[str] | None) -> str | None:
+def _strategy_problem(strategy: Any, init_args: dict[str, Any], modules: Sequence[Sequence[str]]) -> str | None:
     try:
         settings = getattr(strategy(**init_args), "settings", None)
-        if isinstance(settings, DelaySettings) and names is not None:
-            settings.of_parameters(names)
+        if isinstance(settings, DelaySettings):
+            for names in modules:
+                settings.of_parameters(names)
     except (TypeError, ValueError) as error:
         return str(error)
     return None

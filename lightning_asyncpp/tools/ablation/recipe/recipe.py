@@ -16,7 +16,7 @@ from lightning_asyncpp.tools.ablation.recipe.yaml_files import Section, read_yam
 STRATEGY = "lightning_asyncpp.DelayedGradientStrategy"
 _KEYS = (
     "name", "recipe", "output", "metric", "seeds", "seed_arguments", "lr_extensions", "diverged_above", "strategy",
-    "optimizers", "corrections", "delays",
+    "optimizers", "corrections", "delays", "variants",
 )  # fmt: skip
 _OPTIMIZER_KEYS = ("class_path", "init_args", "lr", "lr_argument", "momentum", "corrections")
 
@@ -83,6 +83,30 @@ class Delay:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """The base recipe with some of its places set anew."""
+
+    name: str | None
+    """As in the tables; None for the base recipe as it is."""
+    places: Mapping[str, Any]
+    """Place, such as ``trainer.max_steps`` -> value."""
+
+    def of(self, base: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of the base recipe with the places set.
+
+        Raises:
+            KeyError: a place leads through something that is neither a mapping nor a list; says so.
+        """
+        content = copy.deepcopy(dict(base))
+        for place, value in self.places.items():
+            set_at(content, place, copy.deepcopy(value))
+        return content
+
+
+BASE = Variant(None, {})
+
+
+@dataclass(frozen=True)
 class OptimizerGrid:
     """One optimizer and the values to try."""
 
@@ -127,6 +151,8 @@ class Recipe:
     strategy: str
     optimizers: tuple[OptimizerGrid, ...]
     delays: tuple[Delay, ...]
+    variants: tuple[Variant, ...] = (BASE,)
+    """What is compared each within itself."""
 
 
 def read_recipe(path: Path) -> tuple[Recipe | None, list[str]]:
@@ -158,6 +184,7 @@ def read_recipe(path: Path) -> tuple[Recipe | None, list[str]]:
         strategy=section.text("strategy", STRATEGY),
         optimizers=_optimizers(section, corrections),
         delays=_delays(section),
+        variants=_variants(section, base),
     )
     usable = bool(base and recipe.optimizers and recipe.delays and recipe.seeds and recipe.strategy)
     return (recipe if usable else None), problems
@@ -221,6 +248,21 @@ def _seed_arguments(section: Section, base: Mapping[str, Any]) -> tuple[str, ...
     return tuple(found)
 
 
+def _variants(section: Section, base: Mapping[str, Any]) -> tuple[Variant, ...]:
+    found = []
+    for name, places in (section.mapping("variants", required=True) if "variants" in section.content else {}).items():
+        variant = Variant(_name(section, "variants", name), places if isinstance(places, dict) else {})
+        if not isinstance(places, dict):
+            section.problem(f"variants.{name}", f"must map places in the base recipe to values, got {places!r}")
+            continue
+        try:
+            variant.of(base)
+            found.append(variant)
+        except KeyError as error:
+            section.problem(f"variants.{name}", str(error.args[0]))
+    return tuple(found) or (BASE,)
+
+
 def _class(section: Section) -> ClassConfig:
     return ClassConfig(section.text("class_path"), section.mapping("init_args"))
 
@@ -270,8 +312,8 @@ def _check_places(part: Section, grid: OptimizerGrid) -> None:
 
 def _corrections(section: Section, key: str) -> tuple[Correction, ...]:
     content = section.mapping(key) or {ALONE.name: None}
-    if ALONE.name not in content or content[ALONE.name] is not None:
-        section.problem(key, "must hold `none: null`, the optimizer alone, which the others are compared with")
+    if content.get(ALONE.name) is not None:
+        section.problem(f"{key}.{ALONE.name}", "must be null: it is the optimizer alone")
     found = []
     for name, entry in content.items():
         name = _name(section, key, name)
@@ -286,6 +328,8 @@ def _corrections(section: Section, key: str) -> tuple[Correction, ...]:
             continue
         if part.content.get("lr", "search") not in ("same", "search"):
             part.problem("lr", f"must be 'same' or 'search', got {part.content['lr']!r}")
+        if part.content.get("lr") == "same" and ALONE.name not in content:
+            part.problem("lr", f"'same' is that of the optimizer alone; add `{ALONE.name}: null` to {key}")
         found.append(Correction(name, _class(part), part.content.get("lr") == "same"))
     return tuple(found)
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_asyncpp.tools.ablation.grid import CellKey, Group, Row
-from lightning_asyncpp.tools.ablation.recipe.recipe import Correction, Delay, OptimizerGrid, Recipe
+from lightning_asyncpp.tools.ablation.recipe.recipe import (
+    ALONE,
+    BASE,
+    Correction,
+    Delay,
+    OptimizerGrid,
+    Recipe,
+    Variant,
+)
 
 
 @dataclass(frozen=True)
@@ -19,19 +27,28 @@ class RowRecipe:
     momentum: float | None
     delay: Delay
     correction: Correction
+    variant: Variant = BASE
 
     @cached_property
     def key(self) -> Row:
         """The row."""
-        return Row(Group(self.grid.name, self.momentum), self.delay.text, self.delay.stages, self.correction.name)
+        group = Group(self.grid.name, self.momentum, self.variant.name)
+        return Row(group, self.delay.text, self.delay.stages, self.correction.name)
 
     @property
     def name(self) -> str:
         """A name to read and to match."""
         stages = "" if self.delay.stages is None else f"-stages{self.delay.stages}"
         momentum = [] if self.momentum is None else [f"momentum{self.momentum:.12g}"]
+        variant = [] if self.variant.name is None else [self.variant.name]
         return "_".join(
-            [self.grid.name, *momentum, f"delay{self.delay.text}".replace(" ", "-") + stages, self.correction.name]
+            [
+                self.grid.name,
+                *momentum,
+                *variant,
+                f"delay{self.delay.text}".replace(" ", "-") + stages,
+                self.correction.name,
+            ]
         )
 
 
@@ -62,15 +79,15 @@ Outcomes = Mapping[CellKey, float | None]
 
 
 def make_rows(recipe: Recipe) -> list[RowRecipe]:
-    """List the rows of a recipe; a correction has nothing to correct at delay 0, and would repeat the row without."""
-    rows = []
-    for grid in recipe.optimizers:
-        for momentum in grid.momentum.values if grid.momentum else (None,):
-            for delay in recipe.delays:
-                for correction in grid.corrections:
-                    if correction.config is None or not delay.is_fresh:
-                        rows.append(RowRecipe(grid, momentum, delay, correction))
-    return rows
+    """List the rows of a recipe; at delay 0, where there is nothing to correct, the optimizer runs alone."""
+    return [
+        RowRecipe(grid, momentum, delay, correction, variant)
+        for grid in recipe.optimizers
+        for momentum in (grid.momentum.values if grid.momentum else (None,))
+        for variant in recipe.variants
+        for delay in recipe.delays
+        for correction in ((ALONE,) if delay.is_fresh else grid.corrections)
+    ]
 
 
 def make_plan(rows: Sequence[RowRecipe], seeds: Sequence[int], extensions: int, outcomes: Outcomes) -> Plan:

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, Run, Setting, kind_of, without_start
+from lightning_asyncpp.tools.ablation.grid import (
+    UNCORRECTED,
+    Group,
+    Open,
+    Row,
+    Run,
+    Setting,
+    kind_of,
+    natural,
+    without_start,
+)
 from lightning_asyncpp.tools.ablation.recipe.rows import best_lr
 
 _MOST_OF_A_GAP = 10  # a correction that does more, up or down, does something else than to close the gap
@@ -145,10 +155,15 @@ class Ablation:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Optimizers in order of appearance, each with its momenta ascending."""
+        """Optimizers in order of appearance, each with its momenta ascending, each with its variants."""
         optimizers = list(dict.fromkeys(row.group.optimizer for row in self.rows))
-        groups = {row.group for row in self.rows}
-        return sorted(groups, key=lambda g: (optimizers.index(g.optimizer), g.momentum is not None, g.momentum or 0.0))
+
+        def place(group: Group) -> tuple[int, bool, float, list[tuple[bool, int, str]]]:
+            momentum = group.momentum
+            order = natural(group.variant or "")
+            return optimizers.index(group.optimizer), momentum is not None, momentum or 0.0, order
+
+        return sorted({row.group for row in self.rows}, key=place)
 
     @cached_property
     def corrections(self) -> list[str]:
@@ -159,6 +174,11 @@ class Ablation:
     def swept_momentum(self) -> bool:
         """Whether any optimizer was run at several momenta."""
         return any(group.momentum is not None for group in self.groups)
+
+    @property
+    def has_variants(self) -> bool:
+        """Whether the base recipe was varied."""
+        return any(group.variant is not None for group in self.groups)
 
     @cached_property
     def one_update(self) -> Setting:

@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, named, without_start
+from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, named, natural, without_start
 from lightning_asyncpp.tools.ablation.report.summary import Ablation, Result, Spread, Verdict, difference, judge
 from lightning_asyncpp.tools.ablation.report.table_cells import EDGE, ONE_LR, UNFINISHED, Cells, per_cent
 
@@ -244,12 +244,13 @@ def _equal_share(over_seeds: Spread, sync: float, delayed: float, corrected: flo
 
 
 def _group_header(ablation: Ablation) -> list[str]:
-    return ["optimizer", "momentum"] if ablation.swept_momentum else ["optimizer"]
+    momentum, variant = ["momentum"] * ablation.swept_momentum, ["variant"] * ablation.has_variants
+    return ["optimizer", *momentum, *variant]
 
 
 def _group_names(ablation: Ablation, group: Group) -> list[str]:
-    momentum = "" if group.momentum is None else f"{group.momentum:g}"
-    return [group.optimizer, momentum] if ablation.swept_momentum else [group.optimizer]
+    momentum = ["" if group.momentum is None else f"{group.momentum:g}"] * ablation.swept_momentum
+    return [group.optimizer, *momentum, *[group.variant or ""] * ablation.has_variants]
 
 
 def _row_names(ablation: Ablation, row: Row) -> list[str]:
@@ -261,16 +262,10 @@ def _row_order(ablation: Ablation) -> Callable[[Row], tuple[int, list[tuple[bool
     groups, corrections = ablation.groups, [UNCORRECTED, *ablation.corrections]
     return lambda row: (
         groups.index(row.group),
-        _natural(row.delay),
+        natural(row.delay),
         row.stages or 0,
         corrections.index(row.correction),
     )
-
-
-def _natural(text: str) -> list[tuple[bool, int, str]]:
-    """An order of texts in which numbers count as such, and come before words."""
-    parts = [part for part in re.split(r"(\d+)", text) if part]
-    return [(False, int(part), "") if part.isdecimal() else (True, 0, part) for part in parts]
 
 
 def _beside(ablation: Ablation) -> list[str]:
