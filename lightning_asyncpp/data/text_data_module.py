@@ -38,8 +38,8 @@ class TextDataModule(L.LightningDataModule):
 
     Args:
         source: a folder of text files; ``"stdlib"`` for the running Python's standard library, ``"packages"`` for what
-            is installed beside it; a folder that ``asyncpp prepare`` wrote; or a litdata dataset that was written with ``TokensLoader``, as a folder or a URI
-            such as ``s3://bucket/tokens``.
+            is installed beside it; a folder that ``asyncpp prepare`` wrote; or a litdata dataset that was written with
+            ``TokensLoader``, as a folder or a URI such as ``s3://bucket/tokens``.
         tokenizer: ``"byte"``, ``"bpe"`` to train one on the training files, the path of a ``tokenizer.json``, or the
             name of a repository of models on the Hugging Face Hub. ``None`` stands for ``"byte"`` with text; with
             tokens it stands for whatever they were made with.
