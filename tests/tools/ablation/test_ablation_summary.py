@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asyncpp.tools.ablation.grid import Group
-from lightning_asyncpp.tools.ablation.report.summary import Ablation, Verdict, band, difference, share_recovered
+from lightning_asyncpp.tools.ablation.grid import Group, Row
+from lightning_asyncpp.tools.ablation.report.summary import Ablation, Spread, Verdict, band, difference, share_recovered
 from tests.tools.ablation.examples import left, run, search, seeds
 
 MUON = Group("Muon", None)
+HALF = {2: 12.706 / math.sqrt(2), 3: 4.303 / math.sqrt(3)}
+"""Half of a 95 % interval over so many seeds, in sample standard deviations."""
 
 
 def the_result(runs):
@@ -65,30 +68,43 @@ def test_the_edge_is_the_lowest_or_highest_of_several_lrs(losses, at_edge):
     assert the_result(search(losses)).at_edge is at_edge
 
 
-def test_mean_and_sample_standard_deviation():
+def test_mean_and_its_interval():
     loss = the_result(seeds([1.0, 2.0, 4.0])).loss
     assert loss.mean == pytest.approx(7 / 3)
-    assert loss.std == pytest.approx(math.sqrt((16 + 1 + 25) / 9 / 2))
-    assert the_result(seeds([1.0])).loss.std is None
+    assert loss.half_width == pytest.approx(HALF[3] * math.sqrt((16 + 1 + 25) / 9 / 2))
+    assert the_result(seeds([1.0])).loss.half_width is None
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 7, 15, 30])
+def test_intervals_are_those_of_students_t(degrees):
+    """Its density, integrated to the quantile: 95 % lie within."""
+    spread = Spread({seed: (-1.0) ** seed for seed in range(degrees + 1)})
+    deviation = statistics.stdev(spread.values.values())
+    quantile = spread.half_width * math.sqrt(degrees + 1) / deviation
+    factor = math.gamma((degrees + 1) / 2) / math.sqrt(degrees * math.pi) / math.gamma(degrees / 2)
+    parts = 20000
+    middles = ((part + 0.5) * quantile / parts for part in range(parts))
+    within = math.fsum((1 + x * x / degrees) ** (-(degrees + 1) / 2) for x in middles) * 2 * factor * quantile / parts
+    assert within == pytest.approx(0.95, abs=2e-4)
 
 
 def test_gaps_are_paired_by_seed_over_the_seeds_that_both_have():
     sync, delayed, _ = results([1.0, 2.0], [1.1, 2.3, 9.0], [1.0])
     gap = difference(delayed, sync)
     assert dict(gap.values) == pytest.approx({1: 0.1, 2: 0.3})
-    assert gap.std == pytest.approx(math.sqrt(0.02))  # that of 0.1, 0.3; unpaired it would be above 0.7
+    assert gap.half_width == pytest.approx(HALF[2] * math.sqrt(0.02))  # of 0.1, 0.3; unpaired it would be above 6
 
 
 def test_shares_are_computed_per_seed():
     share = share_recovered(*results([1.0, 2.0, 3.0], [1.2, 2.3, 3.25], [1.1, 2.06, 3.05]))
     assert share.verdict is Verdict.RECOVERED
     assert dict(share.spread.values) == pytest.approx({1: 0.5, 2: 0.8, 3: 0.8})
-    assert share.spread.std == pytest.approx(math.sqrt(0.03))
+    assert share.spread.half_width == pytest.approx(HALF[3] * math.sqrt(0.03))
 
 
-def test_a_gap_smaller_than_twice_its_spread_has_no_share():
-    # Gaps 0.1 - x, 0.1, 0.1 + x have mean 0.1 and standard deviation x.
-    within, above = (share_recovered(*results([1.0] * 3, [1.1 - x, 1.1, 1.1 + x], [1.0] * 3)) for x in (0.051, 0.049))
+def test_a_gap_whose_interval_holds_zero_has_no_share():
+    # Gaps 0.1 - x, 0.1, 0.1 + x have mean 0.1 and standard deviation x, and 2.484 x is half of their interval.
+    within, above = (share_recovered(*results([1.0] * 3, [1.1 - x, 1.1, 1.1 + x], [1.0] * 3)) for x in (0.041, 0.040))
     assert (within.verdict, within.spread.mean) == (Verdict.WITHIN_NOISE, None)
     assert (above.verdict, above.spread.mean) == (Verdict.RECOVERED, pytest.approx(1.0))
 
@@ -102,7 +118,7 @@ def test_a_gap_that_changes_sign_is_noise_and_one_below_zero_is_none():
 
 def test_one_seed_gives_a_share_without_a_spread():
     share = share_recovered(*results([1.0], [1.4], [1.1]))
-    assert (share.spread.mean, share.spread.std) == (pytest.approx(0.75), None)
+    assert (share.spread.mean, share.spread.half_width) == (pytest.approx(0.75), None)
 
 
 def test_diverged_seeds_are_counted_and_left_out_of_gaps_and_shares():
@@ -121,7 +137,7 @@ def test_without_a_shared_seed_there_is_no_share():
 
 
 @given(
-    st.lists(st.tuples(st.floats(0.5, 5), st.floats(0.5, 0.6)), min_size=2, max_size=5),
+    st.lists(st.tuples(st.floats(0.5, 5), st.floats(0.55, 0.6)), min_size=2, max_size=5),
     st.floats(-1, 2),
 )
 def test_the_share_put_in_comes_out(pairs, fraction):
@@ -130,7 +146,7 @@ def test_the_share_put_in_comes_out(pairs, fraction):
     corrected = [base + (1 - fraction) * gap for base, gap in pairs]
     share = share_recovered(*results(sync, delayed, corrected))
     assert share.spread.mean == pytest.approx(fraction, abs=1e-9)
-    assert share.spread.std == pytest.approx(0, abs=1e-9)
+    assert share.spread.half_width == pytest.approx(0, abs=1e-9)
 
 
 def test_conclusions_do_not_depend_on_the_order_of_runs():
@@ -209,3 +225,11 @@ def test_the_band_holds_mean_and_extremes_at_the_steps_that_all_curves_have():
     curves = [[(0, 5.0), (10, 2.0), (20, 1.0)], [(0, 6.0), (10, math.nan), (20, 2.0), (30, 1.0)]]
     assert band(curves) == [(0, 5.5, 5.0, 6.0), (20, 1.5, 1.0, 2.0)]
     assert band([]) == []
+
+
+def test_what_the_least_staleness_takes_back_is_a_part_of_the_gap_of_one_update():
+    least = {"delay": "least micro_batches=8", "stages": 4}
+    runs = [*seeds([1.0] * 3, delay="0"), *seeds([1.4] * 3), *seeds([1.1] * 3, **least)]
+    ablation = Ablation.of(runs)
+    (row,) = (row for row in ablation.rows if row.kind == "least")
+    assert ablation.uncorrected_row(row) == Row(MUON, "1", None, "none")

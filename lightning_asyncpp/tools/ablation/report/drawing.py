@@ -127,18 +127,20 @@ def draw_row(axes: Axes, place: int, gaps: Gaps) -> None:
     """A row of the overview: its gaps, and at the right which seeds diverged."""
     lost = [f"{line.label}: {_diverged(gap)}" for line, gap in gaps if gap.diverged]
     _say_at_right(axes, place, ", ".join(lost))
-    known = [(line, gap.mean, gap.std) for line, gap in gaps if gap.mean is not None]
+    known = [(line, gap.mean, gap.half_width) for line, gap in gaps if gap.mean is not None]
     ends = [0.0, *(mean for _, mean, _ in known)]
     axes.plot(ends, [place] * len(ends), color=_GRID, lw=5, solid_capstyle="round", zorder=1)
-    for line, mean, std in known:
-        axes.errorbar(mean, place, xerr=std, color=line.colour, marker=line.marker, ms=7, capsize=3, ls="")
+    for line, mean, half_width in known:
+        axes.errorbar(mean, place, xerr=half_width, color=line.colour, marker=line.marker, ms=7, capsize=3, ls="")
 
 
 def draw_forest(axes: Axes, rows: Gaps) -> None:
-    """A row per line: its gap with its standard deviation, between the first one's (dashed) and none."""
+    """A row per line: its gap with its 95 % interval, between the first one's (dashed) and none."""
     for place, (line, gap) in enumerate(rows):
         if gap.mean is not None:
-            axes.errorbar(gap.mean, place, xerr=gap.std, color=line.colour, marker=line.marker, ms=6, capsize=3, ls="")
+            axes.errorbar(
+                gap.mean, place, xerr=gap.half_width, color=line.colour, marker=line.marker, ms=6, capsize=3, ls=""
+            )
         if gap.diverged:
             _say_at_right(axes, place, _diverged(gap))
     if rows and rows[0][1].mean is not None:
@@ -184,12 +186,12 @@ def draw_search(figure: Figure, axes: Axes, line: Line, result: Result, ceiling:
 
 
 def draw_gaps(axes: Axes, series: Series) -> None:
-    """Gaps at evenly spaced positions, with their standard deviation over seeds; a cross at the top if any diverged."""
+    """Gaps at evenly spaced positions, with their 95 % intervals over seeds; a cross at the top if any diverged."""
     places = sorted({place for points in series.values() for place, _ in points})
     for rank, (line, points) in enumerate(series.items()):
         aside = min(0.06, 0.5 / len(series)) * (rank - (len(series) - 1) / 2)
         at = [(places.index(place) + aside, gap) for place, gap in sorted(points, key=lambda point: point[0])]
-        known = [(x, gap.mean, gap.std or 0.0) for x, gap in at if gap.mean is not None]
+        known = [(x, gap.mean, gap.half_width or 0.0) for x, gap in at if gap.mean is not None]
         if known:
             x, means, errors = zip(*known)
             axes.errorbar(x, means, errors, marker=line.marker, capsize=3, elinewidth=1, **line.stroke)
@@ -203,9 +205,9 @@ def draw_gaps(axes: Axes, series: Series) -> None:
 
 
 def draw_level(axes: Axes, line: Line, gap: Spread) -> None:
-    """A gap that does not depend on the depth: a dashed line, its standard deviation a band."""
+    """A gap that does not depend on the depth: a dashed line, its 95 % interval a band."""
     if gap.mean is None:
         return
     axes.axhline(gap.mean, color=line.colour, ls="--", lw=1.5)
-    if gap.std:
-        axes.axhspan(gap.mean - gap.std, gap.mean + gap.std, color=line.colour, alpha=0.12, lw=0)
+    if gap.half_width:
+        axes.axhspan(gap.mean - gap.half_width, gap.mean + gap.half_width, color=line.colour, alpha=0.12, lw=0)

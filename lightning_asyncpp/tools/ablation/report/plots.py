@@ -170,7 +170,7 @@ def write_plots(folder: Path, ablation: Ablation, curves: Curves) -> list[str]:
 
 
 def draw_overview(ablation: Ablation) -> Figure | None:
-    """Gap to the run without delay of every optimizer and correction, with its standard deviation over seeds."""
+    """Gap to the run without delay of every optimizer and correction, with its 95 % interval over seeds."""
     shown = {group: gaps for group in ablation.groups if (gaps := gaps_to_sync(ablation, group))}
     if not any(gap.values for gaps in shown.values() for _, gap in gaps):
         return None

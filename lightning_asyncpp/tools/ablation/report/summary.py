@@ -25,6 +25,11 @@ from lightning_asyncpp.tools.ablation.grid import (
 )
 from lightning_asyncpp.tools.ablation.recipe.rows import best_lr
 
+# Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom; for more the last one, which is a little wide.
+_STUDENT_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 _MOST_OF_A_GAP = 10  # a correction that does more, up or down, does something else than to close the gap
 
 
@@ -46,9 +51,14 @@ class Spread:
         return statistics.fmean(self.values.values()) if self.values else None
 
     @property
-    def std(self) -> float | None:
-        """Sample standard deviation (n - 1); None with fewer than two values."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+    def half_width(self) -> float | None:
+        """Of the 95 % interval of the mean, by Student's t; None with fewer than two values."""
+        count = len(self.values)
+        if count < 2:
+            return None
+        return (
+            _STUDENT_T[min(count - 1, len(_STUDENT_T)) - 1] * statistics.stdev(self.values.values()) / math.sqrt(count)
+        )
 
 
 @dataclass(frozen=True)
@@ -206,11 +216,11 @@ class Ablation:
     def uncorrected_row(self, row: Row) -> Row:
         """The delayed row whose gap this one takes something back of; itself if it is not corrected.
 
-        For a fresh last stage, corrected or not, that is the delay of one update; for a synchronous start, corrected or
-        not, the same delay without it, where there is one.
+        For a fresh last stage and the least staleness, corrected or not, that is the delay of one update; for a
+        synchronous start, corrected or not, the same delay without it, where there is one.
         """
         setting = without_start(row.delay), row.stages
-        if row.kind == "fresh_last_stage":
+        if row.kind in ("fresh_last_stage", "least"):
             setting = self._twin(setting, "1")
         elif setting not in self._settings:
             setting = row.setting
@@ -248,8 +258,8 @@ def difference(worse: Result, better: Result) -> Spread:
 def share_recovered(sync: Result, delayed: Result, corrected: Result) -> Share:
     """Share (delayed - corrected) / (delayed - sync), computed for each seed that all three have.
 
-    A gap whose mean is smaller than twice its sample standard deviation over the seeds, or whose sign differs
-    between seeds, is within noise and has no share. With one seed there is no spread to judge by.
+    A gap whose 95 % interval holds 0, or whose sign differs between seeds, is within noise and has no share. With one
+    seed there is no interval to judge by.
     """
     gap, gain = difference(delayed, sync), difference(delayed, corrected)
     seeds = [seed for seed in gap.values if seed in gain.values]
@@ -272,7 +282,7 @@ def judge(gap: Spread, gain: float = 0.0) -> Verdict:
     """
     if gap.mean is None:
         return Verdict.DIVERGED if gap.diverged else Verdict.NOT_SHARED
-    if abs(gap.mean) < 2 * (gap.std or 0.0):
+    if abs(gap.mean) < (gap.half_width or 0.0):
         return Verdict.WITHIN_NOISE
     if gap.mean <= 0 or gap.mean * _MOST_OF_A_GAP < gain:
         return Verdict.NO_GAP

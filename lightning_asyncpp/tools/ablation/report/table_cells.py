@@ -84,9 +84,9 @@ class Cells:
         share = share_recovered(first, second, third)
         if share.verdict is not Verdict.RECOVERED or share.spread.mean is None:
             return share.verdict.value + self.mark(*rows)
-        std = "" if share.spread.std is None else f" ± {per_cent(share.spread.std)}"
+        half = "" if share.spread.half_width is None else f" ± {per_cent(share.spread.half_width)}"
         few = _fewer(share.spread, len(third.runs))
-        return f"{per_cent(share.spread.mean)}{std} %{few}{self.mark(*rows)}"
+        return f"{per_cent(share.spread.mean)}{half} %{few}{self.mark(*rows)}"
 
     def mark(self, *rows: Row) -> str:
         """The sign of rows that are not finished, if one of these is not."""
@@ -113,8 +113,8 @@ class Cells:
         return FAILED if any(one.failed for row in without for one in self.ablation.unfinished[row]) else NOT_RUN
 
     def _spread(self, spread: Spread, sign: str = "") -> str:
-        std = "" if spread.std is None else f" ± {self.number(spread.std)}"
-        return f"{spread.mean:{sign}.{self.decimals}f}{std}"
+        half = "" if spread.half_width is None else f" ± {self.number(spread.half_width)}"
+        return f"{spread.mean:{sign}.{self.decimals}f}{half}"
 
 
 def decimals(ablation: Ablation) -> int:

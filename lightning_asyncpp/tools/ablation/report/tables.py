@@ -143,18 +143,18 @@ TITLES = {
     "search": "The search for the learning rate",
 }
 _MAIN_DEFINITION = (
-    "Last validation loss (learning rate), mean ± sample standard deviation over seeds. Gap: async less sync, paired by"
-    " seed. Recovered: (async - corrected) / (async - sync) for each seed; a gap smaller than twice its standard"
-    " deviation is within noise."
+    "Last validation loss (learning rate): mean over seeds, ± half of its 95 % interval (Student's t). Gap: async less"
+    " sync, paired by seed. Recovered: (async - corrected) / (async - sync) for each seed; a gap whose interval holds 0"
+    " is within noise."
 )
 _EQUAL_DEFINITION = (
     "Last validation loss on the seed of the search, all three at one learning rate: what a correction does where"
     " nothing else is changed. Bold: at the best learning rate of the column."
 )
 _DELAY_DEFINITION = (
-    "Last validation loss (learning rate) and its difference to the same optimizer's sync run, paired by seed: mean ±"
-    " sample standard deviation over seeds. Recovered: what a correction takes back of the gap at the same delay, and"
-    " what a fresh last stage, corrected or not, takes back of the gap of one update."
+    "Last validation loss (learning rate) and its difference to the same optimizer's sync run, paired by seed: mean, ±"
+    " half of its 95 % interval (Student's t). Recovered: what a correction takes back of the gap at the same delay,"
+    " and what a shorter delay, corrected or not, takes back of the gap of one update."
 )
 _START_NOTE = "Of a synchronous start: what it takes back, corrected or not, of the gap of the same delay without it."
 _SEVERAL_SYNC_NOTE = "The sync run is the one of the same further settings, where there is one."
