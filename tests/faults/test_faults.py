@@ -28,7 +28,7 @@ LEAVE_SECONDS = 15.0  # twice for a busy machine: what a rank has to end in afte
 START_SECONDS = 90.0
 TOLD_CODE = {"term": 143, "usr1": 138}
 MANY = 225
-REPEATS = (13,)  # another error of the user's in a job that saves behind, as "memory" is
+REPEATS = (11, 13)  # another signal, and another error of the user's in a job that saves behind, as "memory" is
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes by /proc")
 

@@ -146,39 +146,32 @@ def test_the_cut_is_the_one_that_was_asked_for(pools: Pools, cut: str, counts: l
     assert max(layers) < counts[0] <= min(int(name.partition(".")[0]) for name in last["weights"])
 
 
-def with_fresh_last_stage(num_stages: int) -> list[tuple[int, Case]]:
-    kept = [case for _, case in asynchronous(num_stages) if case.nan_at is None]
-    return [
-        (num_stages, replace(case, staleness="fresh_last_stage", tied=False, drains=(i % 3,)))
-        for i, case in enumerate(kept)
-    ]
-
-
-@few_of(over((2, 3), with_fresh_last_stage), of=["num_stages", "drains"])
-def test_fresh_last_stage(pools: Pools, num_stages: int, case: Case) -> None:
-    check(pools, num_stages, case)
-
-
-def with_least_staleness(num_stages: int) -> list[tuple[int, Case]]:
-    """Every slack about its limits, drains at any moment, and starts among them."""
-    slacks: list[Slack] = ["exact", 0, 1, 2, num_stages - 1, num_stages, 2 * num_stages + 2]
+def with_held_micro_batches(num_stages: int) -> list[tuple[int, Case]]:
+    """Every slack about its limits and a fresh last stage, drains at any moment, and starts among them."""
+    rules: list[tuple[Staleness, Slack]] = [("least", slack) for slack in (0, 1, 2, num_stages - 1, num_stages)]
+    rules += [("least", "exact"), ("fresh_last_stage", 0), ("least", 2 * num_stages + 2)]
     cases = []
     for i, (_, case) in enumerate(asynchronous(num_stages)):
-        slack = slacks[i % len(slacks)]
-        nan_at = case.nan_at if slack == "exact" else None
-        others: dict[str, Any] = {"start": i % 3 if i % 5 == 0 else 0, "drains": (i % 4,) if i % 2 else ()}
-        cases.append((num_stages, replace(case, staleness="least", slack=slack, nan_at=nan_at, **others)))
+        staleness, slack = rules[i % len(rules)]
+        fresh = staleness == "fresh_last_stage"
+        changes: dict[str, Any] = {
+            "nan_at": case.nan_at if slack == "exact" else None,
+            "tied": case.tied and not fresh,
+            "start": i % 3 if i % 5 == 0 else 0,
+            "drains": (i % 4,) if i % 2 else (),
+        }
+        cases.append((num_stages, replace(case, staleness=staleness, slack=slack, **changes)))
     return cases
 
 
-@few_of(over((2, 3), with_least_staleness), of=["slack", "accumulate", "tied"])
-def test_least_staleness(pools: Pools, num_stages: int, case: Case) -> None:
+@few_of(over((2, 3), with_held_micro_batches), of=["staleness", "slack", "accumulate", "tied"])
+def test_held_micro_batches(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 
 @pytest.mark.slow
-@parametrized(with_least_staleness(4))
-def test_least_staleness_of_four(pools: Pools, num_stages: int, case: Case) -> None:
+@parametrized(with_held_micro_batches(4))
+def test_held_micro_batches_of_four(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 
@@ -215,12 +208,6 @@ def test_a_fresh_last_stage_is_clipped_after_a_batch_without_samples(pools: Pool
     check(pools, 2, case)
     unclipped = run_oracle(replace(case, max_norm=None), 2)[0]
     assert any((a != b).any() for a, b in zip(unclipped.values(), run_oracle(case, 2)[0].values()))
-
-
-@pytest.mark.slow
-@parametrized(with_fresh_last_stage(4))
-def test_fresh_last_stage_of_four(pools: Pools, num_stages: int, case: Case) -> None:
-    check(pools, num_stages, case)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_every_shape_with_a_flush_and_any_lookahead_keeps_the_rules() -> None:
 
 
 def test_a_fresh_last_stage_keeps_the_rules() -> None:
-    for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1, 3), range(2, MOST_STAGES + 1)):
+    for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1, 9), range(2, MOST_STAGES + 1)):
         for lookahead in {0, largest_lookahead(num_stages, count, 1)} if count >= num_stages else set():
             schedules = [
                 replace(schedule, staleness="fresh_last_stage") for schedule in pipeline(num_stages, lookahead)
@@ -84,7 +84,7 @@ def test_a_fresh_last_stage_keeps_the_rules() -> None:
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_synchronous_start_keeps_the_rules(fresh: bool) -> None:
-    for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1, 7), range(2, MOST_STAGES + 1, 2)):
+    for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1, 13), range(2, MOST_STAGES + 1, 3)):
         for lookahead in {0, largest_lookahead(num_stages, count, 1)} if count >= num_stages else set():
             for start in (1, 2, 3):
                 schedules = starting(pipeline(num_stages, lookahead), start, fresh)
@@ -226,7 +226,7 @@ def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_drains_at_boundaries_keep_the_rules(delay: int) -> None:
-    for count, num_stages in itertools.product(range(1, MOST_MICRO_BATCHES + 1, 9), range(1, MOST_STAGES + 1, 2)):
+    for count, num_stages in itertools.product(range(1, MOST_MICRO_BATCHES + 1, 13), range(1, MOST_STAGES + 1, 2)):
         for lookahead in admitted(num_stages, count) if delay else [0]:
             for drains in ({count}, {2 * count}, {count, 2 * count, 3 * count}):
                 assert check(pipeline(num_stages, lookahead, delay), count, 1, drains) == []

@@ -121,7 +121,11 @@ def test_every_change_can_be_made_as_it_is_named(
 
 @pytest.mark.parametrize(
     ("slack", "stale"),
-    [("0", [0.25, 0]), pytest.param("1", [0.5, 0.25], marks=pytest.mark.slow), ("exact", [0.25, 0.25])],
+    [
+        ("0", [0.25, 0]),
+        pytest.param("1", [0.5, 0.25], marks=pytest.mark.slow),
+        pytest.param("exact", [0.25, 0.25], marks=pytest.mark.slow),
+    ],
 )
 def test_the_least_staleness_is_planned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, slack: str, stale: list[float]

@@ -65,7 +65,7 @@ def check(
 @pytest.mark.parametrize(
     ("kind", "trainer", "stages"),
     [
-        ("litdata", EPOCHS, 2),
+        pytest.param("litdata", EPOCHS, 2, marks=pytest.mark.slow),  # with an emulated delay by default
         pytest.param("stateful noisy", STEPS, 3, marks=pytest.mark.slow),
         ("stateful noisy own sampler", STEPS, 3),
         pytest.param("plain", EPOCHS, 3, marks=pytest.mark.slow),
@@ -120,7 +120,7 @@ def test_an_emulated_delay_after_any_batch(pools: Pools, kind: str, tmp_path: Pa
 )
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [("async", {}), ("delayed", {}), ("delayed", {"micro_batches": 2})],
+    [("async", {}), ("delayed", {}), pytest.param("delayed", {"micro_batches": 2}, marks=pytest.mark.slow)],
     ids=["async", "delayed", "delayed micro-batches"],
 )
 def test_before_a_validation(
@@ -174,7 +174,7 @@ def test_saved_by_the_validation_that_a_resumed_run_begins_with(
     ("trainer", "at_the_end"),
     [
         (EPOCHS, True),
-        (STEPS, False),
+        pytest.param(STEPS, False, marks=pytest.mark.slow),
         pytest.param(EPOCHS, False, marks=pytest.mark.slow),
         pytest.param(STEPS, True, marks=pytest.mark.slow),
     ],

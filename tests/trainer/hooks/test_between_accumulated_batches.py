@@ -39,9 +39,8 @@ BY_STAGE = ("fresh last stage", "least")
 
 # Over three stages: every module, and every delay.
 USUAL = [
-    *(("async", "projected"), ("async", "shrinks")),
-    *(("sync", "projected"), ("synchronous start", "draws"), ("fresh last stage", "other memory")),
-    ("least", "shrinks"),
+    *(("async", "projected"), ("async", "other memory"), ("sync", "projected")),
+    *(("synchronous start", "draws"), ("least", "shrinks")),
 ]
 CASES = [
     pytest.param(delays, name, stages, marks=[] if stages == 3 and (delays, name) in USUAL else pytest.mark.slow)
