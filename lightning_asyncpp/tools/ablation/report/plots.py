@@ -7,6 +7,7 @@ data do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from lightning_asyncpp.tools.ablation.report.drawing import (
     panels,
     print_losses,
 )
+from lightning_asyncpp.tools.ablation.report.lengths import length_of
 from lightning_asyncpp.tools.ablation.report.summary import Ablation, Result, Spread, band
 from lightning_asyncpp.tools.ablation.report.table_cells import decimals
 
@@ -156,6 +158,7 @@ def write_plots(folder: Path, ablation: Ablation, curves: Curves) -> list[str]:
         "momentum": lambda: draw_momentum(ablation),
         "depth": lambda: draw_depth(ablation),
         "delay": lambda: draw_delay(ablation),
+        "length": lambda: draw_lengths(ablation),
     }
     written = []
     with style.context(["default", STYLE]):
@@ -299,6 +302,20 @@ def draw_delay(ablation: Ablation) -> Figure | None:
         return None
     shown = {group.label: series for group in ablation.groups if (series := by_delay(ablation, group))}
     return _gap_figure(shown, "delay in updates", {})
+
+
+def draw_lengths(ablation: Ablation) -> Figure | None:
+    """Gap to the run without delay of the same length, by length; None unless variants are lengths."""
+    rows = [row for row in ablation.results if row.setting != ablation.no_delay and length_of(row.group) is not None]
+    settings = list(dict.fromkeys(row.setting for row in rows))
+    shown: dict[str, dict[Line, list[Point]]] = {}
+    for row in rows:
+        name = named("async" if row.kind == "1" else row.kind, row.setting)
+        line = delayed_line(ablation, row.correction, name, settings.index(row.setting))
+        if gap := ablation.gap(row):
+            title = replace(row.group, variant=None).label
+            shown.setdefault(title, {}).setdefault(line, []).append((length_of(row.group) or 0, gap))
+    return _gap_figure(shown, "updates", {})
 
 
 def _gap_figure(shown: Mapping[str, Series], x_label: str, levels: Mapping[str, Gaps], name: str = "") -> Figure | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_asyncpp.tools.ablation.grid import Row
+from lightning_asyncpp.tools.ablation.report.lengths import further_updates
 from lightning_asyncpp.tools.ablation.report.summary import (
     Ablation,
     Result,
@@ -84,9 +85,16 @@ class Cells:
         share = share_recovered(first, second, third)
         if share.verdict is not Verdict.RECOVERED or share.spread.mean is None:
             return share.verdict.value + self.mark(*rows)
-        half = "" if share.spread.half_width is None else f" ± {per_cent(share.spread.half_width)}"
-        few = _fewer(share.spread, len(third.runs))
-        return f"{per_cent(share.spread.mean)}{half} %{few}{self.mark(*rows)}"
+        return f"{self._per_cent(share.spread)}{_fewer(share.spread, len(third.runs))}{self.mark(*rows)}"
+
+    def further_updates(self, row: Row) -> str:
+        """How many more updates it takes to the same loss without delay, in per cent; empty where that is not known."""
+        further = further_updates(self.ablation, row)
+        return "" if further is None else self._per_cent(further, "+")
+
+    def _per_cent(self, spread: Spread, sign: str = "") -> str:
+        half = "" if spread.half_width is None else f" ± {per_cent(spread.half_width)}"
+        return f"{per_cent(spread.mean or 0.0):{sign}}{half} %"
 
     def mark(self, *rows: Row) -> str:
         """The sign of rows that are not finished, if one of these is not."""

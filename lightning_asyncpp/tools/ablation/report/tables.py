@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Open, Row, named, natural, without_start
+from lightning_asyncpp.tools.ablation.report.lengths import length_of
 from lightning_asyncpp.tools.ablation.report.summary import Ablation, Result, Spread, Verdict, difference, judge
 from lightning_asyncpp.tools.ablation.report.table_cells import EDGE, ONE_LR, UNFINISHED, Cells, per_cent
 
@@ -109,8 +110,12 @@ def delay_table(ablation: Ablation) -> str:
     header = [*_group_header(ablation), "delay", "stages", "correction", "loss", "gap to sync", "recovers"]
     cells = Cells(ablation)
     lines = [[*_row_names(ablation, row), cells.loss(row), cells.gap(row), cells.share(row)] for row in rows]
+    if any(length_of(row.group) is not None for row in rows):
+        header.append("further updates")
+        lines = [[*line, cells.further_updates(row)] for line, row in zip(lines, rows)]
     several = len({ablation.sync_row(row).setting for row in rows}) > 1
     notes = [_SEVERAL_SYNC_NOTE] if several else []
+    notes += [_LENGTH_NOTE] if "further updates" in header else []
     notes += [_START_NOTE] if any(without_start(row.delay) != row.delay for row in rows) else []
     return _with_notes(_markdown(header, lines), *notes, counts(ablation))
 
@@ -157,6 +162,10 @@ _DELAY_DEFINITION = (
     " and what a shorter delay, corrected or not, takes back of the gap of one update."
 )
 _START_NOTE = "Of a synchronous start: what it takes back, corrected or not, of the gap of the same delay without it."
+_LENGTH_NOTE = (
+    "Further updates: how many more the row takes than its sync run to the loss that it ends at, where the losses at the"
+    " ends of the sync runs of all lengths are joined by straight lines against the logarithm of the length."
+)
 _SEVERAL_SYNC_NOTE = "The sync run is the one of the same further settings, where there is one."
 DEFINITIONS = {
     "main": _MAIN_DEFINITION,

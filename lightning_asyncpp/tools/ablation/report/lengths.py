@@ -1,0 +1,77 @@
+"""What a delay costs by the length of the training: the further updates that it takes to the same loss.
+
+For that the variants of a recipe are named after their length: ``600-updates``, ``1200-updates``, ...
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_asyncpp.tools.ablation.grid import UNCORRECTED, Group, Row
+from lightning_asyncpp.tools.ablation.report.summary import Ablation, Spread
+
+Point = tuple[int, float]
+
+
+def length_of(group: Group) -> int | None:
+    """Updates of a variant that is named after them; None of any other."""
+    found = re.fullmatch(r"(\d+)-updates", group.variant or "")
+    return int(found[1]) if found else None
+
+
+def further_updates(ablation: Ablation, row: Row) -> Spread | None:
+    """How many more updates a row needs than training without delay does to the loss that the row ends at, by seed.
+
+    The losses at the ends of all trainings without delay, of the same seed, are joined by straight lines against the
+    logarithm of their length, and prolonged beyond the shortest and the longest.
+
+    Returns:
+        Share of the updates without delay: 0.25 are a quarter more. None where there are not at least two lengths
+        without delay, or that loss is none that training without delay comes to.
+    """
+    length = length_of(row.group)
+    if length is None or row not in ablation.results:
+        return None
+    found = {}
+    for seed, loss in ablation.results[row].loss.values.items():
+        equal = updates_to(_without_delay(ablation, row, seed), loss)
+        if equal is not None:
+            found[seed] = length / equal - 1
+    return Spread(found) if found else None
+
+
+def updates_to(points: Sequence[Point], loss: float) -> float | None:
+    """Length at which a curve of losses at the ends of trainings comes to a loss.
+
+    Args:
+        points: (updates, loss), the shortest first.
+        loss: to find.
+
+    Returns:
+        None with fewer than two points, or where the loss does not fall.
+    """
+    pairs = list(itertools.pairwise(points))
+    if not pairs:
+        return None
+    (first, first_loss), (second, second_loss) = next((pair for pair in pairs if loss >= pair[1][1]), pairs[-1])
+    if second_loss >= first_loss:
+        return None
+    share = (first_loss - loss) / (first_loss - second_loss)
+    return math.exp(math.log(first) + share * math.log(second / first))
+
+
+def _without_delay(ablation: Ablation, row: Row, seed: int) -> list[Point]:
+    """(Updates, loss) of the trainings of a seed without delay, the shortest first."""
+    points = []
+    for group in ablation.groups:
+        length = length_of(group)
+        if length is None or replace(group, variant=None) != replace(row.group, variant=None):
+            continue
+        result = ablation.results.get(Row(group, *ablation.no_delay, UNCORRECTED))
+        if result is not None and seed in result.loss.values:
+            points.append((length, result.loss.values[seed]))
+    return sorted(points)
