@@ -101,8 +101,6 @@ def test_recipes_for_gpus_have_weight_versions_in_bf16(path: Path) -> None:
 
 NEWER = ("least", "least_optimizers", "least_seeds", "budget")
 CUTS = dict.fromkeys(NEWER, (2, 1, 1, 2))  # layers of each stage, where results were taken under the default
-    ("least", "budget"), (2, 1, 1, 2)
-)  # layers of each stage, where results were taken under the default
 
 
 def stages_of(recipe: dict[str, Any]) -> list[int]:
