@@ -220,9 +220,10 @@ class UpdateQueue:
         """
         if mini_batch.stepped or not mini_batch.launched:
             return
-        weight, squares, statistics = mini_batch.reduce_now(self.runner.device)
-        if mini_batch.tied is not None:
-            mini_batch.tied.take_whole_sums(mini_batch.gradients)
+        with self.runner.span(Wait.AGREEMENT, mini_batch.index):
+            weight, squares, statistics = mini_batch.reduce_now(self.runner.device)
+            if mini_batch.tied is not None:
+                mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
         message = ControlMessage(weight, norm, True, 0, 0, torch.zeros(0, dtype=torch.float64), statistics)
         update = self._update(mini_batch, message)

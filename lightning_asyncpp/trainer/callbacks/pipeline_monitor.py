@@ -69,6 +69,7 @@ class StageWindow:
         self._ages: list[int] = []  # of the newest mini-batch
         self._ends: dict[int, int] = {}  # mini-batch -> one past its last micro-batch
         self._backwards: deque[tuple[int, float]] = deque(maxlen=4096)  # micro-batch, end
+        self._waited_for = -1  # the newest mini-batch of whose update that is true
 
     def add(self, mini_batch: int, first: int, end: int, elapsed: float | None, spans: Iterable[Span]) -> None:
         """Take in a batch.
@@ -94,7 +95,10 @@ class StageWindow:
                 self._backwards.append((span.index, span.end))
             elif span.kind is Wait.AGREEMENT:
                 batch.exposed += span.end - span.start
-                batch.underway += span.end - min(self._completed(span), span.start)
+                # A stage that steps ahead waits for its update first, and later for what the others say of it.
+                since = span.start if span.index == self._waited_for else self._completed(span)
+                batch.underway += span.end - min(since, span.start)
+                self._waited_for = span.index
             if span.kind in (Kind.FORWARD, Kind.BACKWARD):
                 batch.work += span.end - span.start
         self.staleness = sum(self._ages) / len(self._ages) if self._ages else None
