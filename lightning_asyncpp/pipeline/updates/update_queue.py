@@ -230,7 +230,7 @@ class UpdateQueue:
         if math.isfinite(squares) and weight:
             with self._stepping(mini_batch, message):
                 self.apply(update)
-            mini_batch.gradients.clear()  # what is left to wait for are the other stages' sums
+            mini_batch.let_go()
         mini_batch.stepped = True
 
     def _apply(self, mini_batch: MiniBatch) -> Update:
