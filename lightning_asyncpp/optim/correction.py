@@ -123,17 +123,25 @@ class DelayCorrection(OptimizerAround):
                 f"a gradient cannot be {wrong[0]!r} updates old: delay must be a whole number, 0 or more, or a fraction"
                 " below 1"
             )
-        if not self.takes_fractions and (parts := [d for d in delays if not isinstance(d, int)]):
-            raise ValueError(
-                f"{type(self).__name__} needs gradients that are taken at one version of the weights, but of these"
-                f" {parts[0]:.3g} are an update old: use staleness='uniform', or another correction"
-            )
+        if not all(isinstance(d, int) for d in delays) and (problems := self.problems_of_fractions()):
+            raise ValueError("; ".join(problems))
         memory = self._memory
         if not any(delays) and not self._acts_on_fresh:
             memory.reset()
         memory.delay = dict(delay) if isinstance(delay, Mapping) else delay
         if isinstance(self.base, DelayCorrection):
             self.base.set_delay(delay)
+
+    def problems_of_fractions(self) -> list[str]:
+        """Why gradients of which a part was taken at older weights than the rest cannot be corrected, with the mend."""
+        inner = self.base.problems_of_fractions() if isinstance(self.base, DelayCorrection) else []
+        if self.takes_fractions:
+            return inner
+        own = (
+            f"{type(self).__name__} needs gradients that are taken at one version of the weights; with the least"
+            " staleness some micro-batches run on another: use staleness='uniform', or another correction"
+        )
+        return [own, *inner]
 
     def skip_update(self) -> None:
         """Say that an update is left out: its gradient was not finite, and the weights stay as they are."""

@@ -16,7 +16,6 @@ from lightning_asyncpp.pipeline.batches.micro_batch import Slot
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
-from lightning_asyncpp.pipeline.cut.ties import first_sharing
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.parameter_guard import ParameterGuard
 from lightning_asyncpp.pipeline.randomness import preserved_generators
@@ -67,7 +66,7 @@ class Engine:
         transport: Transport | None = None,
     ) -> None:
         self.stage, self.mesh, self.settings = stage, mesh, settings
-        self.schedule = settings.schedule(mesh.stage, first_sharing(mesh.stage, stage.whole.ties))
+        self.schedule = stage.whole.schedule(settings, mesh.stage)
         versions = self.schedule.stage_rule.num_versions
         self.weights = WeightVersions(stage.parameters, versions, stage.uses, stage.buffers, settings.compute_dtype)
         if transport is None and mesh.num_stages > 1:

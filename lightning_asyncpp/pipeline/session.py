@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -158,7 +159,8 @@ class PipelineSession:
         mesh, transport = engine.mesh, engine.runner.transport
         route = "" if transport is None else f"; tensors travel {transport.route}"
         layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
-        return f"{mesh.describe()}, {engine.settings.describe()}{layers}{route}"
+        chosen = engine.settings.describe(functools.partial(engine.stage.whole.schedule, engine.settings))
+        return f"{mesh.describe()}, {chosen}{layers}{route}"
 
     def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
         """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.

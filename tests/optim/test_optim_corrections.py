@@ -237,6 +237,17 @@ def test_a_delay_that_is_no_whole_number_of_at_least_0_is_refused():
         optimizer.set_delay(2.0)
 
 
+def test_what_needs_gradients_at_one_version_refuses_fractions_inside_another_correction_too():
+    params = make_params()
+    inner = partial(DelayCompensation, base=BASES["adamw"])
+    optimizer = ErrorFeedback(params.items(), inner)
+    optimizer.set_delay(1)
+    for delay in (0.25, dict.fromkeys(params.values(), 0.25)):
+        with pytest.raises(ValueError, match=r"^DelayCompensation needs gradients .*use staleness='uniform'"):
+            optimizer.set_delay(delay)
+    assert optimizer.delay_of(params["scale"]) == 1, "nothing of it was taken up"
+
+
 @pytest.mark.parametrize("more", [2, 1, 4])
 def test_delay_compensation_takes_another_delay_in_mid_run(more):
     """By the formula on W_{t-d}, with the d of the day; where W_{t-d} was not kept, the oldest that was."""

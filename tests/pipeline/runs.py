@@ -165,6 +165,7 @@ def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
     assert len(engine.updates._leaving) <= 3  # shared gradients on their way
     stepped = [mini_batch for mini_batch in engine.updates.closed if mini_batch.stepped]
     assert not any(gradient is not None for mini_batch in stepped for gradient in mini_batch.gradients.values())
+    assert not any(mini_batch.reduction._sent for mini_batch in stepped if mini_batch.reduction is not None)
 
 
 def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list[float]]:

@@ -17,8 +17,12 @@ from lightning_asyncpp.tools.bench.harness.hosts import BenchmarkFailedError
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.measure import Measured, measure
 from lightning_asyncpp.tools.bench.harness.stage_layers import jitter_factor
+from lightning_asyncpp.tools.bench.harness.systems import _strategy
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
+    ASYNC_LEAST,
+    ASYNC_LEAST_1,
+    ASYNC_LEAST_EXACT,
     ASYNC_MONITORED,
     ASYNC_TRACED,
     EXTRAS,
@@ -93,15 +97,17 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
     file = tmp_path / "out.json"
     sizes = ["--micro-batches", "2", "--target-ms", "2", "--rows", "16", "--width", "16"]
     systems = [ASYNC, ONE_F_ONE_B, INTERLEAVED, ZBV, FLOOR]
-    main(["compute", *TINY, *sizes, "--systems", *systems, "--also", ASYNC_MONITORED, "--json", str(file)])
+    also = [ASYNC_MONITORED, ASYNC_LEAST, ASYNC_LEAST_1]
+    main(["compute", *TINY, *sizes, "--systems", *systems, "--also", *also, "--json", str(file)])
     (results,) = json.loads(file.read_text())
-    check_systems(results, {*systems, ASYNC_MONITORED})
+    check_systems(results, {*systems, *also})
+    assert set(results["costs"]) == set(also)
     assert ZBV in results["failures"] or results["systems"][ZBV]["utilisation"] is None
     assert results["systems"][INTERLEAVED]["utilisation"] is not None
     assert results["ideal_gain"] == 1.5
     assert results["facts"]["blocks"] >= 1
     printed = capsys.readouterr().out
-    assert "PipelineMonitor costs" in printed
+    assert all(f"{EXTRAS[extra]} costs " in printed for extra in also)
     assert "gain / ideal" in printed
 
 
@@ -120,11 +126,13 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
         (["schedule", "--systems", "zbv", "zbv"], "zbv: named more than once"),
         (
             ["compute", "--also", "clip", "async", "--stages", "1"],
-            "--also clip async: unknown; there are async+fresh, async+least, async+trace, ",
+            "--also clip async: unknown; there are async+fresh, async+least, async+least1, ",
         ),
         (["schedule", "--systems", "1f1b", "--also", "async+monitor", "--stages", "4", "--micro-batches", "3"], ">= 4"),
         (["schedule", "--systems", "1f1b", "--also", "async+monitor"], "--systems lacks: add it"),
         (["schedule", "--also", "async+trace", "--svg", "x.svg"], "every system records"),
+        (["network", "--also", "async+trace"], "async+trace: unknown; there are async+fresh, async+least, "),
+        (["network", "--systems", "sync", "--also", "async+least1"], "--systems lacks: add it"),
         (["schedule", "--jitter", "-0.1"], "jitter"),
         (["schedule", "--weight-share", "1.5"], "weight"),
         (["schedule", "--link-latency-ms", "5"], "use --hosts 2"),
@@ -179,6 +187,22 @@ def test_a_rival_that_cannot_run_gets_a_line_with_the_reason(capsys: pytest.Capt
     main(["schedule", *TINY, *sizes, "--systems", INTERLEAVED, ONE_F_ONE_B, FLOOR])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(TITLES[INTERLEAVED])]
     assert "cannot: ValueError: Interleaved 1F1B requires the number of microbatches" in line
+
+
+@pytest.mark.parametrize(
+    ("system", "staleness", "slack"),
+    [
+        (ASYNC, "uniform", 0),
+        (ASYNC_MONITORED, "uniform", 0),
+        (ASYNC_LEAST, "least", 0),
+        (ASYNC_LEAST_1, "least", 1),
+        (ASYNC_LEAST_EXACT, "least", "exact"),
+    ],
+)
+def test_the_strategies_have_the_staleness_of_their_names(system: str, staleness: str, slack: int | str) -> None:
+    settings = _strategy(Job("sleep", 2, 4, (system,), lookahead=1), system).session.settings
+    assert (settings.staleness, settings.slack) == (staleness, slack)
+    assert (settings.micro_batches, settings.lookahead, settings.delay) == (4, 1, 1)
 
 
 def test_every_repeat_begins_elsewhere() -> None:

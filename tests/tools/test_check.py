@@ -20,6 +20,7 @@ from lightning_asyncpp import GPTModule, check_model
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.pipeline.batches.micro_batch import split_batch
+from lightning_asyncpp.pipeline.schedule import Slack, Staleness
 from lightning_asyncpp.pipeline.wire.header import TensorInfo
 from lightning_asyncpp.tools.check import check
 from tests.pipeline.cases import DIM, make_model
@@ -76,6 +77,21 @@ def test_a_model_with_dropout(stages: int, delay: int) -> None:
     assert [name for names in report.stages for name in names] == [str(i) for i in range(9)]
     assert [len(tensors) for tensors in report.crossings] == [1] * (stages - 1)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)), "what was given was changed"
+
+
+@pytest.mark.parametrize(
+    ("staleness", "slack"), [("least", 0), ("least", 1), ("least", "exact"), ("fresh_last_stage", 0)]
+)
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_stages_whose_gradients_differ_in_age(staleness: Staleness, slack: Slack, lookahead: int) -> None:
+    """They clip, count and share as the rule has it; without it the reference would be another training."""
+    model = make_model(0.2, tied=staleness == "least", routed=True)
+    shape: dict[str, Any] = {"stages": 3, "micro_batches": 5, "lookahead": lookahead, "max_norm": 0.05}
+    report = check_model(model, batches(10, 10, 7), step, updates=6, staleness=staleness, slack=slack, **shape)
+    assert report.bitwise, report.differences
+    uniform = check_model(model, batches(10, 10, 7), step, updates=6, **shape)
+    assert uniform.bitwise
+    assert report.losses != uniform.losses
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -283,6 +299,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "stages=0 must be a whole number" in (printed := capsys.readouterr().err)
     assert "updates=0 must be a whole number" in printed
     assert not (tmp_path / "runs").exists(), "a check leaves no logs"
+
+
+def test_the_command_checks_the_recipes_staleness(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["asyncpp"])
+    monkeypatch.setattr(check, "check_model", lambda *_, **shape: given.update(shape) or SimpleNamespace(ok=True))
+    strategy = "--trainer.strategy.init_args."
+    check.main(arguments(tmp_path, f"{strategy}staleness=least", f"{strategy}slack=exact", "--updates", "1"))
+    assert (given["staleness"], given["slack"], given["delay"]) == ("least", "exact", 1)
 
 
 def test_batches_of_several_loaders_at_once() -> None:

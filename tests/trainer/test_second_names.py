@@ -136,6 +136,16 @@ def test_all_names_hold_the_trained_values(
     SecondNet(RUN).load_state_dict(checkpoint["state_dict"])
 
 
+def test_the_emulator_knows_stages_by_the_names_in_layers(pools: Pools) -> None:
+    """The first name of the scale, the model's own, is of no layer; as on the last stage it would not be old at all."""
+    options = {"micro_batches": 4, "staleness": "least", "partition": [2, 3]}
+    results = pools.run(2, fit, replace(RUN, options=options))
+    state: dict[str, np.ndarray] = {}
+    run = delayed(RUN, delay="least", stages=2, micro_batches=4, partition=[2, 3])
+    train(replace(run, callbacks=((KeepsState, {"into": state}),)))
+    assert_equal_weights(results[0]["full_afterwards"], state)
+
+
 @pytest.mark.parametrize("form", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
 def test_a_run_goes_on_with_other_stages(
     pools: Pools, form: str, expected: dict[str, np.ndarray], tmp_path: Path

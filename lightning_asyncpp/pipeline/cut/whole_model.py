@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
-from lightning_asyncpp.pipeline.cut.ties import Tie, find_ties
+from lightning_asyncpp.pipeline.cut.ties import Tie, find_ties, first_sharing
 from lightning_asyncpp.pipeline.cut.units import Unit, first_names, has_parameters
+from lightning_asyncpp.pipeline.schedule import Schedule
+from lightning_asyncpp.pipeline.settings import ResolvedSettings
 
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
@@ -159,6 +161,10 @@ class WholeModel:
         heavy = tuple(map(has_parameters, units))
         same = () if root is None else _same(root)
         return cls(tuple(counts), heavy, tuple(ties), StatisticsLayout(units), _shared_names(units), same), problems
+
+    def schedule(self, settings: ResolvedSettings, stage: int) -> Schedule:
+        """Order and weights of what a stage of this model runs."""
+        return settings.schedule(stage, first_sharing(stage, self.ties))
 
     def find(self, values: Mapping[str, T], name: str) -> T | None:
         """The value of a parameter, under this name of it or another one that another cut knows it by; or None."""

@@ -250,12 +250,16 @@ class DelayEmulator:
         if partition is None or model is None:
             return None
         names = {id(p): name for p, name in self.names.items()}
-        parameters = dict(model.named_parameters())
+        parameters = dict(model.named_parameters(remove_duplicate=False))  # by all names, those of layers among them
         stages = stages_of_parameters(model, partition.counts)
         ties = find_ties(pipeline_units(model), partition.counts) if self.settings.delay == "least" else []
         first = {stage: first_sharing(stage, ties) for stage in range(len(partition.counts))}
         last = {stage: stage if shared is None else shared for stage, shared in first.items()}
-        return {names[id(parameters[name])]: last[stage] for name, stage in stages.items() if name in parameters}
+        found: dict[str, int] = {}
+        for name, stage in stages.items():
+            if name in parameters:
+                found.setdefault(names[id(parameters[name])], last[stage])
+        return found
 
     def _track(self) -> None:
         # Anew at every update: a callback may have added a group of parameters that were frozen until now.

@@ -92,16 +92,8 @@ def sparse_problems(model: nn.Module) -> list[str]:
 
 def version_problems(optimizer: Optimizer) -> list[str]:
     """Why an optimizer cannot take gradients of which a part was taken at older weights than the rest."""
-    problems = []
-    wrapped: Any = optimizer
-    while wrapped is not None:
-        if not getattr(wrapped, "takes_fractions", True):
-            problems.append(
-                f"{name_of(wrapped)} needs gradients that are taken at one version of the weights; with the least"
-                " staleness some micro-batches run on another: use staleness='uniform', or another correction"
-            )
-        wrapped = getattr(wrapped, "base", None)
-    return problems
+    find = getattr(optimizer, "problems_of_fractions", None)  # of a correction
+    return find() if callable(find) else []
 
 
 def delayed_problems(optimizer: Optimizer) -> list[str]:

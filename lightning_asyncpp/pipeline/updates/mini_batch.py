@@ -157,6 +157,12 @@ class MiniBatch:
             weight, statistics = float(total[0]), total[1:]
         return weight, self._squares, statistics
 
+    def let_go(self) -> None:
+        """Hold no gradients any more: what is left to wait for are the other stages' sums."""
+        self.gradients.clear()
+        if self.reduction is not None:
+            self.reduction.let_go()
+
     def finish(self) -> ControlMessage:
         """Wait for what all ranks have to say, and for the whole sums of gradients that stages share."""
         total = self._send_message()

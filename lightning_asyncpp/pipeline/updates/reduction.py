@@ -185,6 +185,11 @@ class Reduction:
         if self._reading is not None:
             self._read(self._reading)
 
+    def let_go(self) -> None:
+        """Hold none of the tensors any more, all of which were taken up."""
+        self.gradients.clear()
+        self._sent.clear()
+
     def _complete(self, name: str, gradient_of: Callable[[str], Tensor | None]) -> None:
         number = self._bucket_of[name]
         if number < len(self._sent):

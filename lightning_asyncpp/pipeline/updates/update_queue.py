@@ -220,16 +220,17 @@ class UpdateQueue:
         """
         if mini_batch.stepped or not mini_batch.launched:
             return
-        weight, squares, statistics = mini_batch.reduce_now(self.runner.device)
-        if mini_batch.tied is not None:
-            mini_batch.tied.take_whole_sums(mini_batch.gradients)
+        with self.runner.span(Wait.AGREEMENT, mini_batch.index):
+            weight, squares, statistics = mini_batch.reduce_now(self.runner.device)
+            if mini_batch.tied is not None:
+                mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
         message = ControlMessage(weight, norm, True, 0, 0, torch.zeros(0, dtype=torch.float64), statistics)
         update = self._update(mini_batch, message)
         if math.isfinite(squares) and weight:
             with self._stepping(mini_batch, message):
                 self.apply(update)
-            mini_batch.gradients.clear()  # what is left to wait for are the other stages' sums
+            mini_batch.let_go()
         mini_batch.stepped = True
 
     def _apply(self, mini_batch: MiniBatch) -> Update:

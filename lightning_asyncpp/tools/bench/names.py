@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-ASYNC, ASYNC_FRESH, ASYNC_LEAST, ASYNC_FABRIC = "async", "async+fresh", "async+least", "async+fabric"
+ASYNC, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+fresh", "async+fabric"
+ASYNC_LEAST, ASYNC_LEAST_1, ASYNC_LEAST_2 = "async+least", "async+least1", "async+least2"
+ASYNC_LEAST_EXACT = "async+least-exact"
 ASYNC_TRACED, ASYNC_MONITORED = "async+trace", "async+monitor"
 SYNC = "sync"
 ONE_F_ONE_B, GPIPE = "1f1b", "gpipe"
@@ -15,6 +18,9 @@ TITLES = {
     ASYNC: "async_pipeline, through the Trainer",
     ASYNC_FRESH: "async_pipeline, fresh last stage",
     ASYNC_LEAST: "async_pipeline, least staleness",
+    ASYNC_LEAST_1: "async_pipeline, least staleness, slack 1",
+    ASYNC_LEAST_2: "async_pipeline, least staleness, slack 2",
+    ASYNC_LEAST_EXACT: "async_pipeline, least staleness, slack exact",
     ASYNC_TRACED: "async_pipeline, PipelineTrace on",
     ASYNC_MONITORED: "async_pipeline, PipelineMonitor on",
     ASYNC_FABRIC: "async_pipeline, in a Fabric loop",
@@ -34,10 +40,21 @@ SPLIT_BACKWARD = (INTERLEAVED_ZERO_BUBBLE, ZBV)
 EXTRAS = {
     ASYNC_FRESH: "a fresh last stage",
     ASYNC_LEAST: "the least staleness",
+    ASYNC_LEAST_1: "the least staleness with slack 1",
+    ASYNC_LEAST_2: "the least staleness with slack 2",
+    ASYNC_LEAST_EXACT: "the least staleness with slack exact",
     ASYNC_TRACED: "PipelineTrace",
     ASYNC_MONITORED: "PipelineMonitor",
 }
 """What distinguishes a system from ``async``; they run where they are asked for."""
+STALENESS: dict[str, dict[str, Any]] = {
+    ASYNC_FRESH: {"staleness": "fresh_last_stage"},
+    ASYNC_LEAST: {"staleness": "least"},
+    ASYNC_LEAST_1: {"staleness": "least", "slack": 1},
+    ASYNC_LEAST_2: {"staleness": "least", "slack": 2},
+    ASYNC_LEAST_EXACT: {"staleness": "least", "slack": "exact"},
+}
+"""Arguments of the strategy of those that are not PipeDream-2BW: which micro-batches run on older weights."""
 USUAL = [name for name in TITLES if name not in EXTRAS]
 """All other systems."""
 

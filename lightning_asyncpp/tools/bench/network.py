@@ -9,8 +9,10 @@ AdamW. Every run is a launch of its own (``--timeout`` is for each, 600 s by def
 repeat begins with another one.
 
 What is measured: the time per mini-batch in the steady state, of the slowest process, and the gain over Schedule1F1B,
-paired within a repeat; and how much of the way from a complete gradient to its update our strategies hide, as
-``asyncpp trace`` shows it. The loss of the last mini-batch is shown as a check: ``sync`` and ``1f1b`` train the same.
+paired within a repeat; what the least staleness costs (``--also async+least async+least1``), paired with ``async``;
+and how much of the way from a complete gradient to its update our strategies hide, as ``asyncpp trace`` shows it: with
+replicas a stage waits for their reduction where it has no slack, and computes meanwhile where it has some. The loss of
+the last mini-batch is shown as a check: ``sync`` and ``1f1b`` train the same.
 
 What is not: start-up, data loading, evaluation, and how far one gets with an update; gradients of ``async`` are one
 update old. All processes and the relay share this machine's cores: with fewer cores than stages, computation overlaps
@@ -31,13 +33,20 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lightning_asyncpp.tools.bench.harness.checked_arguments import check_shape, chosen_systems
-from lightning_asyncpp.tools.bench.harness.comparison import as_json, facts_line, summarise, table
+from lightning_asyncpp.tools.bench.harness.comparison import (
+    as_json,
+    costs_of_extras,
+    costs_text,
+    facts_line,
+    summarise,
+    table,
+)
 from lightning_asyncpp.tools.bench.harness.hosts import Hosts, open_hosts, wait_for
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.measure import Measured
 from lightning_asyncpp.tools.bench.names import ONE_F_ONE_B, TITLES
 from lightning_asyncpp.tools.bench.network_training import TRACE
-from lightning_asyncpp.tools.bench.parsers import NETWORK_SYSTEMS, network_parser
+from lightning_asyncpp.tools.bench.parsers import NETWORK_EXTRAS, NETWORK_SYSTEMS, network_parser
 from lightning_asyncpp.tools.processes import Children, end_of, free_port, sigterm_raises
 from lightning_asyncpp.tools.text import Spread, write_json
 from lightning_asyncpp.tools.trace.recorded_run import read_run
@@ -53,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print its table."""
     parser = network_parser()
     arguments = parser.parse_args(argv)
-    check_shape(parser, arguments, [arguments.micro_batches], NETWORK_SYSTEMS)
+    check_shape(parser, arguments, [arguments.micro_batches], NETWORK_SYSTEMS, NETWORK_EXTRAS)
     job = Job.of(arguments, "train", systems=chosen_systems(arguments))
     measured, losses, hidden = _measure(job, arguments)
     lines = summarise(job, measured)
@@ -64,14 +73,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print(facts_line(measured.facts))
     print(table(lines))
+    costs = costs_of_extras(job, measured)
+    print(costs_text(costs), end="")
     for system, values in losses.items():
         print(f"loss of the last mini-batch, {system}: {Spread.of(values).format(4)}")
     for system, values in hidden.items():
         print(f"hidden of the way from a gradient to its update, {system}: {Spread.of(values).format(3)}")
     if arguments.json:
-        write_json(
-            arguments.json, as_json(job, lines, measured, {}, losses=losses, hidden=hidden, message_bytes=message)
-        )
+        more = {"losses": losses, "hidden": hidden, "message_bytes": message}
+        write_json(arguments.json, as_json(job, lines, measured, costs, **more))
 
 
 def _measure(job: Job, arguments: Namespace) -> tuple[Measured, dict[str, list[float]], dict[str, list[float]]]:

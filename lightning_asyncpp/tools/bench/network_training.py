@@ -26,7 +26,7 @@ from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.tools.bench.names import ASYNC, ONE_F_ONE_B
+from lightning_asyncpp.tools.bench.names import ONE_F_ONE_B, STALENESS, SYNC
 from lightning_asyncpp.tools.processes import end_with_parent
 from lightning_asyncpp.trainer import AsyncPipelineStrategy, PipelineTrace, SyncPipelineStrategy
 
@@ -92,8 +92,9 @@ def read_batches(run: dict[str, Any], replica: int) -> list[Tensor]:
 def train_with_trainer(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One of our strategies."""
     clock = Clock()
-    kind = AsyncPipelineStrategy if run["system"] == ASYNC else SyncPipelineStrategy
-    strategy = kind(micro_batches=run["micro_batches"], lookahead=run["lookahead"], data_parallel_size=run["replicas"])
+    kind = SyncPipelineStrategy if run["system"] == SYNC else AsyncPipelineStrategy
+    shape = {"micro_batches": run["micro_batches"], "lookahead": run["lookahead"]}
+    strategy = kind(**shape, data_parallel_size=run["replicas"], **STALENESS.get(run["system"], {}))
     trainer = L.Trainer(
         accelerator="cpu", devices=run["stages"] * run["replicas"] // run["hosts"], num_nodes=run["hosts"],
         strategy=strategy, max_epochs=1, callbacks=[clock, PipelineTrace(str(folder / TRACE))], logger=False,

@@ -18,6 +18,7 @@ from lightning_asyncpp.tools.bench.names import (
     GPIPE,
     ONE_F_ONE_B,
     OPTIMIZERS,
+    STALENESS,
     SYNC,
     TITLES,
     USUAL,
@@ -36,6 +37,8 @@ _COMMANDS = {  # by the name of their module
 _COMPUTED = [ASYNC, ASYNC_FABRIC, SYNC, ONE_F_ONE_B, GPIPE, ZBV, FLOOR]
 NETWORK_SYSTEMS = (ASYNC, SYNC, ONE_F_ONE_B)
 """That ``asyncpp bench network`` compares."""
+NETWORK_EXTRAS = tuple(STALENESS)
+"""That it also compares where it is asked to; it records all of ours anyway."""
 
 
 def given_command(argv: Sequence[str] | None) -> tuple[str, list[str]] | None:
@@ -75,9 +78,9 @@ def _shared_parser(
     return parser
 
 
-def _add_extras(parser: ArgumentParser) -> None:
+def _add_extras(parser: ArgumentParser, known: Iterable[str] = EXTRAS) -> None:
     """Add ``--also``."""
-    help_text = f"asynchronous pipelines with one thing more, whose price is told: of {', '.join(EXTRAS)}"
+    help_text = f"asynchronous pipelines with one thing more, whose price is told: of {', '.join(known)}"
     parser.add_argument("--also", type=str, nargs="+", default=[], help=help_text)
 
 
@@ -143,6 +146,7 @@ def network_parser() -> ArgumentParser:
     parser.set_defaults({"hosts": 2, "link_latency_ms": 10.0, "link_mbit": 100.0})
     parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, half of them on each host")
     parser.add_argument("--replicas", type=PositiveInt, default=1, help="number of data-parallel copies of the stages")
+    _add_extras(parser, NETWORK_EXTRAS)
     parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
     parser.add_argument("--layers", type=PositiveInt, default=4, help="blocks of the GPT")
     parser.add_argument("--dim", type=PositiveInt, default=256, help="width of the GPT, a multiple of 64")

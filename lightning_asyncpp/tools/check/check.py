@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
-    """Numbers of stages and micro-batches: those that were given, else those of the recipe's strategy."""
+    """The recipe's pipeline, with the numbers of stages and micro-batches that were given instead."""
     trainer = cli.trainer
     settings = getattr(getattr(trainer.strategy, "session", None), "settings", None)
     stages, micro_batches = own.stages, own.micro_batches
@@ -43,11 +43,12 @@ def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
     if micro_batches is None and (given := getattr(settings, "micro_batches", None)):
         micro_batches = max(given, stages)
     delay = getattr(settings, "delay", 1)
+    staleness, slack = getattr(settings, "staleness", "uniform"), getattr(settings, "slack", 0)
     partition = getattr(settings, "partition", "auto")
     if not isinstance(partition, str) and len(partition) != stages:
         partition = "auto"  # the recipe's is for another number of stages
     shape = {"stages": stages, "micro_batches": micro_batches, "updates": own.updates, "delay": delay}
-    return {**shape, "partition": partition}
+    return {**shape, "staleness": staleness, "slack": slack, "partition": partition}
 
 
 def _batches(cli: LightningCLI, count: int) -> list[Any]:

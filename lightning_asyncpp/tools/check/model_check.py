@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
 from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.pipeline.oracle import Held, train_reference
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
+from lightning_asyncpp.pipeline.schedule import Slack, Staleness, agrees_first
+from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings, is_whole
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
 from lightning_asyncpp.pipeline.updates.clipping import clip_by_norm
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
@@ -56,6 +59,8 @@ def check_model(
     micro_batches: int | None = None,
     lookahead: int | None = None,
     delay: int = 1,
+    staleness: Staleness = "uniform",
+    slack: Slack = 0,
     partition: Asked = "auto",
     updates: int = 4,
     optimizer: MakeOptimizer | None = None,
@@ -80,6 +85,7 @@ def check_model(
         micro_batches: pieces that every batch is cut into; default: ``stages``.
         lookahead: as for the strategy.
         delay: 1 for ``async_pipeline``, 0 for ``sync_pipeline``.
+        staleness, slack: as for the strategy.
         partition: as for the strategy; nothing is measured, numbers of parameters count instead.
         updates: number of mini-batches.
         optimizer: named parameters -> optimizer; default: SGD with a learning rate of 0.01.
@@ -96,7 +102,9 @@ def check_model(
             with what to look at.
     """
     found = Problems(argument_problems(module, step, stages, updates))
-    settings = PipelineSettings(micro_batches, lookahead, delay=delay, partition=partition)
+    settings = PipelineSettings(
+        micro_batches, lookahead, delay=delay, staleness=staleness, slack=slack, partition=partition
+    )
     resolved = None if found else found.attempt(lambda: settings.resolved(stages))
     taken = list(itertools.islice(itertools.cycle(batches), max(updates, 0) if is_whole(updates) else 0))
     if not taken and not found:
@@ -105,7 +113,7 @@ def check_model(
     counts: Sequence[int] = ()
     if resolved is not None and not found and can_run(prototype):
         counts = choose_partition(network_of(prototype), 0, stages, settings.partition).counts
-    of_optimizer, remark = configured_problems(prototype, counts) if optimizer is None else ([], "")
+    of_optimizer, remark = configured_problems(prototype, counts, settings) if optimizer is None else ([], "")
     found += of_optimizer
     step = step or training_step
     if resolved is not None and taken and can_run(prototype):
@@ -244,9 +252,23 @@ def _reference(trial: Trial) -> _Expected:
     losses = train_reference(
         network, mean_loss, started(), optimizer,
         micro_batches=trial.settings.micro_batches, delay=trial.settings.delay, max_norm=trial.max_norm,
-        weight=hooks.micro_batch_weight, split=hooks.split_batch, seed=trial.seed,
+        weight=hooks.micro_batch_weight, split=hooks.split_batch, held=_held_back(trial.settings, network),
+        exact_norm=agrees_first(trial.settings.staleness, trial.settings.slack),
+        synchronous_start=trial.settings.synchronous_start, seed=trial.seed,
     )  # fmt: skip
     return _Expected(network.state_dict(), losses, largest)
+
+
+def _held_back(settings: ResolvedSettings, network: nn.Module) -> list[Held]:
+    """Parameters of each stage, and how many micro-batches it holds back; those that hold back all are left out."""
+    units, counts = (
+        pipeline_units(network),
+        choose_partition(network, 0, settings.num_stages, settings.partition).counts,
+    )
+    whole, following = WholeModel.of(units, counts)[0], iter(units)
+    own = [[p for unit in itertools.islice(following, count) for p in unit.module.parameters()] for count in counts]
+    held = [whole.schedule(settings, stage).stage_rule.held for stage in range(settings.num_stages)]
+    return [(parameters, number) for parameters, number in zip(own, held) if number is not None]
 
 
 def _differences(

@@ -28,7 +28,7 @@ from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.by_position import may_go_by_position, options_of, position_problems
 from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers, optimizers_in
-from lightning_asyncpp.pipeline.optimizers.fitness import stage_problems
+from lightning_asyncpp.pipeline.optimizers.fitness import stage_problems, version_problems
 from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
 from lightning_asyncpp.tools.check.trial import StepOf, copied, name_of, network_of
 from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problems
@@ -110,7 +110,9 @@ def _check_partition(
         return
     partition = found.attempt(lambda: choose_partition(network, 0, stages, settings.partition))
     if partition is not None:
-        found += WholeModel.of(units, partition.counts)[1]
+        whole, problems = WholeModel.of(units, partition.counts)
+        fresh = stages - 1 if settings.staleness == "fresh_last_stage" else None
+        found += [*problems, *(p for tie in whole.ties if tie.is_trained for p in tie.problems(fresh))]
 
 
 def can_run(prototype: nn.Module) -> bool:
@@ -122,12 +124,13 @@ def can_run(prototype: nn.Module) -> bool:
         return False
 
 
-def configured_problems(module: nn.Module, counts: Sequence[int] = ()) -> tuple[list[str], str]:
+def configured_problems(module: nn.Module, counts: Sequence[int], settings: PipelineSettings) -> tuple[list[str], str]:
     """What is wrong with the optimizer that a LightningModule makes, and a note where that cannot be said.
 
     Args:
         module: the whole one.
         counts: layers on each stage; none where it cannot be cut.
+        settings: of the pipeline.
     """
     if not isinstance(module, LightningModule) or not is_overridden("configure_optimizers", module):
         return [], ""
@@ -137,6 +140,8 @@ def configured_problems(module: nn.Module, counts: Sequence[int] = ()) -> tuple[
     except Exception as error:  # it may ask for its Trainer, or for a stage
         return [], f"configure_optimizers was not looked at: it raised {type(error).__name__}: {error}"
     unfit = [problem for optimizer in optimizers for problem in stage_problems(optimizer, with_closure=True)]
+    if settings.staleness == "least":
+        unfit += [problem for optimizer in optimizers for problem in version_problems(optimizer)]
     groups = _grouping_problems(whole, optimizers, module, counts)
     return [*unfit, *optimizer_problems(optimizers, module), *groups], ""
 

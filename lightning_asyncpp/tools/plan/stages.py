@@ -20,7 +20,6 @@ from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
 from lightning_asyncpp.pipeline.cut.stage import Stage
-from lightning_asyncpp.pipeline.cut.ties import first_sharing
 from lightning_asyncpp.pipeline.cut.units import Unit, collective_problems, ownership_problems, pipeline_units
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -132,7 +131,7 @@ class Stages:
     def schedule(self, stage: int, micro_batches: int, lookahead: int) -> StageSchedule:
         """How a stage is run once a synchronous start is over."""
         settings = replace(self.settings, lookahead=lookahead, synchronous_start=0)
-        schedule = settings.schedule(stage, first_sharing(stage, self.cut.whole.ties))
+        schedule = self.cut.whole.schedule(settings, stage)
         return StageSchedule(schedule, micro_batches, self.recipe.accumulated, not self.on_gpu)
 
     def _slots(self, micro_batches: int, batch_size: int) -> list[Any]:
@@ -168,7 +167,7 @@ class Stages:
         return next((o for o in range(1, index) if o not in tied and alike(self.cut.units_of(o), own)), None)
 
     def _job(self, stage: Stage, slot: Any, arriving: Header | None) -> StageJob:
-        rule = self.settings.schedule(stage.index, first_sharing(stage.index, self.cut.whole.ties)).stage_rule
+        rule = stage.whole.schedule(self.settings, stage.index).stage_rule
         return StageJob(
             stage, self.settings.data_parallel_size, rule.num_versions, self.settings.compute_dtype,
             slot if stage.is_first or stage.is_last else None, arriving, self._hooks, self._step(),

@@ -15,7 +15,6 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
-from lightning_asyncpp.pipeline.cut.ties import first_sharing
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.recording.clocks import HOST, Clock, Moment, has_passed
 from lightning_asyncpp.pipeline.recording.trace import Follower, Span, Wait
@@ -70,6 +69,7 @@ class StageWindow:
         self._ages: list[int] = []  # of the newest mini-batch
         self._ends: dict[int, int] = {}  # mini-batch -> one past its last micro-batch
         self._backwards: deque[tuple[int, float]] = deque(maxlen=4096)  # micro-batch, end
+        self._waited_for = -1  # the newest mini-batch of whose update that is true
 
     def add(self, mini_batch: int, first: int, end: int, elapsed: float | None, spans: Iterable[Span]) -> None:
         """Take in a batch.
@@ -95,7 +95,10 @@ class StageWindow:
                 self._backwards.append((span.index, span.end))
             elif span.kind is Wait.AGREEMENT:
                 batch.exposed += span.end - span.start
-                batch.underway += span.end - min(self._completed(span), span.start)
+                # A stage that steps ahead waits for its update first, and later for what the others say of it.
+                since = span.start if span.index == self._waited_for else self._completed(span)
+                batch.underway += span.end - min(since, span.start)
+                self._waited_for = span.index
             if span.kind in (Kind.FORWARD, Kind.BACKWARD):
                 batch.work += span.end - span.start
         self.staleness = sum(self._ages) / len(self._ages) if self._ages else None
@@ -231,9 +234,8 @@ class PipelineMonitor(TokensPerSecond):
         self._follower = follow(engine)
         self._clock = engine.runner.clock
         self._unread.clear()
-        ties = engine.stage.whole.ties
-        schedules = [engine.settings.schedule(s, first_sharing(s, ties)) for s in range(engine.mesh.num_stages)]
-        self._rules = [schedule.stage_rule for schedule in schedules]
+        whole, settings = engine.stage.whole, engine.settings
+        self._rules = [whole.schedule(settings, s).stage_rule for s in range(engine.mesh.num_stages)]
         self._stage = StageWindow(engine.mesh.stage, engine.schedule.stage_rule, self._window)
 
     def on_train_batch_start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from lightning_asyncpp.pipeline.cut.tied_state import (
 )
 from lightning_asyncpp.pipeline.cut.ties import Tie, find_ties
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.state_by_name import keep_states_once
@@ -90,6 +92,14 @@ def test_a_model_that_was_cut_before_still_knows_its_ties() -> None:
     again = cut(model, 1, 2, 0, CPU)
     assert again.whole == stage.whole
     assert len(again.whole.ties) == 1
+
+
+def test_the_log_says_how_old_gradients_are_where_stages_share_parameters() -> None:
+    session = PipelineSession(PipelineSettings(micro_batches=8, staleness="least"))
+    engine: Any = SimpleNamespace(mesh=Mesh(3, 1, 0), settings=session.settings.resolved(3))
+    engine.stage, engine.runner = SimpleNamespace(whole=WholeModel(ties=(TIE,))), SimpleNamespace(transport=None)
+    session.engine = engine
+    assert "gradients 0.25, 0.125, 0.25 updates old, by stage" in session.describe()
 
 
 def test_a_fresh_last_stage_that_shares_weights_is_refused() -> None:

@@ -54,6 +54,7 @@ class Case:
 
 
 GPT: dict[str, Any] = {"vocab_size": 512, "context_length": 128, "num_layers": 6, "dim": 256, "num_heads": 4}
+WIDE = {**GPT, "dim": 384}  # weights count more than activations
 
 CASES = {
     "adamw": Case(2, GPT, ADAMW, 16, {"micro_batches": 4, "lookahead": 1}),
@@ -84,6 +85,11 @@ CASES = {
         feedback(ADAMW),
         4,
         {"micro_batches": 4, "staleness": "least"},
+    ),
+    "least-slack": Case(3, WIDE, feedback(ADAMW), 6, {"micro_batches": 6, "staleness": "least", "slack": 1}),
+    "least-exact": Case(3, WIDE, feedback(ADAMW), 6, {"micro_batches": 6, "staleness": "least", "slack": "exact"}),
+    "least-replicas": Case(
+        2, WIDE, feedback(ADAMW), 4, {"micro_batches": 4, "staleness": "least", "data_parallel_size": 2}
     ),
     "replicas": Case(1, {**GPT, "dim": 384}, ADAMW, 4, {"micro_batches": 2, "data_parallel_size": 2}),
     "accumulated": Case(2, GPT, ADAMW, 14, {"micro_batches": 3}, accumulated=2),

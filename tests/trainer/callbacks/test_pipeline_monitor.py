@@ -129,6 +129,10 @@ def test_the_window_averages_and_forgets() -> None:
     assert window.bubble == pytest.approx(0.25)
     window.add(3, 6, 8, 10.0, [Span(Kind.FORWARD, 6, 23, 33, 2)])
     assert (window.bubble, window.hidden) == (0, None)
+    window.add(4, 8, 10, 10.0, [Span(Kind.BACKWARD, 7, 33, 34, 2), Span(Wait.AGREEMENT, 3, 35, 36)])
+    assert window.hidden == pytest.approx(1 / 2)
+    window.add(4, 8, 10, 10.0, [Span(Wait.AGREEMENT, 3, 38, 39)])  # of a stage that stepped ahead: no longer its update
+    assert window.hidden == pytest.approx(1 / 3)
     with pytest.raises(StalenessError, match="ran on W1 on stage 1, not on W3"):
         window.add(4, 8, 10, 10.0, [Span(Kind.FORWARD, 8, 33, 34, 1)])
 

@@ -105,6 +105,10 @@ def test_the_least_staleness_is_recorded(pools: Pools, tmp_path: Path) -> None:
     summary = summarise(read)
     assert (summary.violated, [row.stale_share for row in summary.rows]) == (0, [0.25, 0])
     assert "first 1, 0 of its micro-batches on stages 0, 1, and with the others on W_t" in table(read, summary)
+    for rank in read.ranks:  # a stage that steps ahead waits for what its update needs, and later for the others' part
+        updates = {s.index: s.start for s in rank.spans if s.kind is Kind.UPDATE}
+        waits = [(s.index, s.end <= updates[s.index]) for s in rank.spans if s.kind is Wait.AGREEMENT]
+        assert waits == [(0, True), *((t, ahead) for t in range(1, 6) for ahead in (True, False))]
 
 
 def test_the_least_staleness_of_accumulated_batches_is_recorded(pools: Pools, tmp_path: Path) -> None:

@@ -24,16 +24,28 @@ def chosen_systems(arguments: Namespace) -> tuple[str, ...]:
 
 
 def check_shape(
-    parser: ArgumentParser, arguments: Namespace, micro_batches: Sequence[int], known: Iterable[str] = TITLES
+    parser: ArgumentParser,
+    arguments: Namespace,
+    micro_batches: Sequence[int],
+    known: Iterable[str] = TITLES,
+    extras: Iterable[str] = EXTRAS,
 ) -> None:
-    """End with a message if the pipeline would refuse this shape, the link cannot be made, or systems are not known."""
+    """End with a message if the pipeline would refuse this shape, the link cannot be made, or systems are not known.
+
+    Args:
+        parser: of the benchmark.
+        arguments: that it parsed.
+        micro_batches: per mini-batch; all numbers that are to be run.
+        known: what ``--systems`` may name.
+        extras: what ``--also`` may name.
+    """
     problems = []
     if arguments.stages < 2:
         problems.append(f"--stages {arguments.stages}: a pipeline to compare has at least 2 stages")
     if "systems" in arguments:
         problems += problems_of_systems(arguments.systems, known)
     also = arguments.get("also", [])
-    problems += problems_of_systems(also, EXTRAS, "--also")
+    problems += problems_of_systems(also, extras, "--also")
     problems += _problems_of_extras(arguments)
     if "systems" not in arguments or any(name.startswith(ASYNC) for name in (*arguments.systems, *also)):
         for count in micro_batches:

@@ -35,14 +35,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
 from lightning_asyncpp.pipeline.recording.trace import Trace
-from lightning_asyncpp.pipeline.schedule import Staleness
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.stage_layers import LayerFactory, make_optimizer
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_FABRIC,
-    ASYNC_FRESH,
-    ASYNC_LEAST,
     ASYNC_MONITORED,
     ASYNC_TRACED,
     FLOOR,
@@ -52,6 +49,7 @@ from lightning_asyncpp.tools.bench.names import (
     ONE_F_ONE_B,
     RIVALS,
     SPLIT_BACKWARD,
+    STALENESS,
     SYNC,
     ZBV,
 )
@@ -149,14 +147,11 @@ def _loader(job: Job) -> DataLoader:
     return DataLoader(TensorDataset(inputs, targets), batch_size=job.micro_batches * job.rows)
 
 
-_STALENESS: dict[str, Staleness] = {ASYNC_FRESH: "fresh_last_stage", ASYNC_LEAST: "least"}
-
-
 def _strategy(job: Job, system: str) -> SyncPipelineStrategy | AsyncPipelineStrategy:
     if system == SYNC:
         return SyncPipelineStrategy(micro_batches=job.micro_batches)
-    staleness = _STALENESS.get(system, "uniform")
-    return AsyncPipelineStrategy(micro_batches=job.micro_batches, lookahead=job.lookahead, staleness=staleness)
+    staleness = STALENESS.get(system, {})
+    return AsyncPipelineStrategy(micro_batches=job.micro_batches, lookahead=job.lookahead, **staleness)
 
 
 def run_fabric(job: Job, system: str, make_layer: LayerFactory) -> RankRun:
@@ -274,8 +269,7 @@ def _loop(
 
 RUNNERS: dict[str, Callable[[Job, str, LayerFactory], RankRun]] = {
     ASYNC: run_trainer,
-    ASYNC_FRESH: run_trainer,
-    ASYNC_LEAST: run_trainer,
+    **dict.fromkeys(STALENESS, run_trainer),
     ASYNC_TRACED: run_trainer,
     ASYNC_MONITORED: run_trainer,
     ASYNC_FABRIC: run_fabric,
