@@ -28,7 +28,7 @@ from lightning_asyncpp.pipeline.runner.stages import stage_runner
 from lightning_asyncpp.pipeline.schedule import Action, Kind
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.updates.control_message import Payload
-from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.updates.update_queue import UpdateQueue
 from lightning_asyncpp.pipeline.weights import WeightVersions
@@ -259,7 +259,7 @@ class Engine:
     ) -> None:
         """Take up counters, the older weights and the masters; the parameters were loaded before."""
         self.next_forward = self.next_backward = self._drained = state["micro_batch"]
-        self.updates.open = MiniBatch(self.mesh, state["mini_batch"], state["micro_batch"])
+        self.updates.begin_at(state["mini_batch"], state["micro_batch"])
         self.updates.last_norm = state.get("norm")
         self.evaluated = state.get("evaluated", 0)
         self.weights.restore(state["version"], older, masters)

@@ -142,7 +142,10 @@ class RecordedRun:
         """
         if first is None and last is None:
             return self
-        starts = {start.mini_batch: start.time for start in self.ranks[0].starts if start.time is not None}
+        starts: dict[int, float] = {}
+        for begun in self.ranks[0].starts:
+            if begun.time is not None:  # the first time, of one that began anew when its gradient was dropped
+                starts.setdefault(begun.mini_batch, begun.time)
         held = f"the recording holds mini-batches {min(starts)} to {max(starts)}" if starts else "it holds none"
         for name, value in (("--from-mini-batch", first), ("--to-mini-batch", last)):
             if value is not None and value not in starts:

@@ -56,6 +56,18 @@ def test_mini_batches_of_any_length_are_known(tmp_path: Path) -> None:
     assert rank.mini_batch(Span(Wait.DATA, 3, 0, 1)) == 3
 
 
+def test_a_mini_batch_that_began_anew_is_read_from_its_first_beginning(tmp_path: Path) -> None:
+    """As after a gradient that was dropped: all of the time from there on is the mini-batch's."""
+    run = replace(SMALL, mini_batches=4).read(tmp_path)
+    numbers = (0, 1, 1, 2)
+    ranks = [replace(r, starts=[replace(s, mini_batch=t) for s, t in zip(r.starts, numbers)]) for r in run.ranks]
+    anew = replace(run, ranks=ranks)
+    assert [ranks[0].mini_batch_of(k) for k in range(8)] == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert [ranks[0].place_of(k) for k in range(8)] == [0, 1] * 4
+    part = anew.between(1, 1)
+    assert (part.start, part.end) == (ranks[0].starts[1].time, ranks[0].starts[3].time)
+
+
 def test_a_killed_run_is_read_to_its_last_line(tmp_path: Path) -> None:
     SMALL.write(tmp_path)
     file = tmp_path / file_name(0)
