@@ -295,8 +295,14 @@ class PipelineSession:
         changes.after_updates()
         return updates
 
+    def check_drain(self) -> None:
+        """Raise RuntimeError if an update is being applied: what drains would find a part of it."""
+        if self._attached is not None:
+            self._attached.check_drain()
+
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
+        self.check_drain()
         engine, changes = self._watched()
         changes.before_drain()
         updates = engine.drain()
