@@ -117,7 +117,7 @@ def test_what_a_pipeline_refuses_while_an_update_is_applied(micro_batches: int |
 
     def meet(*_: object) -> None:
         for attempt in tries:
-            with pytest.raises(RuntimeError, match="while an update is applied.*after optimizer.step"):
+            with pytest.raises(RuntimeError, match=r"while an update is applied.*after optimizer\.step"):
                 attempt()
             told.append(attempt)
 
