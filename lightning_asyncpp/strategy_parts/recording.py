@@ -206,13 +206,14 @@ class Recorder:
             self._file.begin_batch(mini_batch, first, time)
 
     def _open(self) -> SpanFile:
-        mesh, settings, rule = self._engine.mesh, self._engine.settings, self._engine.schedule.stage_rule
+        mesh, settings, schedule = self._engine.mesh, self._engine.settings, self._engine.schedule
+        rule = schedule.stage_rule
         offset = clock_offset(mesh)
         meta = Meta(
             mesh.rank, mesh.stage, mesh.replica, mesh.num_stages, mesh.num_replicas, settings.micro_batches,
             settings.lookahead, rule.delay, host_name().split()[0], time.perf_counter(), offset.seconds,
             offset.error, time.time(), _package_version(), torch.__version__, rule.synchronous_start,
-            len(self._engine.runner.stage.units), rule.held,
+            len(self._engine.runner.stage.units), rule.held, schedule.staleness, schedule.slack, schedule.shares_with,
         )  # fmt: skip
         file, error = None, None
         try:

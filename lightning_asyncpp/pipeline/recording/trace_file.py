@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lightning_asyncpp.pipeline.recording.trace import Span
-from lightning_asyncpp.pipeline.schedule import StalenessRule
+from lightning_asyncpp.pipeline.schedule import Slack, Staleness, StalenessRule
 
 FORMAT, VERSION = "asyncpp trace", 1
 BATCH, END = "batch", "end"
@@ -45,6 +45,8 @@ class Meta:
         synchronous_start: number of mini-batches at the beginning of the run without delay.
         layers: how many layers of the model this stage has; 0 if it is not known.
         held: how many micro-batches, the first of a mini-batch, the delay is for; None: all.
+        staleness, slack: of the stage's :class:`Schedule`; None in recordings from before they were noted.
+        shares_with: likewise; None also where the stage shares no parameter.
     """
 
     rank: int
@@ -65,6 +67,9 @@ class Meta:
     synchronous_start: int = 0
     layers: int = 0
     held: int | None = None
+    staleness: Staleness | None = None
+    slack: Slack | None = None
+    shares_with: int | None = None
 
     @property
     def stage_rule(self) -> StalenessRule:

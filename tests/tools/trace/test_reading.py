@@ -155,6 +155,11 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         ({"clock_offset": float("inf")}, "clock_offset must be float"),
         ({"stage": 9}, "out of range"),
         ({"held": 1.5}, "held must be int"),
+        ({"staleness": "most"}, "staleness='most' is none of uniform, least, fresh_last_stage"),
+        ({"slack": -1}, "slack=-1"),
+        ({"slack": "some"}, "slack='some'"),
+        ({"slack": True}, "slack must be"),
+        ({"shares_with": 2}, "out of range"),
     ],
 )
 def test_a_wrong_first_line_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -167,13 +172,21 @@ def test_a_wrong_first_line_is_named(tmp_path: Path, change: dict[str, object], 
     assert f"{file}:1: " in str(caught.value)
 
 
-def test_recordings_from_before_there_was_a_number_held_back_are_read(tmp_path: Path) -> None:
-    SMALL.write(tmp_path)
-    file = tmp_path / file_name(0)
-    head, *rest = file.read_text().splitlines()
-    old = {name: value for name, value in json.loads(head).items() if name != "held"}
-    file.write_text("\n".join([json.dumps(old), *rest]) + "\n")
-    assert [rank.meta.held for rank in read_run(tmp_path).ranks] == [None, None]
+@pytest.mark.parametrize(
+    "lacking", [("staleness", "slack", "shares_with"), ("held", "staleness", "slack", "shares_with")]
+)
+def test_recordings_from_before_the_staleness_was_noted_are_read(tmp_path: Path, lacking: tuple[str, ...]) -> None:
+    least = replace(SMALL, staleness="least", slack=1, start=1, micro_batches=4)
+    recording, held = (SMALL, [None, None]) if "held" in lacking else (least, [2, 1])
+    recording.write(tmp_path)
+    for file in tmp_path.iterdir():
+        head, *rest = file.read_text().splitlines()
+        old = {name: value for name, value in json.loads(head).items() if name not in lacking}
+        file.write_text("\n".join([json.dumps(old), *rest]) + "\n")
+    read = read_run(tmp_path)
+    assert [(rank.meta.held, rank.meta.staleness) for rank in read.ranks] == [(count, None) for count in held]
+    summary = summarise(read)
+    assert (summary.violated, summary.ideal_seconds) == (0, pytest.approx(summary.seconds))
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:

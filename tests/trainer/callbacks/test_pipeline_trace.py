@@ -101,6 +101,9 @@ def test_the_least_staleness_is_recorded(pools: Pools, tmp_path: Path) -> None:
         (1, 1, 1),
         (1, 0, 1),
     ]
+    assert {(rank.meta.staleness, rank.meta.slack, rank.meta.shares_with) for rank in read.ranks} == {
+        ("least", 0, None)
+    }
     versions = {s.index: s.version for s in read.ranks[0].spans if s.kind is Kind.FORWARD}
     assert [versions[k] for k in range(24)] == [*[0] * 4, *[1] * 4, 1, *[2] * 4, *[3] * 4, *[4] * 4, *[5] * 3]
     summary = summarise(read)
