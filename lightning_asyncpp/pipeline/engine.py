@@ -25,7 +25,7 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.recording.trace import Beside
 from lightning_asyncpp.pipeline.runner.common import Flight, StageBeforeFailedError, Task
 from lightning_asyncpp.pipeline.runner.stages import stage_runner
-from lightning_asyncpp.pipeline.schedule import Action, Kind
+from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
@@ -83,6 +83,11 @@ class Engine:
         self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
         self._flights: dict[int, Flight] = {}
         self._guard = ParameterGuard(stage, self.weights.parameters)
+
+    def schedules(self) -> list[Schedule]:
+        """Those of all stages, of which ``schedule`` is this one's."""
+        ties = self.stage.whole.ties
+        return [self.settings.schedule(stage, first_sharing(stage, ties)) for stage in range(self.mesh.num_stages)]
 
     @property
     def mini_batch(self) -> int:

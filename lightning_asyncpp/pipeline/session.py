@@ -158,7 +158,7 @@ class PipelineSession:
         mesh, transport = engine.mesh, engine.runner.transport
         route = "" if transport is None else f"; tensors travel {transport.route}"
         layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
-        return f"{mesh.describe()}, {engine.settings.describe()}{layers}{route}"
+        return f"{mesh.describe()}, {engine.settings.describe(engine.schedules())}{layers}{route}"
 
     def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
         """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.

@@ -15,7 +15,6 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
-from lightning_asyncpp.pipeline.cut.ties import first_sharing
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.recording.clocks import HOST, Clock, Moment, has_passed
 from lightning_asyncpp.pipeline.recording.trace import Follower, Span, Wait
@@ -233,9 +232,7 @@ class PipelineMonitor(TokensPerSecond):
         self._follower = follow(engine)
         self._clock = engine.runner.clock
         self._unread.clear()
-        ties = engine.stage.whole.ties
-        schedules = [engine.settings.schedule(s, first_sharing(s, ties)) for s in range(engine.mesh.num_stages)]
-        self._rules = [schedule.stage_rule for schedule in schedules]
+        self._rules = [schedule.stage_rule for schedule in engine.schedules()]
         self._stage = StageWindow(engine.mesh.stage, engine.schedule.stage_rule, self._window)
 
     def on_train_batch_start(
