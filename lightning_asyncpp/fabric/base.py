@@ -268,7 +268,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
 
     def _check_drain(self, caller: str) -> None:
-        """Refuse it in a step, and while an update is applied."""
+        """Refuse a call that drains in a step, and while an update is applied."""
         self._check_collective(caller)
         self.session.check_drain()
 

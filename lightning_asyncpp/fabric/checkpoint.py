@@ -66,7 +66,7 @@ class CheckpointMixin(Strategy):
 
     @abstractmethod
     def _check_drain(self, caller: str) -> None:
-        """Refuse it in a step, and while an update is applied."""
+        """Refuse a call that drains in a step, and while an update is applied."""
 
     @abstractmethod
     def _drain(self) -> None:
@@ -129,9 +129,9 @@ class CheckpointMixin(Strategy):
         Raises:
             ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
         """
-        self.checkpoints.settle()
         if self.session.stage is not None:
             self._settle("fabric.load")
+        self.checkpoints.settle()
         check_whole(path, self.checkpoint_io, self.session.mesh)
         with told_who_wrote_it(self.checkpoint_io, path, weights_only, PIPELINE):
             return self._load(path, state, strict, weights_only)

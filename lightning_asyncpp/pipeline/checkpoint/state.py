@@ -25,7 +25,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.storage.nested import merged
 
 OLDER, MASTERS = "older_weights", "masters"
-_FORMER = "fresh_last_stage"
+_FORMER = "fresh_last_stage"  # the argument's name before there was a staleness
 _OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
 
 
