@@ -7,8 +7,8 @@
     ["end", 99000]                                    the recording ended as it should, at 99000 ns
 
 Times are nanoseconds since ``origin``, which is in seconds of the process's own clock; ``clock_offset`` more is the
-same moment on rank 0's. A mini-batch whose gradient was dropped begins anew, with a line of its own. Lines are only ever
-added, so that a killed run leaves everything but its last moments.
+same moment on rank 0's. A mini-batch whose gradient was dropped begins anew, with a line of its own. Lines are only
+ever added, so that a killed run leaves everything but its last moments.
 """
 
 from __future__ import annotations
