@@ -267,11 +267,17 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             if update.message.weight:
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
 
+    def _check_drain(self, caller: str) -> None:
+        """Refuse a call that drains in a step, and while an update is applied."""
+        self._check_collective(caller)
+        self.session.check_drain()
+
     def _drain(self) -> None:
         self._applied(self.session.drain())
 
     def _settle(self, caller: str) -> None:
         """Drain, between two mini-batches only."""
+        self._check_drain(caller)
         engine = self.session.running()
         if engine.accumulating:
             raise ConfigurationError(refusals.not_stepped(caller))
@@ -316,6 +322,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             joined along the first dimension, tensors of one element averaged with the micro-batches' weights. ``None``
             elsewhere.
         """
+        self._check_drain("strategy.evaluation_step")
         engine = self.session.running()
         with self._driving():
             if not engine.drained:

@@ -65,6 +65,10 @@ class CheckpointMixin(Strategy):
         """The engine runs here."""
 
     @abstractmethod
+    def _check_drain(self, caller: str) -> None:
+        """Refuse a call that drains in a step, and while an update is applied."""
+
+    @abstractmethod
     def _drain(self) -> None:
         """Finish what is in flight and apply every update."""
 
@@ -74,6 +78,7 @@ class CheckpointMixin(Strategy):
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
+        self._check_drain("strategy.full_state_dict()")
         self.session.running()
         with self._driving():
             self._drain()
@@ -124,9 +129,9 @@ class CheckpointMixin(Strategy):
         Raises:
             ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
         """
-        self.checkpoints.settle()
         if self.session.stage is not None:
             self._settle("fabric.load")
+        self.checkpoints.settle()
         check_whole(path, self.checkpoint_io, self.session.mesh)
         with told_who_wrote_it(self.checkpoint_io, path, weights_only, PIPELINE):
             return self._load(path, state, strict, weights_only)

@@ -38,6 +38,7 @@ class DelayedCheckpoints(ParallelStrategy):
         if DELAYED_GRADIENT in state:
             raise ConfigurationError(reserved(DELAYED_GRADIENT))
         if self.emulator is not None:
+            self.emulator.check_no_update()
             self.emulator.weights.come_forward()
             if any(isinstance(value, Optimizer) for value in state.values()):
                 state = {**state, DELAYED_GRADIENT: self.emulator.state_dict()}
@@ -52,6 +53,8 @@ class DelayedCheckpoints(ParallelStrategy):
         Raises:
             ConfigurationError: the checkpoint was written under another delay, or was not written for this.
         """
+        if self.emulator is not None:
+            self.emulator.check_no_update()
         check_whole(path, self.checkpoint_io, None)
         with told_who_wrote_it(self.checkpoint_io, path, weights_only, DELAYED_GRADIENT):
             return self._load(path, state, strict, weights_only)

@@ -236,6 +236,7 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
         emulator = self._running("strategy.evaluation_step")
         if (micro_batches := emulator.micro_batches) is None:
             raise ConfigurationError(refusals.NO_MICRO_BATCHES)
+        emulator.check_no_update()
         emulator.weights.come_forward()
         hooks = micro_batches.hooks
         slots = [slot for slot in hooks.split_batch(batch, micro_batches.count) if slot is not None]

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.optimizers.steps import StepGuard
+from lightning_asyncpp.pipeline.optimizers.steps import DURING_AN_UPDATE, StepGuard
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.ticket import Ticket, TicketOffice
 from lightning_asyncpp.pipeline.weights import leave_out, lent, writing
@@ -44,6 +44,15 @@ class AttachedOptimizer:
         """Let anybody step the optimizer, and the engine go: a circle would keep its weights until a collection."""
         self._guard.release()
         self._engine.updates.detach()
+
+    def check_drain(self) -> None:
+        """Refuse a drain by what is called while an update is applied: it would find a part of that.
+
+        Raises:
+            RuntimeError: one is applied.
+        """
+        if self.update is not None:
+            raise RuntimeError(DURING_AN_UPDATE)
 
     def tell_delay(self) -> None:
         """Tell the optimizer how old the gradients of a mini-batch are, if it wants to know, before any update."""

@@ -24,10 +24,10 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.recording.trace import Beside
 from lightning_asyncpp.pipeline.runner.common import Flight, StageBeforeFailedError, Task
 from lightning_asyncpp.pipeline.runner.stages import stage_runner
-from lightning_asyncpp.pipeline.schedule import Action, Kind
+from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
 from lightning_asyncpp.pipeline.updates.control_message import Payload
-from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch, Update
+from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.updates.update_queue import UpdateQueue
 from lightning_asyncpp.pipeline.weights import WeightVersions
@@ -82,6 +82,10 @@ class Engine:
         self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
         self._flights: dict[int, Flight] = {}
         self._guard = ParameterGuard(stage, self.weights.parameters)
+
+    def schedules(self) -> list[Schedule]:
+        """Those of all stages, of which ``schedule`` is this one's."""
+        return [self.stage.whole.schedule(self.settings, stage) for stage in range(self.mesh.num_stages)]
 
     @property
     def mini_batch(self) -> int:
@@ -258,7 +262,7 @@ class Engine:
     ) -> None:
         """Take up counters, the older weights and the masters; the parameters were loaded before."""
         self.next_forward = self.next_backward = self._drained = state["micro_batch"]
-        self.updates.open = MiniBatch(self.mesh, state["mini_batch"], state["micro_batch"])
+        self.updates.begin_at(state["mini_batch"], state["micro_batch"])
         self.updates.last_norm = state.get("norm")
         self.evaluated = state.get("evaluated", 0)
         self.weights.restore(state["version"], older, masters)

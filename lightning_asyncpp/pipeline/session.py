@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -159,8 +158,7 @@ class PipelineSession:
         mesh, transport = engine.mesh, engine.runner.transport
         route = "" if transport is None else f"; tensors travel {transport.route}"
         layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
-        chosen = engine.settings.describe(functools.partial(engine.stage.whole.schedule, engine.settings))
-        return f"{mesh.describe()}, {chosen}{layers}{route}"
+        return f"{mesh.describe()}, {engine.settings.describe(engine.schedules())}{layers}{route}"
 
     def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
         """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
@@ -297,8 +295,14 @@ class PipelineSession:
         changes.after_updates()
         return updates
 
+    def check_drain(self) -> None:
+        """Raise RuntimeError if an update is being applied: what drains would find a part of it."""
+        if self._attached is not None:
+            self._attached.check_drain()
+
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
+        self.check_drain()
         engine, changes = self._watched()
         changes.before_drain()
         updates = engine.drain()

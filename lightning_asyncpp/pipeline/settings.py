@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast, get_args
 
@@ -292,21 +292,21 @@ class ResolvedSettings(PipelineSettings):
         """Of the weight versions beside masters; None without masters."""
         return torch.bfloat16 if self.weight_dtype == "bf16" else None
 
-    def describe(self, schedule: Callable[[int], Schedule] | None = None) -> str:
+    def describe(self, schedules: Sequence[Schedule] | None = None) -> str:
         """For the log: what runs in a batch, and how old its gradients are.
 
         Args:
-            schedule: of a stage, where stages may share parameters; default: as if none did.
+            schedules: of all stages; default: where none shares a parameter with another.
         """
         ahead = f", lookahead {min(self.lookahead, self.num_stages - 1)}" if self.delay else ""
         after = f" after {self.synchronous_start} synchronous mini-batches" if self.synchronous_start else ""
-        return f"{self.micro_batches} micro-batches{ahead}, {self._described_delay(schedule or self.schedule)}{after}"
+        return f"{self.micro_batches} micro-batches{ahead}, {self._described_delay(schedules)}{after}"
 
-    def _described_delay(self, schedule: Callable[[int], Schedule]) -> str:
+    def _described_delay(self, schedules: Sequence[Schedule] | None) -> str:
         if self.staleness == "uniform":
             return f"delay {self.delay}"
-        rules = [schedule(stage).stage_rule for stage in range(self.num_stages)]
-        stale = ", ".join(f"{rule.staleness(self.micro_batches):.3g}" for rule in rules)
+        schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
+        stale = ", ".join(f"{schedule.stage_rule.staleness(self.micro_batches):.3g}" for schedule in schedules)
         return f"gradients {stale} updates old, by stage"
 
     def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:

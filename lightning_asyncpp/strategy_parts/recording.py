@@ -32,7 +32,6 @@ WRITE_EVERY = 0.25
 """Seconds between two writes: what a killed run may lose."""
 _END_SECONDS = 1.0
 """How long a pause or an end of the recording waits for a device to come to what was launched."""
-_KNOWN_BATCHES = 4  # before the first one: their backwards may still come
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ class Recorder:
         self.folder = Path(exchange(mesh, str(unused(folder)) if mesh.rank == 0 else "")[0])
         self._file = self._open()
         self._follower: Follower | None = None
-        self._batches: deque[tuple[int, int]] = deque(maxlen=_KNOWN_BATCHES)
+        self._batch_since: Moment = 0.0
+        self._noted: tuple[int, int] | None = None  # the newest mini-batch whose start was noted
         self._begun: deque[tuple[int, int, Moment]] = deque()  # whose moment is still to come
         self._own: deque[Recorded] = deque()
         self._waiting_since: Moment | None = None
@@ -101,23 +101,21 @@ class Recorder:
         now = self._clock.now()
         self._end_waiting(now)
         self._waiting_for = Wait.DATA
-        mini_batch, first = self._engine.mini_batch, self._engine.updates.open.first
-        if self._closed or (self._batches and self._batches[-1] == (mini_batch, first)):
+        self._note_begun()
+        self._batch_since = now
+        mini_batch = self._engine.mini_batch
+        if self._closed:
             return
-        self._batches.append((mini_batch, first))
         if self._window.count is not None and mini_batch >= self._window.first + self._window.count:
             self.close()
-        elif self._follower is not None:
-            self._note_begun(mini_batch, first, now)
-        elif mini_batch >= self._window.first:
+        elif self._follower is None and mini_batch >= self._window.first:
             self._follower = follow(self._engine)
-            *before, _ = self._batches
-            for known, its_first in before:
-                self._file.begin_batch(known, its_first, None)
-            self._note_begun(mini_batch, first, now)
+            for begun in self._new_starts():  # whose backwards may still come
+                self._file.begin_batch(*begun, None)
 
     def end_batch(self) -> None:
         """The training batch is over: what follows is the way to the next one."""
+        self._note_begun()
         self._waiting_since = self._clock.now()
         if self._follower is not None and time.perf_counter() - self._written >= WRITE_EVERY:
             self.write()
@@ -161,6 +159,7 @@ class Recorder:
             seconds: that a device is given to come to what was launched.
         """
         if self._follower is not None:
+            self._note_begun()
             spans = self._follower.take_all(seconds) if seconds else self._follower.take()
             self._write_begun()
             self._file.add([*take_ended(self._own, self._clock), *spans])
@@ -189,9 +188,17 @@ class Recorder:
             self._own.append(Recorded(self._waiting_for, self._engine.mini_batch, self._waiting_since, now))
         self._waiting_since = None
 
-    def _note_begun(self, mini_batch: int, first: int, now: Moment) -> None:
-        self._begun.append((mini_batch, first, now))
-        self._write_begun()
+    def _note_begun(self) -> None:
+        """Note the mini-batches that began in this batch; not before its step: one may begin anew in that."""
+        if self._follower is not None:
+            self._begun.extend((*start, self._batch_since) for start in self._new_starts())
+            self._write_begun()
+
+    def _new_starts(self) -> list[tuple[int, int]]:
+        begun = self._engine.updates.begun(self._engine.next_forward)
+        known = begun.index(self._noted) + 1 if self._noted in begun else 0
+        self._noted = begun[-1] if begun else None
+        return begun[known:]
 
     def _write_begun(self) -> None:
         while self._begun and (time := self._clock.when(self._begun[0][2])) is not None:
@@ -199,13 +206,14 @@ class Recorder:
             self._file.begin_batch(mini_batch, first, time)
 
     def _open(self) -> SpanFile:
-        mesh, settings, rule = self._engine.mesh, self._engine.settings, self._engine.schedule.stage_rule
+        mesh, settings, schedule = self._engine.mesh, self._engine.settings, self._engine.schedule
+        rule = schedule.stage_rule
         offset = clock_offset(mesh)
         meta = Meta(
             mesh.rank, mesh.stage, mesh.replica, mesh.num_stages, mesh.num_replicas, settings.micro_batches,
             settings.lookahead, rule.delay, host_name().split()[0], time.perf_counter(), offset.seconds,
             offset.error, time.time(), _package_version(), torch.__version__, rule.synchronous_start,
-            len(self._engine.runner.stage.units), rule.held,
+            len(self._engine.runner.stage.units), rule.held, schedule.staleness, schedule.slack, schedule.shares_with,
         )  # fmt: skip
         file, error = None, None
         try:

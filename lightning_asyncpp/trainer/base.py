@@ -242,7 +242,12 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
         return result
 
     def drain(self) -> None:
-        """Finish what is in flight and apply every update; changes the clock, never the trajectory."""
+        """Finish what is in flight and apply every update; changes the clock, never the trajectory.
+
+        Raises:
+            RuntimeError: it was called in a step, or while an update is applied.
+        """
+        self._check_collective("a drain (save_checkpoint, full_state_dict)")
         if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
             self._batch_ends.check_drain()
             with self._engine_works():

@@ -133,6 +133,43 @@ def collective_in_step() -> None:
     run.strategy.training_step(step, CASE.batch(0))
 
 
+def save_in_step(path: str) -> None:
+    run = Run(CASE)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        loss = CASE.step(run.model)(batch)
+        run.fabric.save(path, run.state)
+        return loss
+
+    run.strategy.training_step(step, CASE.batch(0))
+
+
+def during_an_update(case: Case, path: str) -> tuple[dict[str, Any], list[set[str]]]:
+    """Save, flush, gather and evaluate where the optimizer steps, and go on; what each was told, over all updates."""
+    run, told = Run(case), [set[str]() for _ in range(5)]
+    tries = (
+        lambda: run.fabric.save(path, run.state),
+        lambda: run.fabric.load(path, run.state),
+        run.strategy.flush,
+        run.strategy.full_state_dict,
+        run.evaluate,
+    )
+
+    def meet(*_: Any) -> None:
+        for number, attempt in enumerate(tries):
+            try:
+                attempt()
+                told[number].add("")
+            except RuntimeError as error:
+                told[number].add(str(error))
+        run.model.train()
+
+    run.optimizer.optimizer.register_step_pre_hook(meet)
+    run.optimizer.optimizer.register_step_post_hook(meet)
+    run.train()
+    return run.result(), told
+
+
 def _after_a_batch() -> Run:
     run = Run(CASE)
     run.strategy.training_step(CASE.step(run.model), CASE.batch(0))

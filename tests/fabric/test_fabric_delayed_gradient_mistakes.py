@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -100,3 +101,32 @@ def test_mistakes_are_named(mistake: Callable[[], None]) -> None:
     with pytest.raises(ConfigurationError) as caught:
         mistake()
     assert MISTAKES[mistake] in str(caught.value)
+
+
+@pytest.mark.parametrize("micro_batches", [None, 2])
+def test_what_a_pipeline_refuses_while_an_update_is_applied(micro_batches: int | None, tmp_path: Path) -> None:
+    loop = delayed_loop(micro_batches=micro_batches)
+    strategy, path, told = loop.fabric.strategy, str(tmp_path / "x.ckpt"), []
+    tries: list[Callable[[], object]] = [
+        lambda: loop.fabric.save(path, loop.state),
+        lambda: loop.fabric.save(path, {"model": loop.model}),
+        lambda: loop.fabric.load(path, loop.state),
+    ]
+    if micro_batches is not None:
+        tries.append(lambda: strategy.evaluation_step(lambda b: loop.model(b[0]), batch(0)))  # type: ignore[attr-defined]
+
+    def meet(*_: object) -> None:
+        for attempt in tries:
+            with pytest.raises(RuntimeError, match=r"while an update is applied.*after optimizer\.step"):
+                attempt()
+            told.append(attempt)
+
+    loop.optimizer.optimizer.register_step_pre_hook(meet)
+    loop.optimizer.optimizer.register_step_post_hook(meet)
+    if micro_batches is None:
+        loop.train(stop=2)
+    else:
+        strategy.training_step(lambda b: loop.model(b[0]).sum(), batch(0))  # type: ignore[attr-defined]
+        loop.optimizer.step()
+    assert len(told) == (12 if micro_batches is None else 8)
+    loop.fabric.save(path, loop.state)

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from lightning_asyncpp.pipeline.schedule import Staleness
 from tests.fabric import refused
+from tests.fabric.runs import train
+from tests.pipeline.cases import Case
 from tests.trainer.pool import Outcome, Pools
+from tests.trainer.reference import assert_equal_weights
 
 CONFIGURATION = [
     (refused.joint_setup, r"fabric.setup_module\(model\) first"),
@@ -87,6 +91,25 @@ def test_collectives_in_the_step_are_refused(pools: Pools) -> None:
     first, last = reversed(pools.outcomes(2, refused.collective_in_step))
     check([last], "RuntimeError", "all_reduce was called inside step_fn.*move it out")
     check([first], "OtherStageFailedError", "all_reduce was called inside step_fn")
+
+
+def test_a_save_in_the_step_is_refused(pools: Pools, tmp_path: Path) -> None:
+    first, last = reversed(pools.outcomes(2, refused.save_in_step, str(tmp_path / "x.ckpt")))
+    check([last], "RuntimeError", "fabric.save was called inside step_fn.*move it out")
+    check([first], "OtherStageFailedError", "fabric.save was called inside step_fn")
+
+
+@pytest.mark.parametrize("staleness", ["least", pytest.param("uniform", marks=pytest.mark.slow)])
+def test_what_drains_is_refused_while_an_update_is_applied(pools: Pools, tmp_path: Path, staleness: Staleness) -> None:
+    """And whoever goes on trains as if nothing was."""
+    case, path = Case(4, staleness=staleness), tmp_path / "x.ckpt"
+    plain = pools.run(2, train, case)
+    for before, (after, told) in zip(plain, pools.run(2, refused.during_an_update, case, str(path))):
+        assert_equal_weights(after["weights"], before["weights"])
+        for (said,) in told:
+            assert "a checkpoint cannot be taken or loaded, nor weights gathered or evaluated, while an update" in said
+            assert "in a loop over Fabric after optimizer.step()" in said
+    assert not path.exists()
 
 
 def test_after_a_failure_collectives_raise(pools: Pools) -> None:

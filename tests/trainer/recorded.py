@@ -95,6 +95,14 @@ class EndsSuddenly(L.Callback):
             raise KilledError
 
 
+class RunsTwice(Net):
+    """Runs every batch once without a step: of that gradient nothing is left."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step(closure=optimizer_closure)
+
+
 def shifted_clock(apart: bool) -> tuple[ClockOffset, float]:
     """Rank r's clock is 1000 r seconds ahead; what is found, when ranks are on hosts of their own or on one."""
     rank = dist.get_rank()

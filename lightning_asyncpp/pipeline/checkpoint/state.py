@@ -25,6 +25,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.storage.nested import merged
 
 OLDER, MASTERS = "older_weights", "masters"
+_FORMER = "fresh_last_stage"  # the argument's name before there was a staleness
 _OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
 
 
@@ -80,6 +81,12 @@ def facts(session: PipelineSession) -> dict[str, Any]:
         "mini_batch": engine.mini_batch,
         "optimizer": None if session.optimizer is None else name_of(session.optimizer),
     }
+
+
+def with_staleness(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of a checkpoint with the staleness also where that was not called so yet, but ``fresh_last_stage=True``."""
+    rest = {name: value for name, value in saved.items() if name != _FORMER}
+    return {"staleness": "fresh_last_stage" if saved.get(_FORMER) else "uniform", "slack": 0, **rest}
 
 
 def gather_model_state(session: PipelineSession, own: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +158,8 @@ def load_optimizer_state(session: PipelineSession, optimizer: Optimizer, state: 
             " stages; load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
         )
     assert session.stage is not None
-    load_by_parameter(optimizer, session.stage.parameters, _cut(session), state, session.whole_model.find)
+    saved = {**state, "cut": with_staleness(state["cut"])}
+    load_by_parameter(optimizer, session.stage.parameters, _cut(session), saved, session.whole_model.find)
 
 
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
@@ -182,6 +190,7 @@ def _found(master: Tensor | None, name: str) -> Tensor:
 
 def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> None:
     now = {name: value for name, value in facts(session).items() if name not in ("seed", "mini_batch")}
+    state = with_staleness(state)
     before = {name: state.get(name, value) for name, value in now.items()}
     changes = {name: f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value}
     if changes:

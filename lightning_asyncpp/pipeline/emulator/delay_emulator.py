@@ -22,6 +22,7 @@ from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchG
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
 from lightning_asyncpp.pipeline.optimizers.fitness import delayed_problems, version_problems
+from lightning_asyncpp.pipeline.optimizers.steps import DURING_AN_UPDATE
 from lightning_asyncpp.pipeline.schedule import StalenessRule
 from lightning_asyncpp.pipeline.updates.clipping import clip_coefficient
 from lightning_asyncpp.pipeline.updates.reduction import squares
@@ -135,6 +136,15 @@ class DelayEmulator:
         """Whether an update is being applied."""
         return self._updating
 
+    def check_no_update(self) -> None:
+        """Refuse what saves, loads or evaluates while an update is applied, as a pipeline must.
+
+        Raises:
+            RuntimeError: one is applied.
+        """
+        if self._updating:
+            raise RuntimeError(DURING_AN_UPDATE)
+
     def drop(self) -> None:
         """Throw away what batches have brought since the last update: they belong to none."""
         self.counts.clear()
@@ -167,11 +177,7 @@ class DelayEmulator:
         Raises:
             RuntimeError: an update is being applied, and the weights that its gradient was taken at are gone.
         """
-        if self._updating:
-            raise RuntimeError(
-                "a checkpoint cannot be taken while an update is applied (in on_before_optimizer_step, or around"
-                " optimizer.step): the run could not go on from it as it did; save in on_train_batch_end"
-            )
+        self.check_no_update()
         state: dict[str, Any] = {
             **self._same_on_resume(),
             "mini_batch": self.mini_batch,

@@ -13,6 +13,13 @@ from torch.optim import Optimizer
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.configured import name_of
 
+DURING_AN_UPDATE = (
+    "a checkpoint cannot be taken or loaded, nor weights gathered or evaluated, while an update is applied (in"
+    " on_before_optimizer_step, configure_gradient_clipping or a hook of optimizer.step): a part of the update would be"
+    " in it, and the run could not go on from there as it did; do that in on_train_batch_end of a callback"
+    " (ModelCheckpoint saves every_n_train_steps), or in a loop over Fabric after optimizer.step()"
+)
+
 
 class OneGradient:
     """A closure for optimizers that returns what is known already, and sees that no other gradient is wanted.

@@ -7,7 +7,8 @@
     ["end", 99000]                                    the recording ended as it should, at 99000 ns
 
 Times are nanoseconds since ``origin``, which is in seconds of the process's own clock; ``clock_offset`` more is the
-same moment on rank 0's. Lines are only ever added, so that a killed run leaves everything but its last moments.
+same moment on rank 0's. A mini-batch whose gradient was dropped begins anew, with a line of its own. Lines are only
+ever added, so that a killed run leaves everything but its last moments.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lightning_asyncpp.pipeline.recording.trace import Span
-from lightning_asyncpp.pipeline.schedule import StalenessRule
+from lightning_asyncpp.pipeline.schedule import Slack, Staleness, StalenessRule
 
 FORMAT, VERSION = "asyncpp trace", 1
 BATCH, END = "batch", "end"
@@ -45,6 +46,8 @@ class Meta:
         synchronous_start: number of mini-batches at the beginning of the run without delay.
         layers: how many layers of the model this stage has; 0 if it is not known.
         held: how many micro-batches, the first of a mini-batch, the delay is for; None: all.
+        staleness, slack: of the stage's :class:`Schedule`; None in recordings from before they were noted.
+        shares_with: likewise; None also where the stage shares no parameter.
     """
 
     rank: int
@@ -65,6 +68,9 @@ class Meta:
     synchronous_start: int = 0
     layers: int = 0
     held: int | None = None
+    staleness: Staleness | None = None
+    slack: Slack | None = None
+    shares_with: int | None = None
 
     @property
     def stage_rule(self) -> StalenessRule:

@@ -29,6 +29,8 @@ from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.updates.tied_gradients import TiedGradients, tags_of
 from lightning_asyncpp.pipeline.weights import WeightVersions
 
+_KNOWN_STARTS = 8  # of mini-batches: more than run or are in flight at a time
+
 
 class UpdateQueue:
     """The updates of one stage.
@@ -54,7 +56,8 @@ class UpdateQueue:
         self, mesh: Mesh, settings: ResolvedSettings, runner: StageRunner, weights: WeightVersions, schedule: Schedule
     ) -> None:
         self.mesh, self.settings, self.runner, self.weights, self.schedule = mesh, settings, runner, weights, schedule
-        self.open = MiniBatch(mesh, 0, 0)
+        self._starts: deque[tuple[int, int]] = deque(maxlen=_KNOWN_STARTS)
+        self.begin(0, 0)
         self.closed: deque[MiniBatch] = deque()
         self.last_norm: float | None = None
         self.requested = StopFlags()
@@ -74,6 +77,23 @@ class UpdateQueue:
     def detach(self) -> None:
         """Forget who applies updates."""
         self.apply, self.leave_out = _no_optimizer, lambda: None
+
+    def begin(self, index: int, first: int) -> None:
+        """Open mini-batch ``index``, which begins, or after its gradient was dropped begins anew, with ``first``."""
+        self.open = MiniBatch(self.mesh, index, first)
+        self._starts.append((index, first))
+
+    def begin_at(self, index: int, first: int) -> None:
+        """Go on with mini-batch ``index`` and micro-batch ``first`` of another run."""
+        self._starts.clear()
+        self.begin(index, first)
+
+    def begun(self, end: int) -> list[tuple[int, int]]:
+        """The newest few mini-batches of this run that began before micro-batch ``end``: index, first micro-batch.
+
+        One whose gradient was dropped is there once more, with the micro-batch that it began anew with.
+        """
+        return [start for start in self._starts if start[1] < end]
 
     @property
     def applied(self) -> int:
@@ -99,7 +119,7 @@ class UpdateQueue:
             tags = tags_of(self._ties, whole.ties, mini_batch.index)
             mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters), tags)
         self.closed.append(mini_batch)
-        self.open = MiniBatch(self.mesh, mini_batch.index + 1, end)
+        self.begin(mini_batch.index + 1, end)
 
     def drop_open(self, end: int, next_backward: int) -> None:
         """Let the gradient of the batches since the last :meth:`close` belong to no update.
@@ -111,7 +131,7 @@ class UpdateQueue:
         dropped = self.open
         dropped.end = end
         self._dropped.append(dropped)
-        self.open = MiniBatch(self.mesh, dropped.index, end)
+        self.begin(dropped.index, end)
         self.launch_complete(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:

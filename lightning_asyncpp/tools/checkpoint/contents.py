@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.batches import tree
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT, PIPELINE, TRAINER, WEIGHTS, Origin, origin_of
-from lightning_asyncpp.pipeline.checkpoint.state import MASTERS, OLDER
+from lightning_asyncpp.pipeline.checkpoint.state import MASTERS, OLDER, with_staleness
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
@@ -50,6 +50,8 @@ def contents_of(content: Any) -> Contents:
     origin = origin_of(content)
     entries = content if isinstance(content, Mapping) else {}
     strategy = entries.get(origin.strategy, {}) if origin.strategy else {}
+    if origin.strategy == PIPELINE:
+        strategy = with_staleness(strategy)
     models = _models(origin, entries)
     states = [state for value in entries.values() for state in _optimizers(value)]
     parts = {

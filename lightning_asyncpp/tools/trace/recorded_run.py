@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Wait
 from lightning_asyncpp.pipeline.recording.trace_file import BATCH, END, FORMAT, PATTERN, VERSION, Meta
-from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.pipeline.schedule import Kind, Staleness
 
 PER_MICRO_BATCH = frozenset({Kind.FORWARD, Kind.BACKWARD, Wait.ACTIVATION, Wait.GRADIENT, Beside.SEND})
 _NO_WORK = frozenset({Wait.DATA, Beside.EVALUATE, Beside.CHECKPOINT, Beside.DRAIN})  # a drain has work inside it
@@ -142,7 +142,10 @@ class RecordedRun:
         """
         if first is None and last is None:
             return self
-        starts = {start.mini_batch: start.time for start in self.ranks[0].starts if start.time is not None}
+        starts: dict[int, float] = {}
+        for begun in self.ranks[0].starts:
+            if begun.time is not None:  # the first time, of one that began anew when its gradient was dropped
+                starts.setdefault(begun.mini_batch, begun.time)
         held = f"the recording holds mini-batches {min(starts)} to {max(starts)}" if starts else "it holds none"
         for name, value in (("--from-mini-batch", first), ("--to-mini-batch", last)):
             if value is not None and value not in starts:
@@ -288,6 +291,8 @@ def _meta(content: Any) -> Meta:
             "int | None": (int, type(None)),
             "float": (int, float),
             "str": (str,),
+            "Staleness | None": (str, type(None)),
+            "Slack | None": (int, str, type(None)),
         }
         value = content.get(field.name, None if field.default is MISSING else field.default)
         if not isinstance(value, types[field.type]) or isinstance(value, bool) or value in (math.inf, -math.inf):
@@ -296,7 +301,18 @@ def _meta(content: Any) -> Meta:
     meta = Meta(**values)
     if not (0 <= meta.stage < meta.num_stages and 0 <= meta.replica < meta.num_replicas and meta.micro_batches > 0):
         raise ValueError("stage, replica or micro_batches are out of range")
+    _check_staleness(meta)
     return meta
+
+
+def _check_staleness(meta: Meta) -> None:
+    known = get_args(Staleness)
+    if meta.staleness is not None and meta.staleness not in known:
+        raise ValueError(f"staleness={meta.staleness!r} is none of {', '.join(known)}")
+    if meta.slack is not None and (meta.slack != "exact" if isinstance(meta.slack, str) else meta.slack < 0):
+        raise ValueError(f"slack={meta.slack!r} must be 'exact' or a whole number, 0 or more")
+    if meta.shares_with is not None and not 0 <= meta.shares_with < meta.num_stages:
+        raise ValueError("shares_with is out of range")
 
 
 def _row(row: Any) -> list[Any]:

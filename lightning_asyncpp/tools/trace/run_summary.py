@@ -99,7 +99,10 @@ def ideal_of(stages: Sequence[RankTrace], episodes: Sequence[Episode]) -> Ideal 
 
 
 def _schedule(meta: Meta) -> Schedule:
+    """The stage's own; of recordings without a staleness one that holds back as many micro-batches."""
     schedule = Schedule(meta.stage, meta.num_stages, meta.lookahead, StalenessRule(meta.delay))
+    if meta.staleness is not None:
+        return replace(schedule, staleness=meta.staleness, slack=meta.slack or 0, shares_with=meta.shares_with)
     if meta.held is None:
         return schedule
     return replace(schedule, staleness="least", slack=meta.held - schedule.depth)

@@ -66,7 +66,8 @@ class StageWindow:
         self.stage, self.rule = stage, rule
         self.staleness: float | None = None
         self._batches: deque[BatchTimes] = deque(maxlen=size)
-        self._ages: list[int] = []  # of the newest mini-batch
+        self._begun = (-1, -1)  # the newest mini-batch, and the first micro-batch of it
+        self._ages: list[int] = []  # of these
         self._ends: dict[int, int] = {}  # mini-batch -> one past its last micro-batch
         self._backwards: deque[tuple[int, float]] = deque(maxlen=4096)  # micro-batch, end
         self._waited_for = -1  # the newest mini-batch of whose update that is true
@@ -76,7 +77,8 @@ class StageWindow:
 
         Args:
             mini_batch: that it belongs to.
-            first: the first micro-batch of that, which an earlier batch may have had.
+            first: the first micro-batch of that, which an earlier batch may have had; those before it that this batch
+                ran have no update: their gradient was dropped.
             end: one past its last micro-batch.
             elapsed: in seconds; None if it is not known, because a validation came before it.
             spans: that ended since the batch before.
@@ -84,12 +86,12 @@ class StageWindow:
         Raises:
             StalenessError: a forward ran on other weights than promised.
         """
-        if mini_batch not in self._ends:
-            self._ages = []
+        if self._begun != (mini_batch, first):
+            self._begun, self._ages = (mini_batch, first), []
         self._ends = {t: e for t, e in self._ends.items() if t > mini_batch - 4} | {mini_batch: end}
         batch = BatchTimes(elapsed or 0.0)
         for span in spans:
-            if span.kind is Kind.FORWARD:
+            if span.kind is Kind.FORWARD and span.index >= first:
                 self._ages += self._age(mini_batch, span.index - first, span)
             elif span.kind is Kind.BACKWARD:
                 self._backwards.append((span.index, span.end))
@@ -234,19 +236,16 @@ class PipelineMonitor(TokensPerSecond):
         self._follower = follow(engine)
         self._clock = engine.runner.clock
         self._unread.clear()
-        whole, settings = engine.stage.whole, engine.settings
-        self._rules = [whole.schedule(settings, s).stage_rule for s in range(engine.mesh.num_stages)]
+        self._rules = [schedule.stage_rule for schedule in engine.schedules()]
         self._stage = StageWindow(engine.mesh.stage, engine.schedule.stage_rule, self._window)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note which mini-batch it is, and start the clock if it is stopped."""
+        """Start the clock if it is stopped."""
         if self._last_end is None:
             self._since = self._clock.now()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        opened = trainer.strategy.session.running().updates.open  # type: ignore[attr-defined]
-        self._mini_batch, self._first = opened.index, opened.first
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -254,7 +253,9 @@ class PipelineMonitor(TokensPerSecond):
         """Take in what the stage did since the end of the batch before, and log."""
         assert self._follower is not None
         elapsed = self._measure(trainer, pl_module, batch)
-        self._end = trainer.strategy.session.running().next_forward  # type: ignore[attr-defined]
+        engine = trainer.strategy.session.running()  # type: ignore[attr-defined]
+        if begun := engine.updates.begun(engine.next_forward):  # by now: in the batch's step one may begin anew
+            (self._mini_batch, self._first), self._end = begun[-1], engine.next_forward
         seconds, now = self._batches[-1][0] if elapsed else None, self._clock.now()
         self._unread.append(
             _Batch(self._mini_batch, self._first, self._end, seconds, self._since, now, self._follower.recorded)
@@ -301,7 +302,7 @@ class PipelineMonitor(TokensPerSecond):
     def _staleness_by_stage(self) -> dict[str, float]:
         """Of the mini-batch that ran last, with as many micro-batches as it had; none if all stages have the same."""
         t, count = self._mini_batch, self._end - self._first
-        if len({rule.held for rule in self._rules}) < 2:
+        if count == 0 or len({rule.held for rule in self._rules}) < 2:
             return {}
         means = [sum(t - rule.version(t, place) for place in range(count)) / count for rule in self._rules]
         return {f"gradient_staleness_stage_{stage}": mean for stage, mean in enumerate(means)}

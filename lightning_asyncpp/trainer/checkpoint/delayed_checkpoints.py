@@ -45,6 +45,7 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
         """The newest weights, also in hooks between a forward and its backward."""
         if self.emulator is None:
             return super().lightning_module_state_dict()
+        self.emulator.check_no_update()
         with self.emulator.weights.newest():
             return super().lightning_module_state_dict()
 
@@ -77,6 +78,8 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.emulator is not None:
+            self.emulator.check_no_update()
         super().load_model_state_dict(checkpoint, strict)
         state = checkpoint.get(DELAYED_GRADIENT)
         if self.emulator is not None and self._is_training:  # a callback rolls a running training back

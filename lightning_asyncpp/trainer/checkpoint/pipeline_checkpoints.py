@@ -209,6 +209,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.session.check_drain()
         weights = checkpoint[self._entry_of_weights(checkpoint)]
         state = self._of_this_stage(weights)
         error: Exception | None = None

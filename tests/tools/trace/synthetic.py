@@ -32,18 +32,23 @@ class Recording:
     start: int = 0
     staleness: Staleness = "uniform"
     slack: Slack = 0
+    tied: tuple[int, ...] = ()
 
     def lanes(self) -> list[list[Span]]:
         """Spans of each stage, waits and sends included."""
-        schedules = [self._schedule(stage) for stage in range(self.stages)]
+        schedules = self.schedules()
         lanes = simulate(
             schedules, self.mini_batches, self.micro_batches, self._length(self.forward), self._length(self.backward)
         )
         return [self._filled(lane, schedule) for lane, schedule in zip(lanes, schedules)]
 
+    def schedules(self) -> list[Schedule]:
+        """Of each stage."""
+        return [self._schedule(stage) for stage in range(self.stages)]
+
     def _schedule(self, stage: int) -> Schedule:
-        rule = StalenessRule(self.delay, self.start)
-        return Schedule(stage, self.stages, self.lookahead, rule, self.staleness, self.slack)
+        rule, shared = StalenessRule(self.delay, self.start), min(self.tied) if stage in self.tied else None
+        return Schedule(stage, self.stages, self.lookahead, rule, self.staleness, self.slack, shared)
 
     def _length(self, seconds: float | Sequence[float]) -> Callable[[int, int], float]:
         return lambda stage, _: seconds[stage] if isinstance(seconds, Sequence) else seconds
@@ -54,7 +59,8 @@ class Recording:
             Meta(
                 replica * self.stages + self.stages - 1 - stage, stage, replica, self.stages, self.replicas,
                 self.micro_batches, self.lookahead, self.delay, "host", self.origin, 0.0, 0.0, 1.7e9, "0", "2",
-                self.start, held=self._schedule(stage).stage_rule.held,
+                self.start, 0, self._schedule(stage).stage_rule.held, self.staleness, self.slack,
+                self._schedule(stage).shares_with,
             )
             for replica in range(self.replicas)
             for stage in range(self.stages)

@@ -56,6 +56,18 @@ def test_mini_batches_of_any_length_are_known(tmp_path: Path) -> None:
     assert rank.mini_batch(Span(Wait.DATA, 3, 0, 1)) == 3
 
 
+def test_a_mini_batch_that_began_anew_is_read_from_its_first_beginning(tmp_path: Path) -> None:
+    """As after a gradient that was dropped: all of the time from there on is the mini-batch's."""
+    run = replace(SMALL, mini_batches=4).read(tmp_path)
+    numbers = (0, 1, 1, 2)
+    ranks = [replace(r, starts=[replace(s, mini_batch=t) for s, t in zip(r.starts, numbers)]) for r in run.ranks]
+    anew = replace(run, ranks=ranks)
+    assert [ranks[0].mini_batch_of(k) for k in range(8)] == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert [ranks[0].place_of(k) for k in range(8)] == [0, 1] * 4
+    part = anew.between(1, 1)
+    assert (part.start, part.end) == (ranks[0].starts[1].time, ranks[0].starts[3].time)
+
+
 def test_a_killed_run_is_read_to_its_last_line(tmp_path: Path) -> None:
     SMALL.write(tmp_path)
     file = tmp_path / file_name(0)
@@ -143,6 +155,11 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         ({"clock_offset": float("inf")}, "clock_offset must be float"),
         ({"stage": 9}, "out of range"),
         ({"held": 1.5}, "held must be int"),
+        ({"staleness": "most"}, "staleness='most' is none of uniform, least, fresh_last_stage"),
+        ({"slack": -1}, "slack=-1"),
+        ({"slack": "some"}, "slack='some'"),
+        ({"slack": True}, "slack must be"),
+        ({"shares_with": 2}, "out of range"),
     ],
 )
 def test_a_wrong_first_line_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -155,13 +172,21 @@ def test_a_wrong_first_line_is_named(tmp_path: Path, change: dict[str, object], 
     assert f"{file}:1: " in str(caught.value)
 
 
-def test_recordings_from_before_there_was_a_number_held_back_are_read(tmp_path: Path) -> None:
-    SMALL.write(tmp_path)
-    file = tmp_path / file_name(0)
-    head, *rest = file.read_text().splitlines()
-    old = {name: value for name, value in json.loads(head).items() if name != "held"}
-    file.write_text("\n".join([json.dumps(old), *rest]) + "\n")
-    assert [rank.meta.held for rank in read_run(tmp_path).ranks] == [None, None]
+@pytest.mark.parametrize(
+    "lacking", [("staleness", "slack", "shares_with"), ("held", "staleness", "slack", "shares_with")]
+)
+def test_recordings_from_before_the_staleness_was_noted_are_read(tmp_path: Path, lacking: tuple[str, ...]) -> None:
+    least = replace(SMALL, staleness="least", slack=1, start=1, micro_batches=4)
+    recording, held = (SMALL, [None, None]) if "held" in lacking else (least, [2, 1])
+    recording.write(tmp_path)
+    for file in tmp_path.iterdir():
+        head, *rest = file.read_text().splitlines()
+        old = {name: value for name, value in json.loads(head).items() if name not in lacking}
+        file.write_text("\n".join([json.dumps(old), *rest]) + "\n")
+    read = read_run(tmp_path)
+    assert [(rank.meta.held, rank.meta.staleness) for rank in read.ranks] == [(count, None) for count in held]
+    summary = summarise(read)
+    assert (summary.violated, summary.ideal_seconds) == (0, pytest.approx(summary.seconds))
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:

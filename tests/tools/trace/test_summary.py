@@ -13,7 +13,7 @@ from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Wait
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.tools.trace.causes import CAUSES, WORK, Phases, find_episodes, seconds_by_cause, underway
 from lightning_asyncpp.tools.trace.recorded_run import RankTrace, RecordedRun
-from lightning_asyncpp.tools.trace.run_summary import Summary, summarise
+from lightning_asyncpp.tools.trace.run_summary import Summary, _schedule, summarise
 from lightning_asyncpp.tools.trace.run_table import table
 from lightning_asyncpp.tools.trace.staleness import check_versions
 from tests.tools.trace.synthetic import Recording
@@ -210,6 +210,23 @@ def test_the_share_of_micro_batches_on_older_weights_is_told(
     assert summarise(part).violated == 0
 
 
+@pytest.mark.parametrize(
+    "recording",
+    [
+        replace(LEAST, slack="exact", start=0),
+        replace(LEAST, slack=1, tied=(0, 3)),
+        replace(LEAST, staleness="fresh_last_stage"),
+        ASYNC,
+        SYNC,
+    ],
+    ids=["exact", "tied", "fresh", "uniform", "sync"],
+)
+def test_the_ideal_is_that_of_the_runs_own_schedule(recording: Recording) -> None:
+    """Which stages step ahead of the others, and which wait for a shared gradient, is not known from what they hold."""
+    plain = replace(recording, start=0)
+    assert [_schedule(meta) for meta in recording.metas()] == plain.schedules()
+
+
 @pytest.mark.parametrize(("k", "promised", "other"), [(17, 1, 2), (18, 2, 1)])
 def test_a_version_that_is_off_by_a_micro_batch_is_said(tmp_path: Path, k: int, promised: int, other: int) -> None:
     """Stage 1 holds back the first two of mini-batch 2, 16 and 17."""
@@ -221,7 +238,8 @@ def test_a_version_that_is_off_by_a_micro_batch_is_said(tmp_path: Path, k: int, 
 
 def test_recordings_of_a_fresh_last_stage_are_read_as_those_from_before(tmp_path: Path) -> None:
     run = replace(LEAST, staleness="fresh_last_stage").read(tmp_path)
-    before = [replace(r, meta=replace(r.meta, held=None, delay=int(r.meta.held is None))) for r in run.ranks]
+    old = {"held": None, "staleness": None, "slack": None}
+    before = [replace(r, meta=replace(r.meta, **old, delay=int(r.meta.held is None))) for r in run.ranks]  # type: ignore[arg-type]
     for ranks in (run.ranks, before):
         same = replace(run, ranks=ranks)
         summary = summarise(same)

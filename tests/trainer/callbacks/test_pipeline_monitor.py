@@ -151,6 +151,20 @@ def test_the_staleness_of_a_mini_batch_is_the_mean_of_its_micro_batches() -> Non
             window.add(2, 8, 12, 1.0, [Span(Kind.FORWARD, 8 + place, 8, 9, version)])
 
 
+def test_micro_batches_whose_gradient_was_dropped_do_not_count() -> None:
+    """Mini-batch 1 begins anew with micro-batch 8, in its second batch; mini-batch 2 within its first one."""
+    window = StageWindow(0, StalenessRule(1, held=2), size=2)
+    window.add(1, 4, 8, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 0 if k < 6 else 1) for k in range(4, 8)])
+    window.add(1, 8, 12, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 0) for k in (8, 9)])
+    assert window.staleness == 1
+    window.add(
+        2, 16, 20, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 1 if k in (12, 13, 16, 17) else 2) for k in range(12, 20)]
+    )
+    assert window.staleness == 2 / 4
+    with pytest.raises(StalenessError, match="micro-batch 20 of mini-batch 2 ran on W2 on stage 0, not on W1"):
+        window.add(2, 20, 24, 1.0, [Span(Kind.FORWARD, 20, 20, 21, 2)])
+
+
 @pytest.mark.parametrize(
     ("options", "own", "by_stage"),
     [({"slack": 1}, [0, 0.25, 0.25], [0.5, 0.25]), ({"slack": "exact"}, [0, 0.25, 0.25], None)],

@@ -16,8 +16,9 @@ from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
 from lightning_asyncpp.tools.trace.run_summary import summarise
 from lightning_asyncpp.tools.trace.run_table import table
+from tests.trainer.idioms.optimizers import EverySecondBatch
 from tests.trainer.pool import Pools
-from tests.trainer.recorded import EndsSuddenly, Lags, fit_asleep, fit_twice, shifted_clock
+from tests.trainer.recorded import EndsSuddenly, Lags, RunsTwice, fit_asleep, fit_twice, shifted_clock
 from tests.trainer.runs import Net, Run, fit
 
 SMALL = Run(Net, samples=48, batch_size=8)
@@ -100,6 +101,9 @@ def test_the_least_staleness_is_recorded(pools: Pools, tmp_path: Path) -> None:
         (1, 1, 1),
         (1, 0, 1),
     ]
+    assert {(rank.meta.staleness, rank.meta.slack, rank.meta.shares_with) for rank in read.ranks} == {
+        ("least", 0, None)
+    }
     versions = {s.index: s.version for s in read.ranks[0].spans if s.kind is Kind.FORWARD}
     assert [versions[k] for k in range(24)] == [*[0] * 4, *[1] * 4, 1, *[2] * 4, *[3] * 4, *[4] * 4, *[5] * 3]
     summary = summarise(read)
@@ -119,6 +123,23 @@ def test_the_least_staleness_of_accumulated_batches_is_recorded(pools: Pools, tm
     pools.run(2, fit, replace(run, callbacks=(*run.callbacks, monitor)))
     summary = summarise(read_run(tmp_path / "trace"))
     assert (summary.violated, [row.stale_share for row in summary.rows]) == (0, [5 / 8, 4 / 8])
+
+
+@pytest.mark.parametrize("module", [EverySecondBatch, pytest.param(RunsTwice, marks=pytest.mark.slow)])
+def test_a_mini_batch_whose_gradient_was_dropped_begins_anew(pools: Pools, tmp_path: Path, module: type[Net]) -> None:
+    """Its micro-batches count from the batch that is stepped; the monitor looks at every one of them."""
+    monitor = (PipelineMonitor, {"every_n_batches": 1})
+    run = replace(SMALL, module=module, options={"micro_batches": 4, "staleness": "least", "slack": 1})
+    results = pools.run(2, fit, recorded(replace(run, callbacks=(monitor,), trainer={"logger": "list"}), tmp_path))
+    read = read_run(tmp_path / "trace")
+    each = 1 if module is RunsTwice else 2
+    assert [(start.mini_batch, start.first) for start in read.ranks[0].starts] == [
+        (t // 2, 4 * t) for t in range(12 // each)
+    ]
+    summary = summarise(read)
+    assert (summary.violated, [row.stale_share for row in summary.rows]) == (0, [2 / 4, 1 / 4])
+    logged = [metrics["gradient_staleness"] for _, metrics in results[0]["records"] if "gradient_staleness" in metrics]
+    assert (logged[0], set(logged[1:])) == (0, {1 / 4})
 
 
 def test_a_part_of_the_run_is_recorded(pools: Pools, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 
 from lightning_asyncpp.storage.loading import load, verify
+from lightning_asyncpp.tools.checkpoint.contents import describe
 from tests.storage.same import assert_same
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.pool import Pools
@@ -60,6 +62,29 @@ def test_a_fresh_last_stage_that_moves(pools: Pools, tmp_path: Path) -> None:
     moved = resumed(pools, 2, run, tmp_path, 4, staleness="fresh_last_stage")
     assert sorted(moved) == sorted(whole)
     assert_equal_weights(resumed(pools, 2, run, tmp_path, 4), resumed(pools, 3, run, tmp_path, 4))
+
+
+def as_before_there_was_a_staleness(content: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as it was when strategies had the argument ``fresh_last_stage``."""
+    states = [content["pipeline"], *(optimizer["cut"] for optimizer in content["optimizer_states"])]
+    for state in states:
+        state["fresh_last_stage"] = state.pop("staleness") == "fresh_last_stage"
+        del state["slack"]
+    del content["pipeline"]["lookahead"]
+    return content
+
+
+@pytest.mark.parametrize("form", [{}, pytest.param(SHARDED, marks=pytest.mark.slow)])
+def test_a_fresh_last_stage_from_before_that_was_a_staleness(
+    pools: Pools, form: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its stages keep what their corrections know, of which the last one knows nothing."""
+    run = run_of(tmp_path, staleness="fresh_last_stage", **form)
+    whole = joined_weights(pools.run(2, fit, run), 2)
+    (tmp_path / "old").mkdir()
+    torch.save(as_before_there_was_a_staleness(load(tmp_path / "step=4.ckpt")), tmp_path / "old" / "step=4.ckpt")
+    assert_equal_weights(resumed(pools, 2, run, tmp_path / "old", 4, staleness="fresh_last_stage"), whole)
+    assert describe(tmp_path / "old" / "step=4.ckpt")["staleness"] == "fresh_last_stage"
 
 
 def test_the_least_staleness_with_other_stages_and_slack(pools: Pools, tmp_path: Path) -> None:

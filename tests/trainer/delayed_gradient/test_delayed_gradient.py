@@ -246,7 +246,7 @@ class SavesBeforeTheStep(L.Callback):
 
 
 def test_a_checkpoint_while_the_update_is_applied_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="save in on_train_batch_end"):
+    with pytest.raises(RuntimeError, match="do that in on_train_batch_end"):
         train(Run(Branches, "delayed", callbacks=((SavesBeforeTheStep, {}),)))
 
 

@@ -159,6 +159,13 @@ def test_a_batch_without_a_step_belongs_to_no_update(pools: Pools, strategy: str
     assert_equal_weights(joined_weights(pools.run(3, fit, run), 3), emulated["weights"])
 
 
+def test_a_batch_without_a_step_holds_back_as_many_micro_batches(pools: Pools) -> None:
+    options = {"micro_batches": 3, "partition": "uniform"}
+    run = Run(StepsSometimes, "async", {**options, "staleness": "least"}, dropout=0.2, trainer={"max_epochs": 2})
+    emulated = train(delayed(run, delay="least", stages=3, **options))
+    assert_equal_weights(joined_weights(pools.run(3, fit, run), 3), emulated["weights"])
+
+
 def test_a_batch_without_a_step_is_dropped_as_in_a_single_process() -> None:
     plain = train(Run(StepsSometimes, "plain"))
     emulated = train(Run(StepsSometimes, "delayed", {"delay": 0, "micro_batches": 1}))
