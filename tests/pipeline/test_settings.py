@@ -238,13 +238,6 @@ def test_the_log_says_how_old_gradients_are(arguments: dict[str, Any], text: str
     assert PipelineSettings(micro_batches=8, **arguments).resolved(3).describe() == text
 
 
-def test_the_log_knows_of_stages_that_share_parameters() -> None:
-    """Stage 2 holds back as many micro-batches as stage 0."""
-    settings = PipelineSettings(micro_batches=8, staleness="least").resolved(3)
-    schedules = [settings.schedule(0, 0), settings.schedule(1), settings.schedule(2, 0)]
-    assert ", gradients 0.25, 0.125, 0.25 updates old, by stage" in settings.describe(schedules)
-
-
 def test_a_synchronous_start_leaves_no_update_outstanding() -> None:
     settings = PipelineSettings(synchronous_start=2, staleness="fresh_last_stage")
     middle, last = (settings.resolved(3).schedule(stage) for stage in (1, 2))

@@ -98,6 +98,7 @@ def test_the_log_says_how_old_gradients_are_where_stages_share_parameters() -> N
     session = PipelineSession(PipelineSettings(micro_batches=8, staleness="least"))
     engine: Any = SimpleNamespace(mesh=Mesh(3, 1, 0), settings=session.settings.resolved(3))
     engine.stage, engine.runner = SimpleNamespace(whole=WholeModel(ties=(TIE,))), SimpleNamespace(transport=None)
+    engine.schedules = lambda: Engine.schedules(engine)
     session.engine = engine
     assert "gradients 0.25, 0.125, 0.25 updates old, by stage" in session.describe()
 
