@@ -202,7 +202,7 @@ def pipeline_problems(config: dict[str, Any], world_size: int) -> list[str]:
         return []
     chosen = {} if isinstance(strategy, str) else strategy.get("init_args") or {}
     known = {key: value for key, value in chosen.items() if key in PipelineSettings.__dataclass_fields__}
-    settings, problems = PipelineSettings(**{**known, "delay": delays[kind]}).resolve(world_size)
+    settings, problems = PipelineSettings.chosen(**{**known, "delay": delays[kind]}).resolve(world_size)
     layers = ((config["model"].get("init_args") or {}).get("config") or {}).get("num_layers")
     if settings is not None and layers is not None and settings.num_stages > layers + _UNITS_AROUND_BLOCKS:
         problems.append(

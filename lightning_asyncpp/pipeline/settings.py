@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -133,6 +133,13 @@ class PipelineSettings:
     neighbour_ctas: int | None = 4
     delay: int = 1
 
+    @classmethod
+    def chosen(cls, delay: int, staleness: Staleness | None = None, **others: Any) -> PipelineSettings:
+        """What a user chose for a strategy of that delay; who says nothing of the staleness gets the least."""
+        if staleness is None:
+            staleness = "least" if delay else "uniform"
+        return PipelineSettings(delay=delay, staleness=staleness, **others)
+
     def problems(self) -> list[str]:
         """What is wrong whatever the number of processes is, each with its mend."""
         types = self._type_problems()
@@ -153,6 +160,8 @@ class PipelineSettings:
         if problems:
             return None, problems
         num_stages = world_size // self.data_parallel_size
+        if num_stages == 1 and self.staleness == "least" and self.delay:
+            return self.with_delay(0).resolve(world_size)  # nothing is under way when its update can be made
         micro_batches = num_stages if self.micro_batches is None else self.micro_batches
         lookahead = self._resolved_lookahead(num_stages, micro_batches)
         problems = problems_of_partition(self.partition, num_stages)
@@ -249,7 +258,7 @@ class PipelineSettings:
     def _problems_of_schedule(self, num_stages: int, micro_batches: int, lookahead: int) -> list[str]:
         if self.delay == 0:
             return []
-        if self.staleness != "uniform" and num_stages == 1:
+        if self.staleness == "fresh_last_stage" and num_stages == 1:
             return [
                 f"staleness={self.staleness!r} with one stage would be synchronous training; use more stages, or"
                 " strategy 'sync_pipeline'"
@@ -299,7 +308,8 @@ class ResolvedSettings(PipelineSettings):
             schedules: of all stages; default: where none shares a parameter with another.
         """
         ahead = f", lookahead {min(self.lookahead, self.num_stages - 1)}" if self.delay else ""
-        after = f" after {self.synchronous_start} synchronous mini-batches" if self.synchronous_start else ""
+        start = self.synchronous_start
+        after = f", after {start} synchronous mini-batch{'es' if start > 1 else ''}" if start else ""
         return f"{self.micro_batches} micro-batches{ahead}, {self._described_delay(schedules)}{after}"
 
     def _described_delay(self, schedules: Sequence[Schedule] | None) -> str:

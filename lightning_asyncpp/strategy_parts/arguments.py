@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.schedule import Staleness
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
 
@@ -47,14 +48,14 @@ class PipelineArguments(DDPArguments, PipelineSettings):
     Args:
         micro_batches: micro-batches that every batch is cut into; at least the number of stages, which is the default.
         lookahead: extra micro-batches in flight; hides latency and jitter, costs activation memory, never changes the
-            delay, but adds to what ``staleness="least"`` holds back. Default: 1 where it is allowed, else 0; with
-            ``"least"`` 0.
+            delay, but adds to what ``staleness="least"`` holds back. Default: 0; with another staleness 1 where it is
+            allowed.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
-        staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"uniform"``
-            (PipeDream-2BW): all, so that gradients are one update old. ``"least"``: those that are under way before
-            that update can be made, P - 1 - s on stage s. ``"fresh_last_stage"``: all, but none on the last stage.
-            Stages that step before all know the norm of a gradient clip it by the norm one mini-batch earlier, and the
-            first mini-batch has no delay.
+        staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"least"``, the
+            default: those that are under way before that update can be made, P - 1 - s on stage s. ``"uniform"``
+            (PipeDream-2BW): all, so that gradients are one update old. ``"fresh_last_stage"``: all, but none on the
+            last stage. Stages that step before all know the norm of a gradient clip it by the norm one mini-batch
+            earlier, and the first mini-batch has no delay.
         slack: with ``staleness="least"``, how many micro-batches more than that, for a reduction over replicas to hide
             behind; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and gradients may be
             left out.
@@ -97,6 +98,7 @@ class PipelineArguments(DDPArguments, PipelineSettings):
     """
 
     delay: int = field(default=1, init=False)  # no argument: it comes with the strategy
+    staleness: Staleness | None = None  # type: ignore[assignment]  # of a delay
     partition: Literal["auto", "uniform"] | list[int] = "auto"  # what a command line can give
     interface: str | None = None
     state_dict_type: Literal["full", "sharded"] = "full"
@@ -108,7 +110,7 @@ class PipelineArguments(DDPArguments, PipelineSettings):
         Raises:
             ConfigurationError: arguments are wrong whatever the number of processes is; names all of them.
         """
-        settings = PipelineSettings(**part_of(PipelineSettings, self) | {"delay": delay})
+        settings = PipelineSettings.chosen(**part_of(PipelineSettings, self) | {"delay": delay})
         check_arguments(settings, self)
         return settings
 

@@ -183,7 +183,7 @@ def _plain(batch: Any) -> Any:
 
 def train_from_loaders() -> list[float]:
     """Losses of a loop over loaders on three stages, of which the middle one reads nothing."""
-    strategy = AsyncPipelineStrategy()
+    strategy = AsyncPipelineStrategy(staleness="uniform")
     fabric = make_fabric(strategy)
     model = fabric.setup_module(make_model())
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))

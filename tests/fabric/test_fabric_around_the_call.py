@@ -25,9 +25,9 @@ CONTEXTS = {
 
 def train(delayed: bool, precision: Any, context: str, mode: str = "") -> tuple[dict[str, np.ndarray], Any]:
     """A loop of five batches and an evaluation; what this rank has afterwards."""
-    kind = DelayedGradientStrategy if delayed else AsyncPipelineStrategy
-    strategy = kind(micro_batches=3)
-    fabric = make_fabric(strategy, precision)  # type: ignore[arg-type]
+    least: dict[str, Any] = {"delay": "least", "stages": 3, "micro_batches": 3}
+    strategy: Any = DelayedGradientStrategy(**least) if delayed else AsyncPipelineStrategy(micro_batches=3)
+    fabric = make_fabric(strategy, precision)
     net = make_model()
     if delayed:
         model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.02))

@@ -66,7 +66,6 @@ def test_strategies_have_names(pools: Pools, name: str, delay: int) -> None:
     assert name in STRATEGY_REGISTRY.available_strategies()
     last, first = pools.run(2, setups.by_name, name)
     assert last[1] == first[1] == delay
-    assert (last[2][1] == last[2][0]) == bool(delay), "mini-batches 0 and 1 run on the same weights under a delay"
     assert last[2][3] < last[2][0]
     assert first[2] == []
 

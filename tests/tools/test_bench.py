@@ -20,10 +20,10 @@ from lightning_asyncpp.tools.bench.harness.stage_layers import jitter_factor
 from lightning_asyncpp.tools.bench.harness.systems import _strategy
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
-    ASYNC_LEAST,
-    ASYNC_LEAST_1,
-    ASYNC_LEAST_EXACT,
+    ASYNC_2BW,
+    ASYNC_EXACT,
     ASYNC_MONITORED,
+    ASYNC_SLACK_1,
     ASYNC_TRACED,
     EXTRAS,
     FLOOR,
@@ -97,7 +97,7 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
     file = tmp_path / "out.json"
     sizes = ["--micro-batches", "2", "--target-ms", "2", "--rows", "16", "--width", "16"]
     systems = [ASYNC, ONE_F_ONE_B, INTERLEAVED, ZBV, FLOOR]
-    also = [ASYNC_MONITORED, ASYNC_LEAST, ASYNC_LEAST_1]
+    also = [ASYNC_MONITORED, ASYNC_2BW, ASYNC_SLACK_1]
     main(["compute", *TINY, *sizes, "--systems", *systems, "--also", *also, "--json", str(file)])
     (results,) = json.loads(file.read_text())
     check_systems(results, {*systems, *also})
@@ -126,13 +126,13 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
         (["schedule", "--systems", "zbv", "zbv"], "zbv: named more than once"),
         (
             ["compute", "--also", "clip", "async", "--stages", "1"],
-            "--also clip async: unknown; there are async+fresh, async+least, async+least1, ",
+            "--also clip async: unknown; there are async+2bw, async+fresh, async+slack1, ",
         ),
         (["schedule", "--systems", "1f1b", "--also", "async+monitor", "--stages", "4", "--micro-batches", "3"], ">= 4"),
         (["schedule", "--systems", "1f1b", "--also", "async+monitor"], "--systems lacks: add it"),
         (["schedule", "--also", "async+trace", "--svg", "x.svg"], "every system records"),
-        (["network", "--also", "async+trace"], "async+trace: unknown; there are async+fresh, async+least, "),
-        (["network", "--systems", "sync", "--also", "async+least1"], "--systems lacks: add it"),
+        (["network", "--also", "async+trace"], "async+trace: unknown; there are async+2bw, async+fresh, "),
+        (["network", "--systems", "sync", "--also", "async+slack1"], "--systems lacks: add it"),
         (["schedule", "--jitter", "-0.1"], "jitter"),
         (["schedule", "--weight-share", "1.5"], "weight"),
         (["schedule", "--link-latency-ms", "5"], "use --hosts 2"),
@@ -192,11 +192,11 @@ def test_a_rival_that_cannot_run_gets_a_line_with_the_reason(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("system", "staleness", "slack"),
     [
-        (ASYNC, "uniform", 0),
-        (ASYNC_MONITORED, "uniform", 0),
-        (ASYNC_LEAST, "least", 0),
-        (ASYNC_LEAST_1, "least", 1),
-        (ASYNC_LEAST_EXACT, "least", "exact"),
+        (ASYNC, "least", 0),
+        (ASYNC_MONITORED, "least", 0),
+        (ASYNC_2BW, "uniform", 0),
+        (ASYNC_SLACK_1, "least", 1),
+        (ASYNC_EXACT, "least", "exact"),
     ],
 )
 def test_the_strategies_have_the_staleness_of_their_names(system: str, staleness: str, slack: int | str) -> None:

@@ -65,7 +65,8 @@ class Run:
 
     Attributes:
         module: makes the LightningModule from the run.
-        strategy: ``"async"``, ``"sync"``, ``"delayed"``, or Lightning's own: ``"plain"`` on one device, ``"ddp"``.
+        strategy: ``"default"`` for async_pipeline as it is; ``"async"`` for it with gradients one update old, which an
+            option may change; ``"sync"``, ``"delayed"``, or Lightning's own: ``"plain"`` on one device, ``"ddp"``.
         options: of the strategy.
         trainer: arguments of the Trainer.
         callbacks: each a class with its arguments.
@@ -240,7 +241,12 @@ def val_loaders(run: Run) -> list[DataLoader]:
     return [loader(run, count, seed) for seed, count in enumerate(run.val_samples, 1)]
 
 
-STRATEGIES = {"async": AsyncPipelineStrategy, "sync": SyncPipelineStrategy, "delayed": DelayedGradientStrategy}
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "default": AsyncPipelineStrategy,
+    "async": functools.partial(AsyncPipelineStrategy, staleness="uniform"),
+    "sync": SyncPipelineStrategy,
+    "delayed": DelayedGradientStrategy,
+}
 LIGHTNINGS_OWN = {"plain": "auto", "ddp": "ddp"}
 
 

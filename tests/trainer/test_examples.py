@@ -22,21 +22,27 @@ from tests.trainer.reference import assert_equal_weights, joined_parts, joined_w
 from tests.trainer.runs import arrays
 
 
-def reference(module: Any, loader: Any, optimizer: torch.optim.Optimizer, **how: Any) -> None:
-    """Train the module of an example in this process, whole, by its own forward."""
+def reference(
+    module: Any, loader: Any, optimizer: torch.optim.Optimizer, results: list[dict[str, Any]], **how: Any
+) -> None:
+    """Train the module of an example in this process, whole, by its own forward; ``results`` say what a stage held."""
+    named = dict(module.named_parameters())
+    # Rank r is stage P - 1 - r, which runs the first r micro-batches on the older weights.
+    held = [([named[name] for name in result["weights"]], rank) for rank, result in enumerate(results)]
+    how |= {"held": held, "synchronous_start": 1}
     module.log = lambda *args, **kwargs: None
     weight = {"weight": module.micro_batch_weight} if hasattr(module, "micro_batch_weight") else {}
     batches = [[batch] for batch in loader]
     train_reference(module.model, lambda mb: module.training_step(mb, 0), batches, optimizer, seed=1, **weight, **how)
 
 
-def llama_reference(steps: int, pretrained: str | None = None) -> nn.Module:
+def llama_reference(results: list[dict[str, Any]], steps: int, pretrained: str | None = None) -> nn.Module:
     script = example("transformers_llama")
     L.seed_everything(1, verbose=False)
     module = script.build(pretrained)
     optimizer = MuonAdamW(list(module.named_parameters()), lr=module.lr)
     loader = script.loader(64, 16 * steps)
-    reference(module, loader, optimizer, micro_batches=4, max_norm=1.0, error_feedback=1.0)
+    reference(module, loader, optimizer, results, micro_batches=4, max_norm=1.0, error_feedback=1.0)
     return module
 
 
@@ -46,7 +52,7 @@ def test_a_llama_of_transformers(pools: Pools, stages: int, tmp_path: Path) -> N
     transformers = pytest.importorskip("transformers")
     folder = str(tmp_path / "llama")
     results = pools.run(stages, run_main, "transformers_llama", {"devices": stages, "steps": 4, "save": folder})
-    expected = llama_reference(4)
+    expected = llama_reference(results, 4)
     assert_equal_weights(joined_weights(results, stages), arrays(dict(expected.named_parameters())))
     assert [result["global_step"] for result in results] == [4] * stages
     assert results[0]["metrics"]["val_loss"] == results[1]["metrics"]["val_loss"] < 5.6, "above a uniform guess"
@@ -55,7 +61,7 @@ def test_a_llama_of_transformers(pools: Pools, stages: int, tmp_path: Path) -> N
     plain = transformers.LlamaForCausalLM(loaded.config)
     assert sorted(plain.state_dict()) == sorted(expected.model.state_dict()), "names are those of transformers"
     again = pools.run(stages, run_main, "transformers_llama", {"devices": stages, "steps": 1, "pretrained": folder})
-    expected = llama_reference(1, pretrained=folder)
+    expected = llama_reference(again, 1, pretrained=folder)
     assert_equal_weights(joined_weights(again, stages), arrays(dict(expected.named_parameters())))
 
 
@@ -107,7 +113,7 @@ def test_a_resnet_of_torchvision(pools: Pools, stages: int) -> None:
     script = example("torchvision_resnet")
     L.seed_everything(1, verbose=False)
     module = script.Classifier()
-    reference(module, script.loader(64, 0), module.configure_optimizers(), micro_batches=stages)
+    reference(module, script.loader(64, 0), module.configure_optimizers(), results, micro_batches=stages)
     assert_equal_weights(joined_weights(results, stages), arrays(dict(module.named_parameters())))
     buffers = joined_parts([result["buffers"] for result in results])
     assert_equal_weights(buffers, arrays(module.model.state_dict()))

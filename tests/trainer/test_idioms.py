@@ -22,9 +22,9 @@ REFUSED_ONES = [idiom for idiom in TABLE if idiom.verdict == REFUSED]
 @pytest.mark.parametrize("idiom", WORKING, ids=lambda idiom: idiom.name)
 def test_works(pools: Pools, idiom: Idiom, stages: int) -> None:
     """Weights equal to the last bit those of one process, and so does what is logged."""
-    run = replace(idiom.run(), options={"micro_batches": 3})
+    run = replace(idiom.run(), strategy="default", options={"micro_batches": 3, "partition": "uniform"})
     results = pools.run(stages, fit, run)
-    (expected,) = pools.run(1, fit, delayed(run, micro_batches=3))
+    (expected,) = pools.run(1, fit, delayed(run, delay="least", stages=stages, micro_batches=3, partition="uniform"))
     trained = results[0]["full_at_end"]
     apart = [name for name, array in expected["weights"].items() if not np.array_equal(array, trained[name])]
     assert not apart

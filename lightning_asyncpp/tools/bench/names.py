@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-ASYNC, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+fresh", "async+fabric"
-ASYNC_LEAST, ASYNC_LEAST_1, ASYNC_LEAST_2 = "async+least", "async+least1", "async+least2"
-ASYNC_LEAST_EXACT = "async+least-exact"
+ASYNC, ASYNC_2BW, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+2bw", "async+fresh", "async+fabric"
+ASYNC_SLACK_1, ASYNC_SLACK_2, ASYNC_EXACT = "async+slack1", "async+slack2", "async+exact"
 ASYNC_TRACED, ASYNC_MONITORED = "async+trace", "async+monitor"
 SYNC = "sync"
 ONE_F_ONE_B, GPIPE = "1f1b", "gpipe"
@@ -16,11 +15,11 @@ FLOOR = "floor"
 
 TITLES = {
     ASYNC: "async_pipeline, through the Trainer",
+    ASYNC_2BW: "async_pipeline, PipeDream-2BW",
     ASYNC_FRESH: "async_pipeline, fresh last stage",
-    ASYNC_LEAST: "async_pipeline, least staleness",
-    ASYNC_LEAST_1: "async_pipeline, least staleness, slack 1",
-    ASYNC_LEAST_2: "async_pipeline, least staleness, slack 2",
-    ASYNC_LEAST_EXACT: "async_pipeline, least staleness, slack exact",
+    ASYNC_SLACK_1: "async_pipeline, slack 1",
+    ASYNC_SLACK_2: "async_pipeline, slack 2",
+    ASYNC_EXACT: "async_pipeline, slack exact",
     ASYNC_TRACED: "async_pipeline, PipelineTrace on",
     ASYNC_MONITORED: "async_pipeline, PipelineMonitor on",
     ASYNC_FABRIC: "async_pipeline, in a Fabric loop",
@@ -38,23 +37,23 @@ RIVALS = (ONE_F_ONE_B, GPIPE, INTERLEAVED, INTERLEAVED_ZERO_BUBBLE, ZBV)
 SPLIT_BACKWARD = (INTERLEAVED_ZERO_BUBBLE, ZBV)
 """Schedules that run the gradients of inputs and of weights apart."""
 EXTRAS = {
+    ASYNC_2BW: "PipeDream-2BW",
     ASYNC_FRESH: "a fresh last stage",
-    ASYNC_LEAST: "the least staleness",
-    ASYNC_LEAST_1: "the least staleness with slack 1",
-    ASYNC_LEAST_2: "the least staleness with slack 2",
-    ASYNC_LEAST_EXACT: "the least staleness with slack exact",
+    ASYNC_SLACK_1: "a slack of 1",
+    ASYNC_SLACK_2: "a slack of 2",
+    ASYNC_EXACT: "the slack exact",
     ASYNC_TRACED: "PipelineTrace",
     ASYNC_MONITORED: "PipelineMonitor",
 }
 """What distinguishes a system from ``async``; they run where they are asked for."""
 STALENESS: dict[str, dict[str, Any]] = {
+    ASYNC_2BW: {"staleness": "uniform"},
     ASYNC_FRESH: {"staleness": "fresh_last_stage"},
-    ASYNC_LEAST: {"staleness": "least"},
-    ASYNC_LEAST_1: {"staleness": "least", "slack": 1},
-    ASYNC_LEAST_2: {"staleness": "least", "slack": 2},
-    ASYNC_LEAST_EXACT: {"staleness": "least", "slack": "exact"},
+    ASYNC_SLACK_1: {"slack": 1},
+    ASYNC_SLACK_2: {"slack": 2},
+    ASYNC_EXACT: {"slack": "exact"},
 }
-"""Arguments of the strategy of those that are not PipeDream-2BW: which micro-batches run on older weights."""
+"""Arguments of the strategy of those that say which micro-batches run on older weights."""
 USUAL = [name for name in TITLES if name not in EXTRAS]
 """All other systems."""
 

@@ -9,7 +9,7 @@ AdamW. Every run is a launch of its own (``--timeout`` is for each, 600 s by def
 repeat begins with another one.
 
 What is measured: the time per mini-batch in the steady state, of the slowest process, and the gain over Schedule1F1B,
-paired within a repeat; what the least staleness costs (``--also async+least async+least1``), paired with ``async``;
+paired within a repeat; what other stalenesses cost (``--also async+2bw async+slack1``), paired with ``async``;
 and how much of the way from a complete gradient to its update our strategies hide, as ``asyncpp trace`` shows it: with
 replicas a stage waits for their reduction where it has no slack, and computes meanwhile where it has some. The loss of
 the last mini-batch is shown as a check: ``sync`` and ``1f1b`` train the same.

@@ -165,7 +165,7 @@ def time_to_loss_parser() -> ArgumentParser:
     parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, one process each")
     parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
     parser.add_argument("--lookahead", type=NonNegativeInt | None, default=None, help="of async_pipeline")
-    parser.add_argument("--staleness", type=Staleness, default="uniform", help="of async_pipeline")
+    parser.add_argument("--staleness", type=Staleness, default="least", help="of async_pipeline")
     parser.add_argument("--slack", type=Slack, default=0, help="of async_pipeline, micro-batches or 'exact'")
     parser.add_argument("--synchronous-start", type=NonNegativeInt, default=0, help="of async_pipeline, mini-batches")
     parser.add_argument("--steps", type=PositiveInt, default=300, help="updates of each training")

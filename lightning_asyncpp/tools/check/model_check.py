@@ -59,7 +59,7 @@ def check_model(
     micro_batches: int | None = None,
     lookahead: int | None = None,
     delay: int = 1,
-    staleness: Staleness = "uniform",
+    staleness: Staleness | None = None,
     slack: Slack = 0,
     partition: Asked = "auto",
     updates: int = 4,
@@ -102,9 +102,8 @@ def check_model(
             with what to look at.
     """
     found = Problems(argument_problems(module, step, stages, updates))
-    settings = PipelineSettings(
-        micro_batches, lookahead, delay=delay, staleness=staleness, slack=slack, partition=partition
-    )
+    shape: dict[str, Any] = {"micro_batches": micro_batches, "lookahead": lookahead, "partition": partition}
+    settings = PipelineSettings.chosen(delay, staleness, slack=slack, **shape)
     resolved = None if found else found.attempt(lambda: settings.resolved(stages))
     taken = list(itertools.islice(itertools.cycle(batches), max(updates, 0) if is_whole(updates) else 0))
     if not taken and not found:
