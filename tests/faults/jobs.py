@@ -235,7 +235,7 @@ class ByFabric:
 # -- which --------------------------------------------------------------------------------------------------------
 
 _RUN = Run(
-    Showing, dropout=0.2, optimizer="muon", error_feedback=True, scheduler="decay-step", samples=37,
+    Showing, "default", dropout=0.2, optimizer="muon", error_feedback=True, scheduler="decay-step", samples=37,
     trainer={"max_epochs": 2, "gradient_clip_val": 0.5},
 )  # fmt: skip
 _VALIDATED = {**_RUN.trainer, "val_check_interval": 2, "num_sanity_val_steps": 1}

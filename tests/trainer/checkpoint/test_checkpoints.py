@@ -51,7 +51,7 @@ RUN = Run(Net, dropout=0.2, optimizer="muon", error_feedback=True, scheduler="de
 TRAINER = {"max_epochs": 3, "gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
 
 
-@pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["default", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_path: Path) -> None:
     callbacks = (saving(tmp_path, every_n_epochs=1, save_on_train_epoch_end=True),)

@@ -53,7 +53,7 @@ def trainer_run(strategy: str, path: str, save: bool) -> Run:
 
 
 def trainer_pipeline(path: str, save: bool) -> None:
-    fit(trainer_run("async", path, save))
+    fit(trainer_run("default", path, save))
 
 
 def trainer_delayed(path: str, save: bool) -> None:

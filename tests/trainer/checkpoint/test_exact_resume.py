@@ -28,7 +28,7 @@ def run_of(folder: Path, kind: str, trainer: dict[str, Any], val_samples: tuple[
         Net, dropout=0.2, optimizer="muon", error_feedback=True, val_samples=val_samples,
         shuffle="own" not in kind,
         callbacks=((SavesAfter, {"dirpath": folder} | SAVING),), trainer=options | trainer,
-        **{"scheduler": "decay-step", "samples": 37} | more,
+        **{"strategy": "default", "scheduler": "decay-step", "samples": 37} | more,
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stage
     "trainer", [{"max_steps": 10, "max_epochs": -1}, pytest.param({"max_epochs": 2}, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("at_epoch_end", [True, False])
-@pytest.mark.parametrize(("strategy", "processes"), [("async", 2), ("delayed", 1)])
+@pytest.mark.parametrize(("strategy", "processes"), [("default", 2), ("delayed", 1)])
 def test_after_an_epochs_end(
     pools: Pools, strategy: str, processes: int, at_epoch_end: bool, trainer: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -120,19 +120,19 @@ def test_an_emulated_delay_after_any_batch(pools: Pools, kind: str, tmp_path: Pa
 )
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [("async", {}), ("delayed", {}), pytest.param("delayed", {"micro_batches": 2}, marks=pytest.mark.slow)],
-    ids=["async", "delayed", "delayed micro-batches"],
+    [("default", {}), ("delayed", {}), pytest.param("delayed", {"micro_batches": 2}, marks=pytest.mark.slow)],
+    ids=["default", "delayed", "delayed micro-batches"],
 )
 def test_before_a_validation(
     pools: Pools, strategy: str, options: dict[str, Any], trainer: dict[str, Any], tmp_path: Path
 ) -> None:
     """The resumed run begins with it."""
-    schedule = "plateau-epoch-val_loss" if strategy == "async" else "decay-step"
+    schedule = "plateau-epoch-val_loss" if strategy == "default" else "decay-step"
     run = run_of(tmp_path, "litdata", trainer, val_samples=(9,), scheduler=schedule, strategy=strategy, options=options)
-    check(pools, run, "litdata", tmp_path, [5, 7], stages=2 if strategy == "async" else 1)
+    check(pools, run, "litdata", tmp_path, [5, 7], stages=2 if strategy == "default" else 1)
 
 
-@pytest.mark.parametrize(("strategy", "stages"), [("async", 2), ("delayed", 1)])
+@pytest.mark.parametrize(("strategy", "stages"), [("default", 2), ("delayed", 1)])
 def test_where_the_accumulation_changes_with_the_epoch(
     strategy: str, stages: int, pools: Pools, tmp_path: Path
 ) -> None:
@@ -204,7 +204,7 @@ class WithoutHook(Showing):
     on_train_batch_end = L.LightningModule.on_train_batch_end  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["default", pytest.param("sync", marks=pytest.mark.slow)])
 def test_saved_by_a_callback_of_ones_own(strategy: str, pools: Pools, tmp_path: Path) -> None:
     """What the save finishes counts for the epoch's metrics, and was logged: a run that goes on does not see it."""
     run = run_of(tmp_path, "stateful", EPOCHS, strategy=strategy)
@@ -222,8 +222,8 @@ class Skipping(Showing):
 @pytest.mark.parametrize(
     ("strategy", "stages", "kind"),
     [
-        ("async", 3, "litdata"),
-        pytest.param("async", 2, "stateful own sampler torchs", marks=pytest.mark.slow),
+        ("default", 3, "litdata"),
+        pytest.param("default", 2, "stateful own sampler torchs", marks=pytest.mark.slow),
         ("delayed", 1, "plain"),
     ],
 )

@@ -95,7 +95,7 @@ def watched(kind: type[Watches], options: dict[str, Any]) -> tuple[list[str], in
         MADE.append(kind())
         return MADE[0]
 
-    fit(Run(Net, "async", options, {"val_check_interval": 2}, callbacks=((make, {}),), val_samples=(8,)))
+    fit(Run(Net, "default", options, {"val_check_interval": 2}, callbacks=((make, {}),), val_samples=(8,)))
     return MADE[0].found, MADE[0].validations
 
 

@@ -34,7 +34,7 @@ REPEATS = ("every batch",)  # beside gradients that add up, too
 WORLDS = [(1, 1), (2, 1), (3, 1), (2, 2)]
 
 
-def check(pools: Pools, evaluations: Evaluations, stages: int, replicas: int, strategy: str = "async") -> None:
+def check(pools: Pools, evaluations: Evaluations, stages: int, replicas: int, strategy: str = "default") -> None:
     options = {"micro_batches": 4, "data_parallel_size": replicas}
     keep = {name: value for name, value in evaluations.trainer.items() if name == "accumulate_grad_batches"}
     run = replace(RUN, strategy=strategy, options=options, trainer=RUN.trainer | keep, samples=48 * replicas)
@@ -115,7 +115,11 @@ def draw_case(seed: int) -> tuple[Evaluations, int, int, str]:
         tuple((rng.randint(14, 24), rng.randint(2, 6)) for _ in range(rng.choice([1, 1, 2, 3]))),
         shuffled=rng.random() < 0.5, drawing=rng.random() < 0.7, workers=rng.choice([0, 0, 0, 1]), gradients=gradients,
     )  # fmt: skip
-    return evaluations, *rng.choice([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]), rng.choice(["async", "async", "sync"])
+    return (
+        evaluations,
+        *rng.choice([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]),
+        rng.choice(["default", "default", "sync"]),
+    )
 
 
 @pytest.mark.slow

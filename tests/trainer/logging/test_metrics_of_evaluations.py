@@ -23,7 +23,7 @@ def test_callbacks_decide_alike_on_what_torchmetrics_objects_say(
     pools: Pools, stages: int, replicas: int, tmp_path: Path
 ) -> None:
     options = {"micro_batches": 3, "data_parallel_size": replicas}
-    run = replace(RUN, strategy="async", options=options, batch_size=12 // replicas)
+    run = replace(RUN, strategy="default", options=options, batch_size=12 // replicas)
     first, *others = pools.run(stages * replicas, fit_measured, run, str(tmp_path))
     assert {"mean_loss", "val_accuracy", "val_f1", "logged_accuracy", "val_loss"} <= first["callback_metrics"].keys()
     for rank in others:
@@ -37,7 +37,7 @@ def test_callbacks_decide_alike_on_what_torchmetrics_objects_say(
 WRITERS = {
     "plain": (1, replace(RUN, strategy="plain", options={})),
     "delayed": (1, replace(RUN, strategy="delayed", options={"micro_batches": 2})),
-    "two stages": (2, replace(RUN, strategy="async")),
+    "two stages": (2, replace(RUN, strategy="default")),
     "three stages": (3, replace(RUN, options={"micro_batches": 3, "partition": "uniform"})),
     "two replicas": (4, replace(RUN, options={"micro_batches": 2, "data_parallel_size": 2}, batch_size=4)),
 }
@@ -45,7 +45,7 @@ READERS = {
     "plain": (1, replace(RUN, strategy="plain", options={})),
     "delayed": (1, replace(RUN, strategy="delayed", options={"micro_batches": 2})),
     "one stage": (1, RUN),
-    "two stages": (2, replace(RUN, strategy="async")),
+    "two stages": (2, replace(RUN, strategy="default")),
     "three stages": (3, RUN),
     "two replicas": (4, replace(RUN, options={"micro_batches": 2, "data_parallel_size": 2}, batch_size=6)),
 }
