@@ -64,6 +64,8 @@ def find_text_files(
         DataError: ``source`` is no folder, or holds no file to take.
     """
     library = LIBRARIES.get(str(source))
+    if library is not None and Path(source).is_dir():
+        raise DataError(f"source={source!r} is a name, and there is a folder of that name: for that write './{source}'")
     folder = Path(source).expanduser() if library is None else Path(sysconfig.get_path(library))
     if folder.is_file():
         raise DataError(

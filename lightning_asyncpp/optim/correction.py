@@ -291,7 +291,7 @@ class DelayCorrection(OptimizerAround):
         if not self._memory.announced:
             rank_zero_info(
                 f"{type(self).__name__}: the gradients of this process are not delayed so far, and it corrects nothing"
-                " as long as they are not: the base steps alone."
+                " as long as they are not: the base steps alone. Other stages of a pipeline correct their own."
             )
             self._memory.announced = True
 

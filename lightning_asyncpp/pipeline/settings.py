@@ -114,7 +114,9 @@ class PipelineSettings:
     """What the user may choose about a pipeline, explained in :class:`PipelineArguments` (``arguments.py``).
 
     Attributes:
-        delay: 1 for PipeDream-2BW, 0 for a flush per mini-batch; it comes with the name of the strategy.
+        delay: the most updates that a gradient may be old, or 0 for a flush per mini-batch; it comes with the name of
+            the strategy.
+        staleness: of the strategies another one is the default: :meth:`chosen`.
     """
 
     micro_batches: int | None = None
@@ -191,6 +193,8 @@ class PipelineSettings:
         if isinstance(self.partition, str):
             return []
         num_stages = len(self.partition)
+        if num_stages == 1 and self.staleness == "least":
+            return []  # synchronous
         micro_batches = num_stages if self.micro_batches is None else self.micro_batches
         return self._problems_of_schedule(
             num_stages, micro_batches, self._resolved_lookahead(num_stages, micro_batches)
@@ -244,6 +248,8 @@ class PipelineSettings:
             return [f"staleness={self.staleness!r} has no meaning without a delay: no gradient is old; leave it out"]
         if problems := problems_of_slack(self.slack):
             return problems
+        if self.slack and self.delay == 0:
+            return [f"slack={self.slack!r} has no meaning without a delay: leave it out"]
         if self.slack and self.staleness != "least":
             return [f"slack={self.slack!r} has a meaning only with staleness='least': set that, or leave it out"]
         return []
@@ -276,10 +282,11 @@ class PipelineSettings:
                 f" lower it, or use micro_batches >= {micro_batches + min(lookahead, num_stages - 1) - most}"
             ]
         if self.nonfinite_gradients == "skip" and not agrees_first(self.staleness, self.slack):
-            mend = "" if self.staleness == "fresh_last_stage" else ", or slack='exact'"
+            usual, mend = (" (the default)", ", slack='exact'") if self.staleness == "least" else ("", "")
             return [
-                f"staleness={self.staleness!r} steps stages before it is known whether the gradients of the others are"
-                f" finite, so nonfinite_gradients='skip' could not leave their updates out; use 'stop'{mend}"
+                f"staleness={self.staleness!r}{usual} steps stages before it is known whether the gradients of the"
+                " others are finite, so nonfinite_gradients='skip' could not leave their updates out;"
+                f" use 'stop'{mend} or staleness='uniform'"
             ]
         return []
 

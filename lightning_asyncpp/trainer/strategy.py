@@ -6,7 +6,7 @@ from lightning_asyncpp.trainer.base import PipelineStrategy
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
-    """Asynchronous pipeline parallelism: PipeDream-2BW, no flush, every gradient exactly one update old.
+    """Asynchronous pipeline parallelism: no flush, gradients as fresh as PipeDream-2BW can have them.
 
     Arguments: :class:`~lightning_asyncpp.trainer.arguments.TrainerArguments`.
 

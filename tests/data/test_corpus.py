@@ -78,6 +78,16 @@ def test_installed_packages() -> None:
         find_text_files("packages", ["no_such_package/**/*.py"])
 
 
+@pytest.mark.parametrize("name", ["stdlib", "packages"])
+def test_a_folder_that_is_called_as_a_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=f"there is a folder of that name: for that write './{name}'"):
+        find_text_files(name)
+    assert [file.name for file in find_text_files(f"./{name}")] == ["a.txt"]
+
+
 def test_files_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "zeros.txt").write_bytes(b"abc\0def")
     (tmp_path / "latin.txt").write_bytes("größe".encode("latin-1"))

@@ -50,13 +50,14 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         {"staleness": "fresh_last_stage", "nonfinite_gradients": "skip"},
         2,
         "staleness='fresh_last_stage' steps stages before it is known whether the gradients of the others are finite,"
-        " so nonfinite_gradients='skip' could not leave their updates out; use 'stop'",
+        " so nonfinite_gradients='skip' could not leave their updates out; use 'stop' or staleness='uniform'",
     ),
     (
         {"staleness": "least", "slack": 1, "nonfinite_gradients": "skip"},
         2,
-        "staleness='least' steps stages before it is known whether the gradients of the others are finite, so"
-        " nonfinite_gradients='skip' could not leave their updates out; use 'stop', or slack='exact'",
+        "staleness='least' (the default) steps stages before it is known whether the gradients of the others are"
+        " finite, so nonfinite_gradients='skip' could not leave their updates out; use 'stop', slack='exact' or"
+        " staleness='uniform'",
     ),
     ({"staleness": "none"}, 2, "staleness='none' must be 'uniform' or 'least' or 'fresh_last_stage'"),
     (

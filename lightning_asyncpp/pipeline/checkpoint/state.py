@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -193,11 +193,20 @@ def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> Non
     state = with_staleness(state)
     before = {name: state.get(name, value) for name, value in now.items()}
     changes = {name: f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value}
-    if changes:
-        by_stage = "uniform" not in (now["staleness"], before["staleness"]) or "staleness" in changes
-        moved = by_stage and not changes.keys().isdisjoint(_OF_STALENESS)
-        what = "; which micro-batches run on older weights goes by that, so the trajectory is another" if moved else ""
-        rank_zero_info(f"Pipeline: going on from the checkpoint with {', '.join(changes.values())}{what}")
+    if not changes:
+        return
+    by_stage = "uniform" not in (now["staleness"], before["staleness"]) or "staleness" in changes
+    text = f"Pipeline: going on from the checkpoint with {', '.join(changes.values())}"
+    if by_stage and not changes.keys().isdisjoint(_OF_STALENESS):
+        kept = ", ".join(f"{name}={before[name]!r}" for name in _OF_STALENESS if name in changes)
+        rank_zero_warn(
+            f"{text}; which micro-batches run on older weights goes by that, so the trajectory is another; {kept} keeps"
+            " it"
+        )
+    elif "delay" in changes:
+        rank_zero_info(f"{text}, so the trajectory is another")
+    else:
+        rank_zero_info(text)
 
 
 def _cut(session: PipelineSession) -> dict[str, Any]:

@@ -316,6 +316,7 @@ class DelayEmulator:
         return (
             f"the gradient of mini-batch {self.mini_batch} holds NaN or Inf (in {', '.join(bad[:5])}); the weights are"
             " those before its update. Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
+            + (" with delay='least' and slack='exact', or with delay=1" if self.settings.steps_ahead else "")
         )
 
 

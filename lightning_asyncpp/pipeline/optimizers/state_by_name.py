@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -101,6 +102,10 @@ def load_by_parameter(
     optimizer.load_state_dict(_copied(state))
     if begins_anew:
         optimizer.begin_anew()  # type: ignore[attr-defined]
+        rank_zero_info(
+            f"{type(optimizer).__name__} begins anew: the checkpoint was written with {_in_words(saved['cut'])}, this"
+            f" run has {_in_words(cut)}, and it knew more on some stages than on others"
+        )
 
 
 def keep_states_once(saved: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -285,7 +285,7 @@ class UpdateQueue:
             self._told = True
             warnings.warn(no_weight_text(mini_batch.index), stacklevel=2)
         if not message.finite and self.settings.nonfinite_gradients == "stop":
-            raise NonFiniteGradientError(_non_finite(mini_batch))
+            raise NonFiniteGradientError(_non_finite(mini_batch, self.schedule.agrees_first))
         return message
 
     def _record_reduction(self, mini_batch: MiniBatch) -> None:
@@ -315,7 +315,7 @@ def _no_optimizer(_: Update) -> None:
     raise RuntimeError("an update is to be applied, and there is no optimizer")
 
 
-def _non_finite(mini_batch: MiniBatch) -> str:
+def _non_finite(mini_batch: MiniBatch, agrees_first: bool) -> str:
     stage = mini_batch.mesh.stage
     bad = [name for name, g in mini_batch.gradients.items() if g is not None and not bool(torch.isfinite(g).all())]
     where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
@@ -323,4 +323,5 @@ def _non_finite(mini_batch: MiniBatch) -> str:
         f"the gradient of mini-batch {mini_batch.index} holds NaN or Inf ({where}); the weights are those before its"
         f" update{', but for stages that step ahead' if mini_batch.stepped else ''}."
         " Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
+        + ("" if agrees_first else " with staleness='least' and slack='exact', or with staleness='uniform'")
     )

@@ -14,9 +14,9 @@ and how much of the way from a complete gradient to its update our strategies hi
 replicas a stage waits for their reduction where it has no slack, and computes meanwhile where it has some. The loss of
 the last mini-batch is shown as a check: ``sync`` and ``1f1b`` train the same.
 
-What is not: start-up, data loading, evaluation, and how far one gets with an update; gradients of ``async`` are one
-update old. All processes and the relay share this machine's cores: with fewer cores than stages, computation overlaps
-less than it would on two hosts.
+What is not: start-up, data loading, evaluation, and how far one gets with an update; a part of the gradients of
+``async`` is one update old. All processes and the relay share this machine's cores: with fewer cores than stages,
+computation overlaps less than it would on two hosts.
 """
 
 from __future__ import annotations

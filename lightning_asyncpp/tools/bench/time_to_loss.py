@@ -1,8 +1,8 @@
 """``asyncpp bench time-to-loss``: after how many seconds of training is the loss what it should be?
 
-An asynchronous pipeline makes more updates per second, and each is worth a little less, because its gradient is one
-update old. Here both count: the model of a recipe (``recipes/quickstart.yaml``) trains under ``sync_pipeline`` (1F1B
-with a flush per mini-batch) and under ``async_pipeline``, with the recipe's optimizer (Muon with Error Feedback
+An asynchronous pipeline makes more updates per second, and each is worth a little less, because a part of its gradient
+is one update old. Here both count: the model of a recipe (``recipes/quickstart.yaml``) trains under ``sync_pipeline``
+(1F1B with a flush per mini-batch) and under ``async_pipeline``, with the recipe's optimizer (Muon with Error Feedback
 there, which feeds back nothing where there is no delay), the same seeds, data, number of updates and schedule of the
 learning rate. Each training is an ordinary ``asyncpp fit`` in processes of its own. Seeds run one after the other,
 both systems in turn, and the order changes from seed to seed.
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _checked(parser: ArgumentParser, arguments: Namespace) -> dict[str, Any]:
     """The recipe, or the end with all problems."""
-    _, problems = PipelineSettings(arguments.micro_batches, arguments.lookahead).resolve(arguments.stages)
+    shape = {name: arguments[name] for name in ("micro_batches", "lookahead", "staleness", "slack")}
+    _, problems = PipelineSettings.chosen(1, **shape).resolve(arguments.stages)
     if arguments.stages < 2:
         problems.append(f"--stages {arguments.stages}: a pipeline to compare has at least 2 stages")
     if len(set(arguments.seeds)) < len(arguments.seeds):

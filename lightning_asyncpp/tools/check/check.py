@@ -43,7 +43,7 @@ def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
     if micro_batches is None and (given := getattr(settings, "micro_batches", None)):
         micro_batches = max(given, stages)
     delay = getattr(settings, "delay", 1)
-    staleness, slack = getattr(settings, "staleness", "uniform"), getattr(settings, "slack", 0)
+    staleness, slack = getattr(settings, "staleness", None), getattr(settings, "slack", 0)
     partition = getattr(settings, "partition", "auto")
     if not isinstance(partition, str) and len(partition) != stages:
         partition = "auto"  # the recipe's is for another number of stages

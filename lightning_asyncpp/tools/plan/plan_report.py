@@ -237,10 +237,11 @@ def _speed(plan: Plan) -> list[str]:
     sync, own, other = question.synchronous, question.speed, question.asynchronous
     rows.append(_speed_row(plan, "1F1B, with a flush", sync, sync))
     if question.settings.delay:
-        name = "least staleness" if question.settings.staleness == "least" else "2BW"
+        names = {"least": "least staleness", "uniform": "2BW", "fresh_last_stage": "fresh last stage"}
+        name = names[question.settings.staleness]
         rows.append(_speed_row(plan, f"{name}, lookahead {question.settings.lookahead}", own, sync))
     elif other is not None:
-        rows.append(_speed_row(plan, "2BW, without", other, sync))
+        rows.append(_speed_row(plan, "least staleness, without", other, sync))
     stage_rows = [["stage", "forward ms", "backward ms", "update ms", "message ms", "busy"]]
     for index, time in enumerate(own.stages):
         stage_rows.append([

@@ -137,7 +137,7 @@ class Question:
         most = largest_lookahead(stages, self.micro_batches, replicas)
         if most < 0 or self.micro_batches < stages:
             return None
-        return self._predict(lambda stage: Schedule(stage, stages, min(1, most)))
+        return self._predict(lambda stage: Schedule(stage, stages, staleness="least"))
 
     def _predict(self, schedule: Callable[[int], Schedule]) -> Prediction:
         settings = self.settings

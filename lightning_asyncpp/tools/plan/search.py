@@ -184,7 +184,7 @@ def _of_strategy(question: Question, changes: dict[str, Any]) -> Changes:
     """As arguments; a strategy that the recipe names in short takes none."""
     given = {f"--trainer.strategy.init_args.{name}": str(value) for name, value in changes.items()}
     if given and isinstance(question.recipe.config["trainer"]["strategy"], str):
-        kind = "AsyncPipelineStrategy" if question.settings.delay else "SyncPipelineStrategy"
+        kind = "AsyncPipelineStrategy" if question.asked.delay else "SyncPipelineStrategy"
         return {"--trainer.strategy": f"lightning_asyncpp.{kind}", **given}
     return given
 

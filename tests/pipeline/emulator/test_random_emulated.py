@@ -17,7 +17,7 @@ from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchG
 from tests.pipeline.cases import Case
 from tests.pipeline.random_cases import draw
 from tests.pipeline.runs import run_oracle, versioned_tensors
-from tests.pipeline.test_engine_equals_oracle import parametrized, with_least_staleness
+from tests.pipeline.test_engine_equals_oracle import parametrized, with_held_micro_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 DEFAULT = range(20)
@@ -105,12 +105,12 @@ def test_more_random_cases(seed: int) -> None:
     check(*draw(seed))
 
 
-@parametrized(with_least_staleness(3)[::3])
+@parametrized(with_held_micro_batches(3)[::3])
 def test_least_staleness(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 
 
 @pytest.mark.slow
-@parametrized([*with_least_staleness(2), *with_least_staleness(4)])
+@parametrized([*with_held_micro_batches(2), *with_held_micro_batches(4)])
 def test_more_of_the_least_staleness(num_stages: int, case: Case) -> None:
     check(num_stages, case)
