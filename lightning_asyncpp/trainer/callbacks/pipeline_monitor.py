@@ -70,7 +70,7 @@ class StageWindow:
         self._ages: list[int] = []  # of these
         self._ends: dict[int, int] = {}  # mini-batch -> one past its last micro-batch
         self._backwards: deque[tuple[int, float]] = deque(maxlen=4096)  # micro-batch, end
-        self._waited_for = -1  # the newest mini-batch of whose update that is true
+        self._waited_for = -1  # the newest mini-batch for whose replicas or agreement this stage has waited
 
     def add(self, mini_batch: int, first: int, end: int, elapsed: float | None, spans: Iterable[Span]) -> None:
         """Take in a batch.

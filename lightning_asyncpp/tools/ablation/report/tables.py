@@ -164,7 +164,8 @@ _DELAY_DEFINITION = (
 _START_NOTE = "Of a synchronous start: what it takes back, corrected or not, of the gap of the same delay without it."
 _LENGTH_NOTE = (
     "Further updates: how many more the row takes than a sync run to the loss that it ends at. Losses at the ends of"
-    " the sync runs of all lengths are joined by straight lines for it, against the logarithm of the length."
+    " the sync runs of all lengths are joined by straight lines for it, against the logarithm of the length, and these"
+    " are prolonged at both ends."
 )
 _SEVERAL_SYNC_NOTE = "The sync run is the one of the same further settings, where there is one."
 DEFINITIONS = {
