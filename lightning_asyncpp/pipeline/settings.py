@@ -162,8 +162,8 @@ class PipelineSettings:
         if problems:
             return None, problems
         num_stages = world_size // self.data_parallel_size
-        if num_stages == 1 and self.staleness == "least" and self.delay:
-            return self.with_delay(0).resolve(world_size)  # nothing is under way when its update can be made
+        if self.delay and self._is_synchronous(num_stages):
+            return self.with_delay(0).resolve(world_size)
         micro_batches = num_stages if self.micro_batches is None else self.micro_batches
         lookahead = self._resolved_lookahead(num_stages, micro_batches)
         problems = problems_of_partition(self.partition, num_stages)
@@ -193,8 +193,6 @@ class PipelineSettings:
         if isinstance(self.partition, str):
             return []
         num_stages = len(self.partition)
-        if num_stages == 1 and self.staleness == "least":
-            return []  # synchronous
         micro_batches = num_stages if self.micro_batches is None else self.micro_batches
         return self._problems_of_schedule(
             num_stages, micro_batches, self._resolved_lookahead(num_stages, micro_batches)
@@ -261,8 +259,12 @@ class PipelineSettings:
             return 0
         return max(0, min(1, largest_lookahead(num_stages, micro_batches, self.data_parallel_size)))
 
+    def _is_synchronous(self, num_stages: int) -> bool:
+        """Whether no gradient is old; with the least staleness one stage has nothing under way at its update."""
+        return self.delay == 0 or (self.staleness == "least" and num_stages == 1)
+
     def _problems_of_schedule(self, num_stages: int, micro_batches: int, lookahead: int) -> list[str]:
-        if self.delay == 0:
+        if self._is_synchronous(num_stages):
             return []
         if self.staleness == "fresh_last_stage" and num_stages == 1:
             return [

@@ -260,10 +260,8 @@ def _reference(trial: Trial) -> _Expected:
 
 def _held_back(settings: ResolvedSettings, network: nn.Module) -> list[Held]:
     """Parameters of each stage, and how many micro-batches it holds back; those that hold back all are left out."""
-    units, counts = (
-        pipeline_units(network),
-        choose_partition(network, 0, settings.num_stages, settings.partition).counts,
-    )
+    units = pipeline_units(network)
+    counts = choose_partition(network, 0, settings.num_stages, settings.partition).counts
     whole, following = WholeModel.of(units, counts)[0], iter(units)
     own = [[p for unit in itertools.islice(following, count) for p in unit.module.parameters()] for count in counts]
     held = [whole.schedule(settings, stage).stage_rule.held for stage in range(settings.num_stages)]

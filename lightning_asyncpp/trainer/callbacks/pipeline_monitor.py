@@ -171,8 +171,8 @@ class PipelineMonitor(TokensPerSecond):
     - ``update_hidden``: share of the time between a complete gradient and its update in which the last stage does not
       wait for the other ranks (0 to 1).
     - ``gradient_staleness``: updates by which gradients of the last stage are too old, the mean over the micro-batches
-      of a mini-batch: 1 from the second one on when asynchronous (after a synchronous start), else 0; with
-      ``staleness="least"`` the share of the micro-batches that ran on the weights before the newest.
+      of a mini-batch: the share of those that ran on the weights before the newest; 0 with a flush, and with the
+      least staleness without slack; 1 with ``staleness="uniform"`` once the delay has begun.
     - ``gradient_staleness_stage_0``, ...: the same of every stage, where they differ, as the schedule has it.
 
     On a GPU the last three are known when it has come to the end of a batch: usually a batch or two later.
