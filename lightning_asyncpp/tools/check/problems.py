@@ -140,7 +140,7 @@ def configured_problems(module: nn.Module, counts: Sequence[int], settings: Pipe
     except Exception as error:  # it may ask for its Trainer, or for a stage
         return [], f"configure_optimizers was not looked at: it raised {type(error).__name__}: {error}"
     unfit = [problem for optimizer in optimizers for problem in stage_problems(optimizer, with_closure=True)]
-    if settings.staleness == "least":
+    if settings.staleness == "least" and len(counts) != 1:  # with one stage nothing is old
         unfit += [problem for optimizer in optimizers for problem in version_problems(optimizer)]
     groups = _grouping_problems(whole, optimizers, module, counts)
     return [*unfit, *optimizer_problems(optimizers, module), *groups], ""
