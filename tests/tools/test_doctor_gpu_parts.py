@@ -25,7 +25,7 @@ from lightning_asyncpp.tools.doctor.cases import CASES, Place, make_trainer
 from lightning_asyncpp.tools.doctor.correctness import judged, largest_difference, places_of
 from lightning_asyncpp.tools.doctor.stage_training import StageClock
 from lightning_asyncpp.tools.doctor.task import Findings, Task
-from tests.tools.doctor_machines import with_gpus
+from tests.tools.doctor_machines import CPUS, with_gpus
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_lightning_accepts_every_place(gpus: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_RANK", "0")
     places, _ = places_of(with_gpus(gpus, nccl=(2, 30, 7)))
-    for place in [Place("shared", 0), *places]:
-        trainer = make_trainer(CASES["tied"], place, 4, [])
+    for place in [Place("shared", 2, alone=True), *places]:
+        trainer = make_trainer(CASES["tied"], place, [])
         assert trainer.world_size == place.ranks
         assert trainer.num_nodes == place.nodes
         assert trainer.strategy.root_device == torch.device("cuda", 0)
@@ -191,10 +191,21 @@ def test_without_a_process_to_compare_with_nothing_is_compared(tmp_path: Path, m
     given = Task("correctness", "", str(tmp_path), True, time.time() + 100)
     with_gpus(8).save(given.machine_file)
     correctness.run(given, given.findings)
-    *skipped, failed = given.findings.read()
-    assert failed.status == "failed"
-    assert "rank-0 failed: ValueError" in failed.text
-    assert {finding.status for finding in skipped} == {"skipped"}
+    found = given.findings.read()
+    assert {finding.title for finding in found if "rank-0 failed: ValueError" in finding.text} == {
+        f"{stages} stages a GPU for each, over NCCL" for stages in (2, 3)
+    }
+    assert {finding.status for finding in found} == {"failed", "skipped"}
+
+
+def test_pipelines_on_cpus_train_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(correctness, "CASES", {name: CASES[name] for name in ("layers", "flushed", "adamw")})
+    monkeypatch.setattr(correctness, "places_of", lambda _: ([Place("cpu", 2)], {}))
+    given = Task("correctness", "", str(tmp_path), True, time.time() + 100)
+    CPUS.save(given.machine_file)
+    correctness.run(given, given.findings)
+    assert [finding.status for finding in given.findings.read()] == ["ok"] * 4
 
 
 class FakeCuda:

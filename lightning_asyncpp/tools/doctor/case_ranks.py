@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_asyncpp.pipeline.ranks.interfaces import LOOPBACK
-from lightning_asyncpp.tools.doctor.cases import CASES, MICRO_BATCHES, Place, fit
+from lightning_asyncpp.tools.doctor.cases import CASES, Place, fit
 from lightning_asyncpp.tools.doctor.task import Task
 from lightning_asyncpp.tools.processes import Children, end_of, free_port, last_error, rank_environment, traced
 
@@ -54,7 +54,7 @@ class Ran:
     ran_out: bool = False
 
 
-def launch(task: Task, place: Place, cases: Sequence[str], name: str, limit: float, together: int = 1) -> Ran:
+def launch(task: Task, place: Place, cases: Sequence[str], name: str, limit: float) -> Ran:
     """Run cases in new processes; those that hang are killed.
 
     Args:
@@ -63,7 +63,6 @@ def launch(task: Task, place: Place, cases: Sequence[str], name: str, limit: flo
         cases: names.
         name: of a folder for it.
         limit: seconds.
-        together: replicas whose batches a single process trains.
 
     Raises:
         NoTimeLeftError: the part has too little time left to begin.
@@ -72,7 +71,7 @@ def launch(task: Task, place: Place, cases: Sequence[str], name: str, limit: flo
     folder = task.path / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    job = {"folder": str(folder), "place": asdict(place), "cases": list(cases), "together": together}
+    job = {"folder": str(folder), "place": asdict(place), "cases": list(cases)}
     port, failed, ran_out = free_port(), None, False
     with Children(folder) as children:
         for rank in range(place.ranks):
@@ -107,14 +106,13 @@ def work(job: dict[str, Any]) -> None:
     """Train the cases of a job one after the other; rank 0 writes what came of each to a file.
 
     Args:
-        job: ``folder``, ``place`` (arguments of :class:`Place`), ``cases``, and ``together`` (replicas whose batches
-            one process trains).
+        job: ``folder``, ``place`` (arguments of :class:`Place`) and ``cases``.
     """
-    folder, place, together = Path(job["folder"]), Place(**job["place"]), int(job["together"])
+    folder, place = Path(job["folder"]), Place(**job["place"])
     torch.set_num_threads(1)
     for name in job["cases"]:
         print(f"rank {os.environ['RANK']}: {name}", flush=True)
-        outcome = fit(CASES[name], place, folder, 8 * together, MICRO_BATCHES * together)
+        outcome = fit(CASES[name], place, folder)
         if os.environ["RANK"] == "0":
             path = folder / f"{name}.pt"
             torch.save(outcome, path.with_suffix(".part"))

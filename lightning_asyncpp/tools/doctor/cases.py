@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.pipeline.emulator.gradient_delay import Delay
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
+from lightning_asyncpp.pipeline.schedule import Staleness
 from lightning_asyncpp.trainer import (
     AsyncPipelineStrategy,
     DelayedGradientStrategy,
@@ -30,6 +32,8 @@ from lightning_asyncpp.trainer import (
 )
 
 MICRO_BATCHES = 4
+SAMPLES = 8
+"""Of a mini-batch, in each replica."""
 DIM, VOCABULARY, CONTEXT = 16, 64, 12
 _SAVED_STEP = 5
 _TIMEOUT = timedelta(seconds=60)
@@ -44,10 +48,10 @@ class Case:
         title: what it shows.
         model: a chain of layers, or a GPT with tied embeddings and dropout, or one without either.
         tolerance: on GPUs, how much a weight may differ, as a share of the largest change in its tensor; on CPUs none.
-        delay: 1 for ``async_pipeline``, 0 for ``sync_pipeline``.
+        staleness: of ``async_pipeline``; ``None`` for ``sync_pipeline``.
         optimizer: SGD with momentum, AdamW, or Muon with Error Feedback.
         trainer: arguments of the Trainer.
-        samples: of the training set; batches have eight, the last one fewer.
+        samples: of the training set; its last batch may be short.
         validates: whether there is a validation set.
         waits: whether a callback waits for the whole device after every batch, as some of Lightning's own do.
         saves: whether a callback saves a checkpoint amid the run.
@@ -56,7 +60,7 @@ class Case:
     title: str
     model: Literal["layers", "tied", "gpt"] = "layers"
     tolerance: float = 1e-3
-    delay: int = 1
+    staleness: Staleness | None = "least"
     optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
     trainer: dict[str, Any] = field(default_factory=dict)
     samples: int = 64
@@ -68,8 +72,8 @@ class Case:
 _VALIDATIONS: dict[str, Any] = {"gradient_clip_val": 0.1, "val_check_interval": 3}
 
 CASES = {
-    "layers": Case("a chain of layers, no flush"),
-    "flushed": Case("the same with a flush per mini-batch", delay=0),
+    "layers": Case("a chain of layers, PipeDream-2BW", staleness="uniform"),
+    "flushed": Case("the same with a flush per mini-batch", staleness=None),
     "tied": Case(
         "a GPT with tied embeddings, dropout, clipping, a short last batch, validations and a checkpoint amid the run",
         "tied", trainer=_VALIDATIONS, samples=61, validates=True, waits=True, saves=True,
@@ -84,23 +88,20 @@ REPLICATED = ("layers", "feedback")
 """What replicas train: dropout would differ from that of one process."""
 
 
-def fit(
-    case: Case, place: Place, folder: Path, samples_per_batch: int = 8, micro_batches: int = MICRO_BATCHES
-) -> dict[str, Any]:
+def fit(case: Case, place: Place, folder: Path) -> dict[str, Any]:
     """Train, and say what came of it: on rank 0 the whole model.
 
     Args:
         case: what is trained.
         place: where.
         folder: for the checkpoint, which is not kept; the same on all ranks.
-        samples_per_batch: of one replica.
-        micro_batches: of one replica.
     """
     L.seed_everything(7, verbose=False)
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     watch = _Watch(case.waits, folder / "saved.ckpt" if case.saves else None)
-    trainer = make_trainer(case, place, micro_batches, [watch])
+    trainer = make_trainer(case, place, [watch])
+    samples_per_batch = SAMPLES * place.together
     module = _module(case)
     started = time.perf_counter()
     with warnings.catch_warnings():
@@ -110,7 +111,7 @@ def fit(
             _loader(case, 12, 1, samples_per_batch) if case.validates else None,
         )  # fmt: skip
     strategy: Any = trainer.strategy
-    state = module.state_dict() if place.is_reference else strategy.full_state_dict()
+    state = module.state_dict() if place.alone else strategy.full_state_dict()
     return {
         "weights": {name: value.detach().cpu().clone() for name, value in state.items()},
         "start": watch.start,
@@ -121,13 +122,13 @@ def fit(
     }
 
 
-def make_trainer(case: Case, place: Place, micro_batches: int, callbacks: list[L.Callback]) -> L.Trainer:
+def make_trainer(case: Case, place: Place, callbacks: list[L.Callback]) -> L.Trainer:
     """The Trainer of a case at a place."""
     return L.Trainer(
         accelerator="cuda" if place.is_gpu else "cpu",
         # Lightning refuses more GPUs than there are, also where the strategy names one several times.
         devices=1 if place.route == "shared" else place.devices,
-        num_nodes=place.nodes, strategy=place.strategy(case, micro_batches), plugins=[LightningEnvironment()],
+        num_nodes=place.nodes, strategy=place.strategy(case), plugins=[LightningEnvironment()],
         callbacks=callbacks, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, **case.trainer,
     )  # fmt: skip
@@ -140,13 +141,15 @@ class Place:
     Attributes:
         route: ``"cpu"``; ``"shared"``: all ranks on the first GPU, through the host; ``"nccl"``: a GPU for each;
             ``"nccl on one GPU"``: all on one over NCCL, each as if it were a machine of its own.
-        stages: P; 0 for the emulator in a single process.
+        stages: P.
         replicas: D.
+        alone: whether a single process emulates the delay of such a pipeline, and trains what all replicas do.
     """
 
     route: Literal["cpu", "shared", "nccl", "nccl on one GPU"]
     stages: int
     replicas: int = 1
+    alone: bool = False
 
     @property
     def is_gpu(self) -> bool:
@@ -154,14 +157,14 @@ class Place:
         return self.route != "cpu"
 
     @property
-    def is_reference(self) -> bool:
-        """Whether it is the emulator."""
-        return self.stages == 0
-
-    @property
     def ranks(self) -> int:
         """Number of processes."""
-        return max(1, self.stages) * self.replicas
+        return 1 if self.alone else self.stages * self.replicas
+
+    @property
+    def together(self) -> int:
+        """Replicas whose batches one process trains."""
+        return self.replicas if self.alone else 1
 
     @property
     def nodes(self) -> int:
@@ -173,15 +176,25 @@ class Place:
         """Of each of them."""
         return self.ranks // self.nodes
 
-    def strategy(self, case: Case, micro_batches: int) -> Any:
+    def strategy(self, case: Case) -> Any:
         """What trains a case there."""
-        if self.is_reference:
-            return DelayedGradientStrategy(delay=case.delay, micro_batches=micro_batches)
-        kind: Any = AsyncPipelineStrategy if case.delay else SyncPipelineStrategy
+        staleness, micro_batches = self._staleness(case), MICRO_BATCHES * self.together
+        if self.alone:
+            delay: Delay = "least" if staleness == "least" else int(staleness is not None)
+            stages = self.stages if staleness == "least" else None
+            return DelayedGradientStrategy(delay=delay, stages=stages, micro_batches=micro_batches)
         shared = [torch.device("cuda", 0)] * self.ranks if self.route == "shared" else None
-        return kind(
-            micro_batches=micro_batches, data_parallel_size=self.replicas, parallel_devices=shared, timeout=_TIMEOUT,
-        )  # fmt: skip
+        options: dict[str, Any] = {"micro_batches": micro_batches, "data_parallel_size": self.replicas}
+        options |= {"parallel_devices": shared, "timeout": _TIMEOUT}
+        if staleness is None:
+            return SyncPipelineStrategy(**options)
+        if staleness != "least":  # which is the default, and that is what is examined
+            options["staleness"] = staleness
+        return AsyncPipelineStrategy(**options)
+
+    def _staleness(self, case: Case) -> Staleness | None:
+        # Each replica holds micro-batches of its own back, which one process with the batches of all cannot do.
+        return "uniform" if self.replicas > 1 and case.staleness == "least" else case.staleness
 
 
 class _Watch(L.Callback):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,16 +22,17 @@ def run(task: Task, findings: Findings) -> None:
     places, not_here = places_of(task.machine)
     for title, why in not_here.items():
         findings.add(title, "skipped", why)
-    expected: dict[str, dict[str, Any]] = {}
-    with findings.checking("the single process that pipelines are compared with"):
-        expected = _trained_alone(task, bool(task.machine.gpus), list(CASES), "reference")
-    for index, place in enumerate(places if expected else ()):
+    alone: dict[Place, dict[str, dict[str, Any]]] = {}
+    for index, place in enumerate(places):
         title = title_of(place)
+        if task.quick and place.replicas > 1:
+            findings.add(title, "skipped", "left out by --quick")
+            continue
         with findings.checking(title):
-            if task.quick and place.replicas > 1:
-                findings.add(title, "skipped", "left out by --quick")
-            else:
-                compare(task, place, expected, findings, f"place-{index}")
+            reference = Place("shared" if place.is_gpu else "cpu", place.stages, place.replicas, alone=True)
+            if reference not in alone:
+                alone[reference] = _trained_alone(task, reference, f"alone-{index}")
+            compare(task, place, alone[reference], findings, f"place-{index}")
 
 
 def places_of(machine: Machine) -> tuple[list[Place], dict[str, str]]:
@@ -73,9 +74,7 @@ def title_of(place: Place) -> str:
 
 def compare(task: Task, place: Place, expected: Mapping[str, dict[str, Any]], findings: Findings, folder: str) -> None:
     """Train all cases at a place, and compare."""
-    names = list(CASES) if place.replicas == 1 else list(REPLICATED)
-    if place.replicas > 1:
-        expected = _trained_alone(task, place.is_gpu, names, f"{folder}-reference", place.replicas)
+    names = _cases_of(place)
     is_experiment = place.route == "nccl on one GPU"
     ran = launch(task, place, names, folder, 60 if is_experiment else 90)
     is_exact = not place.is_gpu and place.replicas == 1
@@ -97,20 +96,22 @@ def compare(task: Task, place: Place, expected: Mapping[str, dict[str, Any]], fi
         _check_that_delay_shows(place, ran.outcomes, expected["layers"]["start"], findings)
 
 
-def _trained_alone(
-    task: Task, is_gpu: bool, cases: Sequence[str], folder: str, together: int = 1
-) -> dict[str, dict[str, Any]]:
-    """What one process makes of cases.
+def _cases_of(place: Place) -> list[str]:
+    return list(CASES) if place.replicas == 1 else list(REPLICATED)
+
+
+def _trained_alone(task: Task, place: Place, folder: str) -> dict[str, dict[str, Any]]:
+    """What one process makes of the cases.
 
     Raises:
         NoTimeLeftError: the part's time was over.
         RuntimeError: it failed.
     """
-    ran = launch(task, Place("shared" if is_gpu else "cpu", 0), cases, folder, 120 if together == 1 else 90, together)
+    ran = launch(task, place, _cases_of(place), folder, 90)
     if ran.ran_out:
         raise NoTimeLeftError
     if ran.error:
-        raise RuntimeError(f"the single process that pipelines are compared with failed: {ran.error}")
+        raise RuntimeError(f"the single process that it is compared with failed: {ran.error}")
     return ran.outcomes
 
 

@@ -113,7 +113,8 @@ def recipe_of(row: Row, size: Size, is_gpu: bool, result: Path) -> dict[str, Any
         result: the file that its clock writes.
     """
     steps = size.warm_up + size.measured + size.watched
-    strategy: dict[str, Any] = {"micro_batches": size.micro_batches}
+    # As the first of several stages works: without others the default would have no delay.
+    strategy: dict[str, Any] = {"micro_batches": size.micro_batches, "staleness": "uniform"}
     if row.weight_dtype is not None:
         strategy["weight_dtype"] = row.weight_dtype
     clock = {"path": str(result), "warm_up": size.warm_up, "measured": size.measured, "watched": size.watched}
