@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import socket
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -243,6 +245,11 @@ def _nccl() -> tuple[int, ...] | None:
     torch = _torch()
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
+    loaded = ctypes.c_int()
+    with suppress(OSError, AttributeError):  # torch names the one that it was built with, another may have been loaded
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(loaded))
+    if loaded.value >= 10_000:  # major * 10000 + minor * 100 + patch, since 2.9
+        return loaded.value // 10_000, loaded.value // 100 % 100, loaded.value % 100
     return tuple(int(part) for part in torch.cuda.nccl.version()[:3])
 
 
