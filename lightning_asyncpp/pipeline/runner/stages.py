@@ -52,6 +52,7 @@ class FirstStage(StageRunner):
     def _enter(self, task: Task) -> Departure:
         """Run the step up to its call of the model, judge what it has set around that, and run the layers outside."""
         self._seed(task.purpose, self.mesh.replica, task.k)
+        self.around.before_step()
         with self._step_context():
             args, kwargs = self.call.capture(lambda: task.step(task.slot, task.weight), self.around.look)
         around = self.around.judge(task.trains)

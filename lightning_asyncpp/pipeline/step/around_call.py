@@ -24,7 +24,8 @@ _NOTHING = nullcontext()
 class AroundCall:
     """Compares what is set when the step calls the model with what is set where the stages run by themselves.
 
-    :meth:`begin` every batch; then for every micro-batch :meth:`look` at the call, and :meth:`judge` after the step.
+    :meth:`begin` every batch; then for every micro-batch :meth:`before_step`, :meth:`look` at the call, and
+    :meth:`judge` after the step.
     Where the step runs to its end, :meth:`check_model` at the call and :meth:`check_step` after it.
 
     Args:
@@ -52,12 +53,19 @@ class AroundCall:
         Args:
             purpose: ``"train"``, or what is evaluated.
         """
-        self._outside = self._read()
         with self._hooks.forward_context():
-            self._home = self._read()
             self._once = [setting.read() for setting in REFUSED_ONCE]
+        self._look_outside()
         self._model.begin(purpose)
         self._is_first_step = True
+
+    def before_step(self) -> None:
+        """Layers may have changed what is set for the process; nothing of that was the step.
+
+        torch does so on some GPUs: when attention is first computed, it puts cuDNN's backend in front.
+        """
+        if self._home and self._read() != self._outside:
+            self._look_outside()
 
     def updated(self) -> None:
         """An update was applied between two micro-batches of the batch."""
@@ -178,6 +186,11 @@ class AroundCall:
                 f"autocast around {self._hooks.model_name}(...) to another dtype than bfloat16, float16 and float32"
                 " cannot be had on the other stages: use one of these, or autocast within the layers"
             ) from None
+
+    def _look_outside(self) -> None:
+        self._outside = self._read()
+        with self._hooks.forward_context():
+            self._home = self._read()
 
     def _read(self) -> list[Any]:
         return [read() for read in self._readers]

@@ -54,6 +54,27 @@ class SetsAll(Net):
         return self.predicted(batch)
 
 
+class Prefers(nn.Module):
+    """As torch itself on some GPUs: the first that computes attention puts another backend in front, for good."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._C._set_sdp_priority_order([0, 1, 2, 3, 4])
+        return x
+
+
+class LayersSetForGood(Net):
+    """What layers change in the process is nothing that the step sets around them."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Sequential(nn.Linear(DIM, DIM), Prefers(), nn.Linear(DIM, DIM), Prefers(), nn.Linear(DIM, 1))
+        self.order = torch._C._get_sdp_priority_order()
+        assert self.order != [0, 1, 2, 3, 4]
+
+    def on_fit_end(self) -> None:
+        torch._C._set_sdp_priority_order(self.order)
+
+
 class InFullPrecision(Net):
     """Leaves the precision of the Trainer around the model."""
 

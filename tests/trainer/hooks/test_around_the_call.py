@@ -35,6 +35,13 @@ def test_autocast_and_attention_by_micro_batch(pools: Pools, stages: int) -> Non
     assert not np.array_equal(other["weights"]["model.0.out.weight"], expected["weights"]["model.0.out.weight"])
 
 
+def test_what_layers_set_for_good_is_not_the_steps(pools: Pools) -> None:
+    run = Run(around.LayersSetForGood, options={"micro_batches": 3, "partition": [2, 3]})
+    results = pools.run(2, fit, run)
+    (expected,) = pools.run(1, fit, delayed(run, micro_batches=3))
+    assert_equal_weights(expected["weights"], joined_weights(results, 2))
+
+
 def test_predictions(pools: Pools) -> None:
     run = Run(around.SetsAll, options={"micro_batches": 3})
     results = pools.run(3, evaluate, run, "predict")
