@@ -99,7 +99,7 @@ def test_recipes_for_gpus_have_weight_versions_in_bf16(path: Path) -> None:
     assert loaded(path.stem)["trainer"]["strategy"]["init_args"]["weight_dtype"] == "bf16"
 
 
-NEWER = ("least", "least_optimizers", "least_seeds", "budget")
+NEWER = ("least", "least_optimizers", "least_seeds", "budget", "sizes", "settings")
 CUTS = dict.fromkeys(NEWER, (2, 1, 1, 2))  # layers of each stage, where results were taken under the default
 
 

@@ -23,6 +23,7 @@ from lightning_asyncpp.pipeline.optimizers.steps import watch_steps
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 
 IGNORED = -100
+_COOL_DOWN = 0.2
 
 
 def default_optimizer(parameters: Any) -> Optimizer:
@@ -46,9 +47,10 @@ class GPTModule(PipelineModule):
         optimizer: makes the optimizer from the named parameters of this process's stage; ``None`` for ``MuonAdamW``
             with its defaults.
         warmup_steps: updates over which the learning rate rises linearly to the optimizer's.
-        decay: what follows the warm-up: ``"cosine"`` falls to ``min_lr_ratio``, ``"constant"`` stays.
-        min_lr_ratio: last learning rate of the cosine, as a share of the highest one.
-        total_steps: number of the last update of the cosine; ``None`` for the end of the run (``max_steps``, or else
+        decay: what follows the warm-up: ``"cosine"`` falls to ``min_lr_ratio``, ``"wsd"`` (warm-up, stable, decay;
+            Hu et al., 2404.06395) stays and falls to it linearly in the last fifth of what is left, ``"constant"`` stays.
+        min_lr_ratio: last learning rate of the decay, as a share of the highest one.
+        total_steps: number of the last update of the decay; ``None`` for the end of the run (``max_steps``, or else
             ``max_epochs`` times the batches of an epoch).
         activation_checkpointing: what the blocks keep for the backward: ``"none"``: everything; ``"block"``: their
             inputs; ``"selective"``: the results of matrix products and of attention. The rest is computed once more.
@@ -66,7 +68,7 @@ class GPTModule(PipelineModule):
         config: GPTConfig,
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,  # Lightning's OptimizerCallable
         warmup_steps: int = 0,
-        decay: Literal["cosine", "constant"] = "cosine",
+        decay: Literal["cosine", "wsd", "constant"] = "cosine",
         min_lr_ratio: float = 0.1,
         total_steps: int | None = None,
         activation_checkpointing: ActivationCheckpointing = "none",
@@ -190,7 +192,7 @@ class GPTModule(PipelineModule):
     def _learning_rate_factor(self) -> Callable[[int], float]:
         """Return the learning rate of an update as a share of the optimizer's; updates count from 0."""
         warmup, least = self.warmup_steps, self.min_lr_ratio
-        total = self._last_step() if self.decay == "cosine" else None
+        total = None if self.decay == "constant" else self._last_step()
 
         def factor(step: int) -> float:
             if step < warmup:
@@ -198,7 +200,8 @@ class GPTModule(PipelineModule):
             if total is None:
                 return 1.0
             progress = min(1.0, (step - warmup) / max(1, total - warmup))
-            return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * progress))
+            cosine = 0.5 * (1 + math.cos(math.pi * progress))
+            return least + (1 - least) * (min(1.0, (1 - progress) / _COOL_DOWN) if self.decay == "wsd" else cosine)
 
         return factor
 
@@ -207,15 +210,17 @@ class GPTModule(PipelineModule):
             return self.total_steps
         steps = self.trainer.max_steps if self.trainer.max_steps > 0 else self.trainer.estimated_stepping_batches
         if not math.isfinite(steps) or steps <= 0:
-            raise ValueError("decay='cosine' needs an end: set total_steps, or max_steps of the Trainer; or 'constant'")
+            raise ValueError(
+                f"decay={self.decay!r} needs an end: set total_steps, or max_steps of the Trainer; or 'constant'"
+            )
         return int(steps)
 
     def _wrong_arguments(self) -> list[str]:
         problems = []
         if self.warmup_steps < 0:
             problems.append(f"warmup_steps={self.warmup_steps!r}: must be at least 0")
-        if self.decay not in ("cosine", "constant"):
-            problems.append(f"decay={self.decay!r}: must be 'cosine' or 'constant'")
+        if self.decay not in ("cosine", "wsd", "constant"):
+            problems.append(f"decay={self.decay!r}: must be 'cosine', 'wsd' or 'constant'")
         if not 0 <= self.min_lr_ratio <= 1:
             problems.append(f"min_lr_ratio={self.min_lr_ratio!r}: must be between 0 and 1")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:

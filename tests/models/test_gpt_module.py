@@ -94,6 +94,8 @@ def test_learning_rate(tmp_path: Path) -> None:
     assert seen == pytest.approx([0.005, 0.01, *cosine])
     constant = GPTModule(TINY, decay="constant", warmup_steps=4)._learning_rate_factor()
     assert [constant(step) for step in (0, 3, 4, 10**6)] == [0.25, 1.0, 1.0, 1.0]
+    wsd = GPTModule(TINY, decay="wsd", warmup_steps=4, min_lr_ratio=0.2, total_steps=24)._learning_rate_factor()
+    assert [wsd(step) for step in (3, 4, 20, 21, 22, 24, 30)] == pytest.approx([1.0, 1.0, 1.0, 0.8, 0.6, 0.2, 0.2])
 
 
 def test_default_optimizer_trains_and_a_checkpoint_is_read_without_code(tmp_path: Path) -> None:
