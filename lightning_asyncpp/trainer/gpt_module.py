@@ -47,8 +47,8 @@ class GPTModule(PipelineModule):
         optimizer: makes the optimizer from the named parameters of this process's stage; ``None`` for ``MuonAdamW``
             with its defaults.
         warmup_steps: updates over which the learning rate rises linearly to the optimizer's.
-        decay: what follows the warm-up: ``"cosine"`` falls to ``min_lr_ratio``, ``"wsd"`` (warm-up, stable, decay;
-            Hu et al., 2404.06395) stays and falls to it linearly in the last fifth of what is left, ``"constant"`` stays.
+        decay: what follows the warm-up: ``"cosine"`` falls to ``min_lr_ratio``, ``"wsd"`` (warm-up, stable,
+            decay; 2404.06395) stays, and falls to it linearly in the last fifth of the rest, ``"constant"`` stays.
         min_lr_ratio: last learning rate of the decay, as a share of the highest one.
         total_steps: number of the last update of the decay; ``None`` for the end of the run (``max_steps``, or else
             ``max_epochs`` times the batches of an epoch).
