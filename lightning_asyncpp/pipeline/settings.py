@@ -319,7 +319,8 @@ class ResolvedSettings(PipelineSettings):
         ahead = f", lookahead {min(self.lookahead, self.num_stages - 1)}" if self.delay else ""
         start = self.synchronous_start
         after = f", after {start} synchronous mini-batch{'es' if start > 1 else ''}" if start else ""
-        return f"{self.micro_batches} micro-batches{ahead}, {self._described_delay(schedules)}{after}"
+        waits = "; every update waits for the replicas (slack=1 hides that)" if self.waits_for_replicas else ""
+        return f"{self.micro_batches} micro-batches{ahead}, {self._described_delay(schedules)}{after}{waits}"
 
     def _described_delay(self, schedules: Sequence[Schedule] | None) -> str:
         if self.staleness == "uniform":
@@ -327,6 +328,11 @@ class ResolvedSettings(PipelineSettings):
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
         stale = ", ".join(f"{schedule.stage_rule.staleness(self.micro_batches):.3g}" for schedule in schedules)
         return f"gradients {stale} updates old, by stage"
+
+    @property
+    def waits_for_replicas(self) -> bool:
+        """Whether no backward is run while gradients are summed over the replicas."""
+        return self.data_parallel_size > 1 and self.staleness == "least" and self.slack == 0
 
     def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:
         """Order and weights of what ``stage`` runs.

@@ -234,6 +234,22 @@ def test_the_log_says_how_old_gradients_are(arguments: dict[str, Any], text: str
     assert PipelineSettings(micro_batches=8, **arguments).resolved(3).describe() == text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "waits"),
+    [
+        ({"staleness": "least"}, True), ({"staleness": "least", "slack": 1}, False), ({}, False),
+        ({"staleness": "least", "slack": "exact"}, False), ({"delay": 0}, False),
+    ],
+)  # fmt: skip
+def test_the_log_says_where_updates_wait_for_replicas(arguments: dict[str, Any], waits: bool) -> None:
+    settings = PipelineSettings(micro_batches=8, data_parallel_size=2, **arguments)
+    assert (
+        settings.resolved(6).describe().endswith("; every update waits for the replicas (slack=1 hides that)") == waits
+    )
+    assert "waits" not in settings.resolved(2).describe()
+    assert "waits" not in replace(settings, data_parallel_size=1).resolved(3).describe()
+
+
 @pytest.mark.parametrize("slack", [0, 2, "exact"])
 def test_with_one_stage_the_least_staleness_is_none(slack: Slack) -> None:
     settings = PipelineSettings(4, staleness="least", slack=slack, synchronous_start=3, nonfinite_gradients="skip")

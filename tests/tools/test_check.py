@@ -301,7 +301,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert not (tmp_path / "runs").exists(), "a check leaves no logs"
 
 
-def test_the_command_checks_the_recipes_staleness(
+def test_the_command_checks_the_recipes_staleness_and_lookahead(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}
@@ -309,8 +309,9 @@ def test_the_command_checks_the_recipes_staleness(
     monkeypatch.setattr("sys.argv", ["asyncpp"])
     monkeypatch.setattr(check, "check_model", lambda *_, **shape: given.update(shape) or SimpleNamespace(ok=True))
     strategy = "--trainer.strategy.init_args."
-    check.main(arguments(tmp_path, f"{strategy}staleness=least", f"{strategy}slack=exact", "--updates", "1"))
-    assert (given["staleness"], given["slack"], given["delay"]) == ("least", "exact", 1)
+    chosen = [f"{strategy}staleness=least", f"{strategy}slack=exact", f"{strategy}lookahead=1"]
+    check.main(arguments(tmp_path, *chosen, "--updates", "1"))
+    assert [given[name] for name in ("staleness", "slack", "lookahead", "delay")] == ["least", "exact", 1, 1]
 
 
 def test_batches_of_several_loaders_at_once() -> None:

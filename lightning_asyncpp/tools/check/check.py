@@ -44,11 +44,12 @@ def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
         micro_batches = max(given, stages)
     delay = getattr(settings, "delay", 1)
     staleness, slack = getattr(settings, "staleness", None), getattr(settings, "slack", 0)
+    lookahead = getattr(settings, "lookahead", None)
     partition = getattr(settings, "partition", "auto")
     if not isinstance(partition, str) and len(partition) != stages:
         partition = "auto"  # the recipe's is for another number of stages
     shape = {"stages": stages, "micro_batches": micro_batches, "updates": own.updates, "delay": delay}
-    return {**shape, "staleness": staleness, "slack": slack, "partition": partition}
+    return {**shape, "lookahead": lookahead, "staleness": staleness, "slack": slack, "partition": partition}
 
 
 def _batches(cli: LightningCLI, count: int) -> list[Any]:

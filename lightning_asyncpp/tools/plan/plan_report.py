@@ -41,6 +41,12 @@ class StagePlan:
     profile: Profile
 
 
+_NO_SLACK = (
+    "without a slack every update waits until its gradients are summed over the replicas, which is in no time here;"
+    " slack=1 hides it behind a micro-batch"
+)
+
+
 @dataclass(frozen=True)
 class Plan:
     """A recipe's plan.
@@ -112,8 +118,9 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What was taken for granted."""
-        return list(dict.fromkeys(filter(None, [*self.question.recipe.notes, self.question.stages.cut.note])))
+        """What was taken for granted, or is in no figure."""
+        waits = _NO_SLACK if self.question.settings.waits_for_replicas else None
+        return list(dict.fromkeys(filter(None, [*self.question.recipe.notes, self.question.stages.cut.note, waits])))
 
 
 def plan(question: Question, search: bool = True) -> Plan:

@@ -204,6 +204,19 @@ def test_the_devices_of_a_node_are_those_of_the_recipe(capsys: pytest.CaptureFix
     assert per_node("--devices-per-node", "3") == 3
 
 
+@pytest.mark.parametrize("slack", [0, 1])
+def test_updates_that_wait_for_replicas_are_named(
+    slack: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recipe = plain("Deep")
+    options = {"data_parallel_size": 2, "slack": slack, "micro_batches": 2}
+    recipe["trainer"] |= {
+        "devices": 4, "strategy": {"class_path": "lightning_asyncpp.AsyncPipelineStrategy", "init_args": options}
+    }  # fmt: skip
+    notes = planned(capsys, written(tmp_path, recipe), "--no-search")["notes"]
+    assert any("slack=1 hides it" in note for note in notes) == (slack == 0)
+
+
 def test_the_reserve_is_of_the_memory_that_is_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan = planned(capsys, written(tmp_path, plain("Deep")), "--no-search", "--memory", "24")
     assert plan["device"]["reserve_gib"] == pytest.approx(2 + 0.05 * 24)
