@@ -17,8 +17,8 @@ from tests.workers import opened
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
 
-# What their numbers are, and when they are read, is as in the other cases.
-REPEATS = ("no-lookahead", "partial", "checkpointing", "synchronous")
+# What their numbers are, and when they are read, is as in the other cases: "least" has a norm and a shared weight.
+REPEATS = ("no-lookahead", "partial", "checkpointing", "synchronous", "tied", "fresh")
 
 
 @pytest.fixture(scope="module")

@@ -50,9 +50,18 @@ def assert_none_hangs(some: Iterable[Case], queues: Queues, waits: Waits, seed: 
 # -- the protocol ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("waits", ["no-waits", "waits-everywhere", "random-waits"])
-@pytest.mark.parametrize("queues", QUEUES)
-@pytest.mark.parametrize("stages", FEW)
+# Every two of these values meet; the slow tests have all three.
+MEETING = [
+    pytest.param(
+        stages, queues, waits, marks=[] if stages in (2, 3, 5) and (stages // 2 + j + k) % 2 else pytest.mark.slow
+    )
+    for stages in range(2, MOST_STAGES + 1)
+    for j, queues in enumerate(QUEUES)
+    for k, waits in enumerate(["no-waits", "waits-everywhere", "random-waits"])
+]
+
+
+@pytest.mark.parametrize(("stages", "queues", "waits"), MEETING)
 def test_it_does_not_hang(stages: int, queues: str, waits: str) -> None:
     assert_none_hangs(cases(stages), QUEUES[queues], WAITS[waits], seed=stages)
 
@@ -79,8 +88,15 @@ def test_it_does_not_hang_with_any_pair(pair: tuple[str, str], waits: str) -> No
         assert_none_hangs(cases(stages), sharing(pair), WAITS[waits])
 
 
-@pytest.mark.parametrize("waits", ["waits-everywhere", "random-waits"])
-@pytest.mark.parametrize("queues", QUEUES)
+@pytest.mark.parametrize(
+    ("queues", "waits"),
+    [
+        ("own-queues", "random-waits"),
+        ("one-queue", "waits-everywhere"),
+        pytest.param("own-queues", "waits-everywhere", marks=pytest.mark.slow),
+        pytest.param("one-queue", "random-waits", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("stages", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (2, 4, 5, 6, 7, 8))])
 def test_replicas_do_not_hang(stages: int, queues: str, waits: str) -> None:
     assert_none_hangs(cases(stages, replicas=2), QUEUES[queues], WAITS[waits])
@@ -98,8 +114,14 @@ def with_staleness(case: Case, staleness: Staleness, slack: Slack) -> Case:
 
 
 @pytest.mark.parametrize("waits", [pytest.param("waits-everywhere", marks=pytest.mark.slow), "random-waits"])
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(
+    ("rule", "replicas"),
+    [
+        pytest.param(rule, replicas, marks=[] if (number + replicas) % 2 else pytest.mark.slow, id=f"{rule}-{replicas}")
+        for number, rule in enumerate(RULES)
+        for replicas in (1, 2)
+    ],
+)
 @pytest.mark.parametrize("stages", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (2, 4, 5, 6, 7, 8))])
 def test_updates_within_a_batch_do_not_hang(
     stages: int, rule: tuple[Staleness, Slack], replicas: int, waits: str

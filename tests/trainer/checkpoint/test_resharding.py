@@ -24,9 +24,9 @@ SHARDED = {"state_dict_type": "sharded"}
 BEHIND = {"async_checkpoints": True}
 
 
-def run_of(folder: Path, **options: Any) -> Run:
+def run_of(folder: Path, epochs: int = 2, **options: Any) -> Run:
     saving = (ModelCheckpoint, {"dirpath": folder, "save_top_k": -1, "filename": "{step}", "every_n_train_steps": 2})
-    return replace(RUN, module=ResumableNet, callbacks=(saving,), options=FOUR | options, trainer=TRAINER)
+    return replace(RUN, module=ResumableNet, callbacks=(saving,), options=FOUR | options, trainer=TRAINER | {"max_epochs": epochs})
 
 
 def resumed(pools: Pools, stages: int, run: Run, folder: Path, step: int, **options: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def resumed(pools: Pools, stages: int, run: Run, folder: Path, step: int, **opti
 )
 def test_other_stages(pools: Pools, stages: int, options: dict[str, Any], others: list[Any], tmp_path: Path) -> None:
     """Bitwise: Error Feedback, Muon's momentum and the older weights come along, in mid-epoch."""
-    run = run_of(tmp_path, **options)
+    run = run_of(tmp_path, epochs=3, **options)
     whole = joined_weights(pools.run(stages, fit, run), stages)
     for number, (other, changed) in enumerate(others):
         step = (4, 10, 14)[number]

@@ -16,7 +16,7 @@ from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
 from lightning_asyncpp.strategy_parts.resumable_loader import COMBINED_GOES_ON
 from tests.trainer.checkpoint.resumable import Showing, fit_showing, write_litdata
-from tests.trainer.checkpoint.test_exact_resume import EPOCHS, check, run_of
+from tests.trainer.checkpoint.test_exact_resume import EPOCHS, TWO_EPOCHS, check, run_of, saving_after
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Run
 
@@ -72,7 +72,9 @@ class Wrapping(Showing):
 
 
 def check_refused(pools: Pools, run: Run, kind: str, folder: Path, message: str) -> None:
-    write_litdata(folder / "data", run.samples)
+    if "litdata" in kind:
+        write_litdata(folder / "data", run.samples)
+    run = saving_after(replace(run, trainer=run.trainer | {"max_epochs": 1}), 3)
     pools.run(2, fit_showing, run, kind, str(folder / "data"))
     again = replace(run, callbacks=(), ckpt_path=str(folder / "step=3.ckpt"))
     for outcome in pools.outcomes(2, fit_showing, again, kind, str(folder / "data")):
@@ -104,7 +106,7 @@ def test_an_order_that_nothing_repeats_is_refused(pools: Pools, tmp_path: Path) 
     ],
 )
 def test_what_workers_draw_in_the_next_epoch(kind: str, pools: Pools, tmp_path: Path) -> None:
-    check(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, [5])
+    check(pools, run_of(tmp_path, kind, TWO_EPOCHS), kind, tmp_path, [5])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_the_shorter_of_two_loaders_has_ended(pools: Pools, tmp_path: Path) -> N
 @pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)], ids=["mid-epoch", "epoch's end"])
 def test_other_numbers_of_workers(step: int, pools: Pools, tmp_path: Path) -> None:
     """torchdata's loader cannot read the state of another number; whoever accepts it begins the epoch anew."""
-    run = run_of(tmp_path, "stateful", EPOCHS)
+    run = saving_after(run_of(tmp_path, "stateful", TWO_EPOCHS), step)
     whole = pools.run(2, fit_showing, run, "stateful", "")
     again = replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt"))
     for outcome in pools.outcomes(2, fit_showing, again, "stateful workers", ""):

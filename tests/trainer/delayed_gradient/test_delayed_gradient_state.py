@@ -35,7 +35,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+# Every delay, with and without micro-batches, from a start with and without delay; others join two of these.
+USUAL = ("three", "pipedream", "fresh-in-micro-batches", "two-in-micro-batches", "synchronous-start")
+
+
+@pytest.mark.parametrize("way", [way if way in USUAL else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(way: str, tmp_path: Path) -> None:
     """Layers that draw random numbers resume exactly in micro-batches; elsewhere Lightning does not save generators."""
     run = Run(

@@ -6,6 +6,7 @@ the batches that follow see it where they would see it in one process: without d
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -37,16 +38,15 @@ DELAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 BY_STAGE = ("fresh last stage", "least")
 
 
-# Over three stages: every module, and every delay.
+# Over three stages: every module, and every delay; validated after every batch, or seldom.
 USUAL = [
-    *(("async", "projected"), ("async", "other memory"), ("sync", "projected")),
-    *(("synchronous start", "draws"), ("least", "shrinks")),
+    *(("async", "projected", 1), ("async", "projected", 7), ("async", "other memory", 7), ("sync", "projected", 1)),
+    *(("synchronous start", "draws", 7), ("least", "shrinks", 1)),
 ]
 CASES = [
-    pytest.param(delays, name, stages, marks=[] if stages == 3 and (delays, name) in USUAL else pytest.mark.slow)
-    for delays in DELAYS
-    for name in ACCUMULATED
-    for stages in ((2, 3) if delays in BY_STAGE else (1, 2, 3))
+    pytest.param(*case, stages, marks=[] if stages == 3 and case in USUAL else pytest.mark.slow)
+    for case in itertools.product(DELAYS, ACCUMULATED, (1, 7))
+    for stages in ((2, 3) if case[0] in BY_STAGE else (1, 2, 3))
 ]
 
 
@@ -55,20 +55,17 @@ def accumulating(module: type[Net], strategy: str, options: dict[str, Any], accu
     return replace(run, trainer={"max_epochs": 2, "accumulate_grad_batches": accumulate} | trainer)
 
 
-@pytest.mark.parametrize(("delays", "name", "stages"), CASES)
-def test_every_change_means_what_it_means_in_one_process(pools: Pools, delays: str, name: str, stages: int) -> None:
+@pytest.mark.parametrize(("delays", "name", "interval", "stages"), CASES)
+def test_every_change_means_what_it_means_in_one_process(
+    pools: Pools, delays: str, name: str, interval: int, stages: int
+) -> None:
     strategy, options, emulated = DELAYS[delays]
     if delays in BY_STAGE:
         emulated = emulated | {"stages": stages}
     run = accumulating({**MODULES, "draws": Draws}[name], strategy, options, ACCUMULATED[name])
     expected = train(delayed(run, micro_batches=3, **emulated))["weights"]
-    for interval in (1, 7):
-        run = replace(run, trainer=run.trainer | {"val_check_interval": interval})
-        results = pools.run(stages, fit, run)
-        try:
-            assert_equal_weights(joined_weights(results, stages), expected)
-        except AssertionError as error:
-            raise AssertionError(f"validated every {interval} batches: {error}") from None
+    results = pools.run(stages, fit, replace(run, trainer=run.trainer | {"val_check_interval": interval}))
+    assert_equal_weights(joined_weights(results, stages), expected)
 
 
 @pytest.mark.parametrize(
