@@ -80,7 +80,7 @@ class Ended:
 
 def launch(
     job: Job, folder: Path, checkpoints: Path, fault: Fault | None = None, *, limit: float,
-    heartbeat: float = HEARTBEAT, hosts: Hosts = Hosts(),
+    heartbeat: float = HEARTBEAT, hosts: Hosts = Hosts(), is_counted: bool = False,
 ) -> Ended:  # fmt: skip
     """Run a job to its end.
 
@@ -92,6 +92,7 @@ def launch(
         limit: seconds after the fault, or after the start without one, within which all ranks have to end.
         heartbeat: of the strategy, in seconds.
         hosts: where the ranks run.
+        is_counted: whether the results say how often calls of the package were passed.
 
     Raises:
         AssertionError: some did not end, with what every thread of them was doing; or they left processes behind.
@@ -102,7 +103,7 @@ def launch(
     for rank in range(job.processes):
         environment = hosts.environment(rank, job.processes, port)
         namespace = hosts.namespaces[rank] if hosts.namespaces else ""
-        args = (rank, job, folder, checkpoints, fault, environment, heartbeat, namespace)
+        args = (rank, job, folder, checkpoints, fault, environment, heartbeat, namespace, is_counted)
         processes.append(context.Process(target=script.run, args=args))
     with _ended_at_last(processes):
         for process in processes:

@@ -52,20 +52,23 @@ class Places:
         rank: of this process.
         fault: ``None``: nothing happens.
         happened: a file that is written when it does.
+        is_counted: whether calls are counted although none of them goes wrong, which makes them slow.
     """
 
-    def __init__(self, rank: int, fault: Fault | None, happened: Path) -> None:
+    def __init__(self, rank: int, fault: Fault | None, happened: Path, is_counted: bool = False) -> None:
         self.counts: Counter[str] = Counter()
         self._fault = fault if fault is not None and fault.rank == rank else None
         self._happened, self._process = happened, os.getpid()
+        self._sees_calls = is_counted or (self._fault is not None and self._fault.place in ("call", "storage"))
         self._places_of: dict[CodeType, tuple[str, ...]] = {}
         self._fsync = os.fsync
 
     def start(self) -> None:
-        """Count calls of the package, and what is written, from now on."""
+        """Count what is written, and calls of the package if they matter, from now on."""
         os.fsync = self._sync  # type: ignore[assignment]
-        threading.setprofile(self._profile)
-        sys.setprofile(self._profile)
+        if self._sees_calls:
+            threading.setprofile(self._profile)
+            sys.setprofile(self._profile)
 
     def stop(self) -> None:
         """Nothing goes wrong any more."""

@@ -56,7 +56,7 @@ def undisturbed(folder: Path) -> Callable[[str], Undisturbed]:
     def run(name: str) -> Undisturbed:
         checkpoints = folder / f"{name}-checkpoints"
         checkpoints.mkdir()
-        results = launch(JOBS[name], folder / name, checkpoints, limit=START_SECONDS).results()
+        results = launch(JOBS[name], folder / name, checkpoints, limit=START_SECONDS, is_counted=True).results()
         return Undisturbed(results, disk.size_of(checkpoints))
 
     return run

@@ -26,6 +26,7 @@ from lightning_asyncpp.tools.doctor.correctness import judged, largest_differenc
 from lightning_asyncpp.tools.doctor.stage_training import StageClock
 from lightning_asyncpp.tools.doctor.task import Findings, Task
 from tests.tools.doctor_machines import CPUS, with_gpus
+from tests.tools.forked_ranks import ForkedChildren
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def test_without_a_process_to_compare_with_nothing_is_compared(tmp_path: Path, m
 
 
 def test_pipelines_on_cpus_train_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(case_ranks, "Children", ForkedChildren)
     monkeypatch.setattr(correctness, "CASES", {name: CASES[name] for name in ("layers", "flushed", "adamw")})
     monkeypatch.setattr(correctness, "places_of", lambda _: ([Place("cpu", 2)], {}))
     given = Task("correctness", "", str(tmp_path), True, time.time() + 100)
