@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -18,43 +19,68 @@ from lightning_asyncpp.tools.parsers import PARSERS
 HEAVY = ("litdata", "boto3", "requests", "jsonargparse", "docstring_parser", "matplotlib", "pandas", "transformers")
 PACKAGES = ("lightning_asyncpp", "lightning_asyncpp.fabric", "lightning_asyncpp.data")
 
-# Runs programs, each in a fork of an interpreter that has imported Lightning, and nothing of this package.
-AFTER_LIGHTNING = """
+# Runs programs, each in a fork of an interpreter that has imported nothing of this package: Lightning, or only what
+# Lightning takes longest to import, which may come first or not.
+FORKING = """
 import json, os, sys
-import lightning.fabric, lightning.pytorch
-for line in sys.stdin:
+import torchmetrics
+assert not [name for name in sys.modules if name.partition(".")[0] in ("lightning", "lightning_asyncpp")]
+
+def run(code):
     if not (child := os.fork()):
         os.dup2(2, 1)
-        exec(json.loads(line))
+        exec(json.loads(code), {})
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+below, above = os.pipe()
+if not os.fork():
+    os.close(above)
+    import lightning.fabric, lightning.pytorch
+    for line in os.fdopen(below):
+        run(line)
+    os._exit(0)
+os.close(below)
+for line in sys.stdin:
+    where, code = line.split(" ", 1)
+    if where == "after":
+        os.write(above, code.encode())
+    else:
+        run(code)
 """
+Run = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
-def after_lightning() -> Iterator[Callable[[str], None]]:
-    """Runs a program after ``import lightning``; what it says is on the test's stderr."""
-    command = [sys.executable, "-c", AFTER_LIGHTNING]
+def forking() -> Iterator[Callable[[str, str], None]]:
+    """Runs a program; what it says is on the test's stderr."""
+    command = [sys.executable, "-c", FORKING]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
 
-        def run(code: str) -> None:
-            print(json.dumps(code), file=process.stdin, flush=True)
+        def run(where: str, code: str) -> None:
+            print(where, json.dumps(code), file=process.stdin, flush=True)
             assert process.stdout.readline() == "0\n"
 
         yield run
         process.kill()
 
 
-def in_a_new_interpreter(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+@pytest.fixture
+def after_lightning(forking: Callable[[str, str], None]) -> Run:
+    """Runs a program after ``import lightning``."""
+    return functools.partial(forking, "after")
+
+
+@pytest.fixture
+def before_lightning(forking: Callable[[str, str], None]) -> Run:
+    """Runs a program where neither Lightning nor this package was imported."""
+    return functools.partial(forking, "before")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_an_import_brings_nothing_heavy_but_what_lightning_does(
-    package: str, after_lightning: Callable[[str], None]
-) -> None:
+def test_an_import_brings_nothing_heavy_but_what_lightning_does(package: str, after_lightning: Run) -> None:
     after_lightning(
         f"before = set(sys.modules); import {package}\n"
         f"heavy = [name for name in {HEAVY!r} if name in set(sys.modules) - before]\n"
@@ -114,9 +140,7 @@ def test_help_names_the_subcommands_of_lightning() -> None:
     [["fit", "--help"], ["trace", "x"], ["import", "--", "--help"], ["-c", "x", "frob"]],
     ids=" ".join,
 )
-def test_whatever_does_more_than_help_has_the_whole_package(
-    arguments: list[str], after_lightning: Callable[[str], None]
-) -> None:
+def test_whatever_does_more_than_help_has_the_whole_package(arguments: list[str], after_lightning: Run) -> None:
     """Its names, and the strategies in both registries, before anything else happens."""
     after_lightning(
         f"import sys; sys.argv = ['asyncpp', *{arguments!r}]\n"
@@ -131,9 +155,9 @@ def test_whatever_does_more_than_help_has_the_whole_package(
 
 @pytest.mark.parametrize("first", ["lightning_asyncpp", "lightning"])
 def test_strategies_have_their_names_whatever_is_imported_first(
-    first: str, after_lightning: Callable[[str], None]
+    first: str, before_lightning: Run, after_lightning: Run
 ) -> None:
-    run = in_a_new_interpreter if first == "lightning_asyncpp" else after_lightning
+    run = before_lightning if first == "lightning_asyncpp" else after_lightning
     run(
         "import lightning_asyncpp, lightning as L\n"
         "assert type(L.Trainer(strategy='async_pipeline', accelerator='cpu', devices=2, logger=False).strategy)"
@@ -141,7 +165,7 @@ def test_strategies_have_their_names_whatever_is_imported_first(
     )
 
 
-def test_no_tool_is_imported_with_the_package(after_lightning: Callable[[str], None]) -> None:
+def test_no_tool_is_imported_with_the_package(after_lightning: Run) -> None:
     after_lightning(
         "import sys, lightning_asyncpp\n"
         "tools = [name for name in sys.modules if name.startswith('lightning_asyncpp.tools')]\n"

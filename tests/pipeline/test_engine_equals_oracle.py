@@ -106,15 +106,22 @@ def parametrized(cases: list[tuple[int, Case]], marks: Sequence[Any] = ()) -> An
     return pytest.mark.parametrize(("num_stages", "case"), rows)
 
 
-def few_of(cases: list[tuple[int, Case]], of: Sequence[str] = ()) -> Any:
+# What the schedule and the updates have to do with each other; the rest is the layers' own, whatever the schedule.
+ABOUT_UPDATES = (
+    *("batch_sizes", "max_norm", "error_feedback", "accumulate", "nan_at", "tied", "routed", "lookahead"),
+    *("staleness", "slack", "start", "drains"),
+)
+
+
+def few_of(cases: list[tuple[int, Case]], of: Sequence[str] = (), among: Sequence[str] = ()) -> Any:
     """All are tests; those are slow whose pairs of values others have, too.
 
-    ``of``: the pairs that count have one of these options; other tests have the rest.
+    ``of``: the pairs that count have one of these options; other tests have the rest. ``among``: and both are of these.
     """
     beyond = [case.micro_batches - num_stages for num_stages, case in cases]
+    names = among or (*OPTIONS, "lookahead", "staleness", "slack", "start", "drains")
     rows = [
-        {name: getattr(case, name) for name in (*OPTIONS, "lookahead", "staleness", "slack", "start", "drains")}
-        | {"num_stages": num_stages, "beyond": more}
+        {name: getattr(case, name) for name in names} | {"num_stages": num_stages, "beyond": more}
         for (num_stages, case), more in zip(cases, beyond, strict=True)
     ]
     kept = covering(rows, of)
@@ -164,7 +171,7 @@ def with_held_micro_batches(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-@few_of(over((2, 3), with_held_micro_batches), of=["staleness", "slack", "accumulate", "tied"])
+@few_of(over((2, 3), with_held_micro_batches), of=["staleness", "slack", "accumulate", "tied"], among=ABOUT_UPDATES)
 def test_held_micro_batches(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
@@ -187,7 +194,7 @@ def with_synchronous_start(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-@few_of(over((1, 2, 3), with_synchronous_start), of=["start", "staleness", "drains"])
+@few_of(over((1, 2, 3), with_synchronous_start), of=["start", "staleness"])
 def test_synchronous_start(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 

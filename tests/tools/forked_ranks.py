@@ -49,7 +49,10 @@ def _run_script(arguments: list[str], log: str, environment: dict[str, str]) -> 
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", buffering=1, closefd=False),
+        os.fdopen(2, "w", buffering=1, closefd=False),
+    )
     os.environ.update(environment)
     sys.argv = arguments
     runpy.run_path(str(Path(arguments[0])), run_name="__main__")

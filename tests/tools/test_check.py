@@ -80,9 +80,15 @@ def test_a_model_with_dropout(stages: int, delay: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "slack"), [("least", 0), ("least", 1), ("least", "exact"), ("fresh_last_stage", 0)]
+    ("staleness", "slack", "lookahead"),
+    [
+        *(("least", 0, 0), ("least", 1, 2), ("least", "exact", 0), ("fresh_last_stage", 0, 2)),
+        pytest.param("least", 0, 2, marks=pytest.mark.slow),
+        pytest.param("least", 1, 0, marks=pytest.mark.slow),
+        pytest.param("least", "exact", 2, marks=pytest.mark.slow),
+        pytest.param("fresh_last_stage", 0, 0, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("lookahead", [0, 2])
 def test_stages_whose_gradients_differ_in_age(staleness: Staleness, slack: Slack, lookahead: int) -> None:
     """They clip, count and share as the rule has it; without it the reference would be another training."""
     model = make_model(0.2, tied=staleness == "least", routed=True)

@@ -41,7 +41,11 @@ TO_ROUNDING = ("second names",)
 def test_trains_as_the_emulator_under_ddp(pools: Pools, name: str) -> None:
     module, of_run, options = TRAINED[name]
     # Six updates; three an epoch where the batches are larger.
-    trainer = {"max_epochs": of_run.get("batch_size", 4) // 4, "gradient_clip_val": 0.4, "use_distributed_sampler": True}
+    trainer = {
+        "max_epochs": of_run.get("batch_size", 4) // 4,
+        "gradient_clip_val": 0.4,
+        "use_distributed_sampler": True,
+    }
     run = Run(module, "async", {"micro_batches": 2}, trainer=trainer, samples=48, **{"batch_size": 4} | of_run)
     emulated = pools.run(REPLICAS, fit, delayed(run, micro_batches=2))
     options = run.options | {"data_parallel_size": REPLICAS} | options

@@ -26,7 +26,9 @@ BEHIND = {"async_checkpoints": True}
 
 def run_of(folder: Path, epochs: int = 2, **options: Any) -> Run:
     saving = (ModelCheckpoint, {"dirpath": folder, "save_top_k": -1, "filename": "{step}", "every_n_train_steps": 2})
-    return replace(RUN, module=ResumableNet, callbacks=(saving,), options=FOUR | options, trainer=TRAINER | {"max_epochs": epochs})
+    return replace(
+        RUN, module=ResumableNet, callbacks=(saving,), options=FOUR | options, trainer=TRAINER | {"max_epochs": epochs}
+    )
 
 
 def resumed(pools: Pools, stages: int, run: Run, folder: Path, step: int, **options: Any) -> dict[str, Any]:
