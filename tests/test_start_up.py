@@ -29,7 +29,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] in ("lightnin
 def run(code):
     if not (child := os.fork()):
         os.dup2(2, 1)
-        exec(json.loads(code), {})
+        exec(json.loads(code), {"sys": sys})
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
