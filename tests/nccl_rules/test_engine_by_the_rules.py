@@ -64,14 +64,17 @@ def test_it_equals_the_oracle(emulated: Pools, name: str, stages: int) -> None:
     assert_same_norms(results)
 
 
-@pytest.mark.parametrize("seed", range(1000, 1004))
+USUAL = (1001, 1002, 1029)  # the last with replicas
+
+
+@pytest.mark.parametrize("seed", USUAL)
 def test_random_case(emulated: Pools, seed: int) -> None:
     """With replicas, too, whose reductions are then NCCL's."""
     check(emulated, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1004, 1100))
+@pytest.mark.parametrize("seed", [seed for seed in range(1000, 1100) if seed not in USUAL])
 def test_more_random_cases(emulated: Pools, seed: int) -> None:
     check(emulated, seed)
 

@@ -14,7 +14,7 @@ from tests.pipeline.random_cases import draw, is_exact
 from tests.pipeline.runs import run_oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
-DEFAULT = range(12)
+DEFAULT = range(8)
 
 
 def check(pools: Pools, seed: int) -> None:

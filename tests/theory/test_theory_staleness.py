@@ -171,8 +171,17 @@ def test_noise_with_mixed_staleness(phi: float, beta: float, nesterov: bool) -> 
 
 
 @by_form
-@pytest.mark.parametrize("phis", [(0.75, 0.25, 0.0), (0.3, 0.2, 0.1), (1.0, 1.0, 0.0)])
-@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize(
+    ("phis", "feedback"),
+    [
+        ((0.75, 0.25, 0.0), False),
+        ((0.3, 0.2, 0.1), True),
+        ((1.0, 1.0, 0.0), False),
+        ((1.0, 1.0, 0.0), True),
+        pytest.param((0.75, 0.25, 0.0), True, marks=pytest.mark.slow),
+        pytest.param((0.3, 0.2, 0.1), False, marks=pytest.mark.slow),
+    ],
+)
 def test_stages_of_different_staleness_are_stable_where_each_would_be(
     beta: float, nesterov: bool, phis: tuple[float, ...], feedback: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""Ranks of ``asyncpp doctor``'s small trainings from the tests' fork server: they need not import everything anew."""
+"""Processes that tools start, from the tests' fork server: they need not import everything anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from lightning_asyncpp.tools.processes import Children
@@ -15,7 +14,7 @@ from tests.workers import end_with_parent, worker_context
 
 
 class ForkedChildren(Children):
-    """Runs ``python SCRIPT ARGUMENTS`` in a process that has imported the package."""
+    """Runs ``python SCRIPT ARGUMENTS``, or with ``-m MODULE``, in a process that has imported the package."""
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         process = worker_context().Process(
@@ -54,5 +53,9 @@ def _run_script(arguments: list[str], log: str, environment: dict[str, str]) -> 
         os.fdopen(2, "w", buffering=1, closefd=False),
     )
     os.environ.update(environment)
-    sys.argv = arguments
-    runpy.run_path(str(Path(arguments[0])), run_name="__main__")
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")

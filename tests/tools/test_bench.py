@@ -12,6 +12,7 @@ import pytest
 from lightning_asyncpp.pipeline.recording.trace import Span
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.tools.bench.bench import main
+from lightning_asyncpp.tools.bench.harness import measure as measuring
 from lightning_asyncpp.tools.bench.harness.comparison import costs_of_extras, costs_text, facts_line, summarise, table
 from lightning_asyncpp.tools.bench.harness.hosts import BenchmarkFailedError
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
@@ -36,6 +37,7 @@ from lightning_asyncpp.tools.bench.names import (
     ZBV,
 )
 from lightning_asyncpp.tools.text import Spread
+from tests.tools.forked_ranks import ForkedChildren
 
 TINY = ["--stages", "2", "--mini-batches", "3", "--warm-up", "2", "--repeats", "1", "--timeout", "200"]
 
@@ -61,8 +63,9 @@ def check_systems(results: dict[str, Any], systems: set[str]) -> None:
 
 
 def test_schedule_prints_a_table_and_writes_json_spans_and_a_drawing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(measuring, "Children", ForkedChildren)
     files = {name: tmp_path / f"out.{name}" for name in ("json", "trace", "svg")}
     outputs = [part for name, file in files.items() for part in (f"--{name}", str(file))]
     sizes = ["--micro-batches", "2", "--forward-ms", "2", "--backward-ms", "4"]

@@ -210,8 +210,14 @@ MISUSES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MISUSES)
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [
+        pytest.param(kind, stages, marks=[] if (index + stages) % 2 else pytest.mark.slow)
+        for index, kind in enumerate(MISUSES)
+        for stages in (2, 3)
+    ],
+)
 def test_what_a_layer_of_another_stage_holds_is_refused(pools: Pools, kind: str, stages: int) -> None:
     outcomes = refusals(pools, replace(RUN, module=partial(misusing, kind), trainer={}), stages)
     assert all(outcome.error for outcome in outcomes)

@@ -20,7 +20,7 @@ from tests.pipeline.runs import run_oracle, versioned_tensors
 from tests.pipeline.test_engine_equals_oracle import parametrized, with_held_micro_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
-DEFAULT = range(20)
+DEFAULT = range(12)
 
 
 class Emulated:

@@ -134,17 +134,23 @@ class ClampsOnce(L.Callback):
                 (parameter.data if self.past_versions else parameter.detach()).clamp_(-0.01, 0.01)
 
 
+MOMENTS = [
+    ("async", "on_train_batch_end", 0),  # the first mini-batch, whose weights are the newest
+    ("async", "on_train_batch_start", 1),
+    ("async", "on_train_batch_end", 2),
+    ("sync", "on_train_batch_end", 2),
+    ("sync", "on_before_backward", 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "hook", "batch"),
+    ("strategy", "hook", "batch", "past_versions"),
     [
-        ("async", "on_train_batch_end", 0),  # the first mini-batch, whose weights are the newest
-        ("async", "on_train_batch_start", 1),
-        ("async", "on_train_batch_end", 2),
-        ("sync", "on_train_batch_end", 2),
-        ("sync", "on_before_backward", 1),
+        pytest.param(*moment, past, marks=[] if past == (index % 2 == 0) else pytest.mark.slow)
+        for index, moment in enumerate(MOMENTS)
+        for past in (False, True)
     ],
 )
-@pytest.mark.parametrize("past_versions", [False, True])
 def test_other_changes_between_two_batches_are_refused(
     pools: Pools, strategy: str, hook: str, batch: int, past_versions: bool
 ) -> None:
