@@ -13,6 +13,7 @@ from lightning.fabric.utilities import registry
 # Callbacks of other packages are looked for in the metadata of all that are installed.
 if hasattr(registry, "entry_points"):
     registry.entry_points = functools.cache(registry.entry_points)
+    registry.entry_points(group="lightning.pytorch.callbacks_factory")  # once for all that is forked from here
 
 # For devices that are not there, torch writes down where they were given a seed.
 if not Path("/dev/nvidiactl").exists():  # to ask torch would keep what is forked from here from forking in turn
