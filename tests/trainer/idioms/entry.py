@@ -50,7 +50,5 @@ class Idiom:
     def run(self) -> Run:
         """The run that it is tested with."""
         return Run(
-            self.module,
-            trainer={"max_epochs": self.epochs, **self.trainer},
-            **{"samples": 32, "val_samples": (8,), **self.more},
+            self.module, trainer={"max_epochs": self.epochs, **self.trainer}, **{"val_samples": (8,), **self.more}
         )

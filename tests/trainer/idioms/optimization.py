@@ -308,14 +308,7 @@ IDIOMS = [
         Backbone,
         says="has no self.model",
     ),
-    Idiom(
-        "`accumulate_grad_batches=2`",
-        WORKS,
-        "",
-        trainer={"accumulate_grad_batches": 2},
-        more={"samples": 40},
-        label="accumulate_grad_batches",  # an odd number of batches: the last one stands alone
-    ),
+    Idiom("`accumulate_grad_batches=2`", WORKS, "", trainer={"accumulate_grad_batches": 2}),
     Idiom("`gradient_clip_val=0.1`", WORKS, "Over all stages.", trainer={"gradient_clip_val": 0.1}),
     Idiom(
         '`gradient_clip_algorithm="value"`',
