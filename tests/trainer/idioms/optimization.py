@@ -308,7 +308,12 @@ IDIOMS = [
         Backbone,
         says="has no self.model",
     ),
-    Idiom("`accumulate_grad_batches=2`", WORKS, "", trainer={"accumulate_grad_batches": 2}),
+    Idiom(
+        "`accumulate_grad_batches=2`",
+        NOTE,
+        "What steps log is averaged over the batches that share an update.",
+        trainer={"accumulate_grad_batches": 2},
+    ),
     Idiom("`gradient_clip_val=0.1`", WORKS, "Over all stages.", trainer={"gradient_clip_val": 0.1}),
     Idiom(
         '`gradient_clip_algorithm="value"`',
