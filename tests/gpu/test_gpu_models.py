@@ -6,13 +6,12 @@ Each through the Trainer, started as a user starts it, and compared with the emu
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.gpu.scripts import run
 
 SCRIPT = """
 import json, sys
@@ -71,21 +70,9 @@ CASES: dict[str, dict[str, Any]] = {
 TOLERANCES = {"float32": 1e-4, "narrow-versions": 0.05}
 
 
-def fit(path: Path, given: dict[str, Any]) -> list[float]:
-    """The validation losses of a run."""
-    script = path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    command = [sys.executable, str(script), json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=path, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
-    return json.loads(line.removeprefix("RESULT"))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_two_stages_on_one_gpu_lose_what_one_process_does(name: str, tmp_path: Path) -> None:
-    losses, alone = (fit(tmp_path, {**CASES[name], "alone": alone}) for alone in (False, True))
+    losses, alone = (run(SCRIPT, tmp_path, json.dumps({**CASES[name], "alone": alone}))[0] for alone in (False, True))
     assert len(losses) == len(alone) == 3
     assert losses[-1] < 0.8 * losses[0], losses
     assert losses == pytest.approx(alone, rel=TOLERANCES.get(name, 0.02))

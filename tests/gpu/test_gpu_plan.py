@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import yaml
 from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.tools.plan.planned_recipe import build
 from lightning_asyncpp.tools.plan.stages import Stages
+from tests.gpu.scripts import run
 from tests.tools.plan.cases import ADAMW, MUON, Case, feedback
 
 GPT: dict[str, Any] = {"vocab_size": 8000, "context_length": 512, "num_layers": 6, "dim": 512, "num_heads": 8}
@@ -33,7 +30,7 @@ import json, sys
 import torch
 from lightning_asyncpp.cli import main
 main(["fit", "--config", sys.argv[1]])
-print("PEAK" + json.dumps(torch.cuda.max_memory_allocated()))
+print("RESULT" + json.dumps(torch.cuda.max_memory_allocated()))
 """
 
 
@@ -46,12 +43,5 @@ def test_torch_hands_out_what_was_planned(name: str, tmp_path: Path) -> None:
     plan = build(read_configuration(["fit", "--config", str(path)]))
     settings = plan.settings.resolved(1)
     (memory,) = Stages(plan, settings, on_gpu=True).memory(4, settings.lookahead, plan.batch_size)
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    command = [sys.executable, str(script), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=root, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("PEAK"))
-    assert memory.total == pytest.approx(json.loads(line.removeprefix("PEAK")), rel=0.1)
+    taken, _ = run(SCRIPT, tmp_path, str(path))
+    assert memory.total == pytest.approx(taken, rel=0.1)

@@ -5,15 +5,13 @@ Its checkpoints are gathered from the GPU during the fit, and a run goes on from
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_asyncpp.tools.doctor.cases import tensors_of
+from tests.gpu.scripts import run
 
 SCRIPT = """
 import json, sys
@@ -55,20 +53,9 @@ if trainer.is_global_zero:
 """
 
 
-def run(tmp_path: Path, how: str) -> tuple[dict[str, float], str]:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    result = subprocess.run(
-        [sys.executable, str(script), how, str(tmp_path)], capture_output=True, text=True, timeout=280
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT"))
-    return json.loads(line.removeprefix("RESULT")), result.stdout + result.stderr
-
-
 def test_two_stages_on_one_gpu(tmp_path: Path) -> None:
-    pipeline, text = run(tmp_path, "pipeline")
-    alone, _ = run(tmp_path, "alone")
+    pipeline, text = run(SCRIPT, tmp_path, "pipeline", str(tmp_path))
+    alone, _ = run(SCRIPT, tmp_path, "alone", str(tmp_path))
     assert pipeline == pytest.approx(alone, abs=1e-4)
     assert "through the host, over local sockets" in text
     for epoch in (0, 1):
@@ -79,5 +66,5 @@ def test_two_stages_on_one_gpu(tmp_path: Path) -> None:
         assert sorted(saved) == sorted(expected)
         for name, value in expected.items():
             torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=1e-4, msg=name)
-    resumed, _ = run(tmp_path, "resumed")
+    resumed, _ = run(SCRIPT, tmp_path, "resumed", str(tmp_path))
     assert resumed == pytest.approx(alone, abs=1e-4)

@@ -1,0 +1,30 @@
+"""Programs that are started as a user starts one, and what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, folder: Path, *arguments: str) -> tuple[Any, str]:
+    """Run a program that prints ``RESULT`` and JSON; the value, and all that was printed.
+
+    Args:
+        script: its text.
+        folder: where the text is kept.
+        arguments: of the command line.
+    """
+    path = folder / "script.py"
+    path.write_text(script)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, str(path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
+    return json.loads(line.removeprefix("RESULT")), done.stdout + done.stderr
