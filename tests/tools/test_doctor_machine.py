@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,22 @@ def test_an_instance_of_mig_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     (gpu,) = machine._gpus()
     assert "MIG" in gpu.name
     assert gpu.memory_gib == 5
+
+
+@pytest.mark.parametrize(("code", "said"), [(23007, (2, 30, 7)), (2708, (2, 28, 9)), (None, (2, 28, 9))])
+def test_the_nccl_that_is_loaded_is_named(code: int | None, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.9 it counted otherwise; one that is not loaded, as within torch, leaves torch's word."""
+
+    def library(name: str, mode: int) -> SimpleNamespace:
+        if code is None or not mode & os.RTLD_NOLOAD:
+            raise OSError(name)
+        return SimpleNamespace(ncclGetVersion=lambda pointer: setattr(pointer._obj, "value", code))
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", library)
+    cuda = SimpleNamespace(is_available=lambda: True, nccl=SimpleNamespace(version=lambda: (2, 28, 9)))
+    given = SimpleNamespace(cuda=cuda, distributed=SimpleNamespace(is_nccl_available=lambda: True))
+    monkeypatch.setattr(machine, "_torch", lambda: given)
+    assert machine._nccl() == said
 
 
 def test_versions_are_kept_where_the_driver_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,8 @@ def _nccl() -> tuple[int, ...] | None:
         return None
     loaded = ctypes.c_int()
     with suppress(OSError, AttributeError):  # torch names the one that it was built with, another may have been loaded
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(loaded))
+        # Only what is loaded already: where torch has NCCL within itself, the system's is of no interest.
+        ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_LAZY).ncclGetVersion(ctypes.byref(loaded))
     if loaded.value >= 10_000:  # major * 10000 + minor * 100 + patch, since 2.9
         return loaded.value // 10_000, loaded.value // 100 % 100, loaded.value % 100
     return tuple(int(part) for part in torch.cuda.nccl.version()[:3])
