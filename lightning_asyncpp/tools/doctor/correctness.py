@@ -107,7 +107,7 @@ def _trained_alone(task: Task, place: Place, folder: str) -> dict[str, dict[str,
         NoTimeLeftError: the part's time was over.
         RuntimeError: it failed.
     """
-    ran = launch(task, place, _cases_of(place), folder, 90)
+    ran = launch(task, place, _cases_of(place), folder, 120 if place.replicas == 1 else 90)
     if ran.ran_out:
         raise NoTimeLeftError
     if ran.error:
