@@ -24,6 +24,7 @@ from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 
 IGNORED = -100
 _COOL_DOWN = 0.2
+"""Of the updates after the warm-up, those in which a learning rate that was constant falls."""
 
 
 def default_optimizer(parameters: Any) -> Optimizer:
@@ -47,8 +48,8 @@ class GPTModule(PipelineModule):
         optimizer: makes the optimizer from the named parameters of this process's stage; ``None`` for ``MuonAdamW``
             with its defaults.
         warmup_steps: updates over which the learning rate rises linearly to the optimizer's.
-        decay: what follows the warm-up: ``"cosine"`` falls to ``min_lr_ratio``, ``"wsd"`` (warm-up, stable,
-            decay; 2404.06395) stays, and falls to it linearly in the last fifth of the rest, ``"constant"`` stays.
+        decay: what follows the warm-up: ``"cosine"`` falls to ``min_lr_ratio``, ``"wsd"`` (warm-up, stable, decay;
+            arXiv 2404.06395) stays, and falls to it linearly in the last fifth of the rest, ``"constant"`` stays.
         min_lr_ratio: last learning rate of the decay, as a share of the highest one.
         total_steps: number of the last update of the decay; ``None`` for the end of the run (``max_steps``, or else
             ``max_epochs`` times the batches of an epoch).
@@ -200,8 +201,11 @@ class GPTModule(PipelineModule):
             if total is None:
                 return 1.0
             progress = min(1.0, (step - warmup) / max(1, total - warmup))
-            cosine = 0.5 * (1 + math.cos(math.pi * progress))
-            return least + (1 - least) * (min(1.0, (1 - progress) / _COOL_DOWN) if self.decay == "wsd" else cosine)
+            if self.decay == "wsd":
+                left = min(1.0, (1 - progress) / _COOL_DOWN)
+            else:
+                left = 0.5 * (1 + math.cos(math.pi * progress))
+            return least + (1 - least) * left
 
         return factor
 
