@@ -12,7 +12,7 @@ from jsonargparse import Namespace
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.loss_curves import Reached, common_targets, compare, reach
-from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
+from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_2BW, ASYNC_SLACK_1, ASYNC_START, SYNC
 from lightning_asyncpp.tools.bench.time_to_loss import recipe_of
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -50,9 +50,10 @@ def test_ratios_are_taken_within_a_seed_and_only_where_all_runs_got_there() -> N
     faster = [(step, seconds / 2, loss) for step, seconds, loss in CURVE]
     stuck = [(step, seconds / 4, max(loss, 3.0)) for step, seconds, loss in CURVE]
     lines = compare({SYNC: [CURVE, CURVE], ASYNC: [faster, stuck]}, [3.5, 2.5])
-    assert lines[0].speed_up is not None
-    assert (lines[0].speed_up.min, lines[0].speed_up.max) == pytest.approx((2.0, 4.0))
-    assert lines[1].speed_up is None
+    ratio = lines[0].speed_up[ASYNC]
+    assert ratio is not None
+    assert (ratio.min, ratio.max) == pytest.approx((2.0, 4.0))
+    assert lines[1].speed_up == {ASYNC: None}
     assert lines[1].seconds[ASYNC] is None
     assert lines[1].seconds[SYNC] is not None
 
@@ -89,12 +90,29 @@ def test_both_recipes_differ_in_the_strategy_and_the_learning_rate_alone() -> No
 
 
 @pytest.mark.parametrize(
+    ("system", "expected"),
+    [
+        (ASYNC_2BW, {"staleness": "uniform"}),
+        (ASYNC_SLACK_1, {"slack": 1}),
+        (ASYNC_START, {"staleness": "uniform", "synchronous_start": 20}),
+    ],
+)
+def test_further_pipelines_have_settings_of_their_own(system: str, expected: dict[str, Any]) -> None:
+    chosen = arguments(steps=100, staleness="fresh_last_stage", slack=2, synchronous_start=3)
+    strategy = recipe_of(read_yaml(QUICKSTART), system, 7, chosen)["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_asyncpp.AsyncPipelineStrategy"
+    assert strategy["init_args"] == {"micro_batches": 2, "lookahead": None, **expected}
+
+
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (["--micro-batches", "1"], "use micro_batches >= 2"),
         (["--seeds", "1", "1"], "each counts once"),
         (["--steps", "30"], "at least two validations"),
         (["--steps", "60", "--synchronous-start", "60"], "of 60 updates none would have a delay"),
+        (["--also", "1f1b"], "--also 1f1b: unknown; there are async+2bw"),
+        (["--also", "async+2bw", "async+2bw"], "named more than once"),
         (["--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     ],
 )
@@ -111,15 +129,29 @@ def test_a_tiny_comparison_runs_to_its_table(tmp_path: Path, capsys: pytest.Capt
     recipe["data"]["init_args"].update(context_length=16, batch_size=4, max_bytes=200_000, cache_dir=str(tmp_path))
     recipe["model"]["init_args"]["warmup_steps"] = 1
     write_yaml(tmp_path / "tiny.yaml", recipe)
-    sizes = ["--steps", "8", "--validate-every", "2", "--val-batches", "1", "--seeds", "3", "5", "--timeout", "200"]
+    sizes = [
+        "--steps",
+        "8",
+        "--validate-every",
+        "2",
+        "--val-batches",
+        "1",
+        "--seeds",
+        "3",
+        "5",
+        "--timeout",
+        "200",
+        "--also",
+        ASYNC_2BW,
+    ]
     main(["time-to-loss", "--config", str(tmp_path / "tiny.yaml"), *sizes, "--json", str(tmp_path / "out.json")])
     results = json.loads((tmp_path / "out.json").read_text())
-    for system in (SYNC, ASYNC):
+    for system in (SYNC, ASYNC, ASYNC_2BW):
         assert [[point[0] for point in curve] for curve in results["curves"][system]] == [[2, 4, 6, 8]] * 2
         for curve in results["curves"][system]:
             seconds = [point[1] for point in curve]
             assert seconds == sorted(seconds)
             assert seconds[0] > 0
     printed = capsys.readouterr().out
-    assert "sync / async" in printed
+    assert "sync / it" in printed
     assert "ms per update" in printed

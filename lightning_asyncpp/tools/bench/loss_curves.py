@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
+from lightning_asyncpp.tools.bench.names import SYNC
 from lightning_asyncpp.tools.text import Spread
 
 METRIC = "val_loss"
@@ -81,13 +81,13 @@ class TargetLine:
         loss: the target.
         seconds: per system.
         steps: per system.
-        speed_up: time of ``sync`` over that of ``async``, of the same seed.
+        speed_up: per asynchronous system: time of ``sync`` over its own, of the same seed.
     """
 
     loss: float
     seconds: dict[str, Spread | None]
     steps: dict[str, Spread | None]
-    speed_up: Spread | None
+    speed_up: dict[str, Spread | None]
 
 
 def reach(curve: Curve, target: float) -> Reached | None:
@@ -116,7 +116,7 @@ def compare(curves: Mapping[str, Sequence[Curve]], targets: Sequence[float]) -> 
     """One line per target.
 
     Args:
-        curves: of ``sync`` and ``async``: one per seed, in the same order.
+        curves: of ``sync`` and the others: one per seed, in the same order.
         targets: losses.
     """
     lines = []
@@ -124,10 +124,13 @@ def compare(curves: Mapping[str, Sequence[Curve]], targets: Sequence[float]) -> 
         reached = {system: [reach(curve, target) for curve in of_seeds] for system, of_seeds in curves.items()}
         seconds = {system: _spread([r.seconds if r else None for r in runs]) for system, runs in reached.items()}
         steps = {system: _spread([r.steps if r else None for r in runs]) for system, runs in reached.items()}
-        pairs = zip(reached[SYNC], reached[ASYNC])
-        ratios = [sync.seconds / own.seconds if sync and own else None for sync, own in pairs]
-        lines.append(TargetLine(target, seconds, steps, _spread(ratios)))
+        ratios = {system: _ratios(reached[SYNC], runs) for system, runs in reached.items() if system != SYNC}
+        lines.append(TargetLine(target, seconds, steps, {s: _spread(values) for s, values in ratios.items()}))
     return lines
+
+
+def _ratios(syncs: Sequence[Reached | None], runs: Sequence[Reached | None]) -> list[float | None]:
+    return [sync.seconds / own.seconds if sync and own else None for sync, own in zip(syncs, runs)]
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:

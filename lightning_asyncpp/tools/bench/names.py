@@ -7,6 +7,7 @@ from typing import Any
 
 ASYNC, ASYNC_2BW, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+2bw", "async+fresh", "async+fabric"
 ASYNC_SLACK_1, ASYNC_SLACK_2, ASYNC_EXACT = "async+slack1", "async+slack2", "async+exact"
+ASYNC_START = "async+2bw+start"
 ASYNC_TRACED, ASYNC_MONITORED = "async+trace", "async+monitor"
 SYNC = "sync"
 ONE_F_ONE_B, GPIPE = "1f1b", "gpipe"

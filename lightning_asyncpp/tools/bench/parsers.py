@@ -12,6 +12,7 @@ from lightning_asyncpp.pipeline.schedule import Slack, Staleness
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_FABRIC,
+    ASYNC_START,
     EXTRAS,
     FLOAT32,
     FLOOR,
@@ -39,6 +40,8 @@ NETWORK_SYSTEMS = (ASYNC, SYNC, ONE_F_ONE_B)
 """That ``asyncpp bench network`` compares."""
 NETWORK_EXTRAS = tuple(STALENESS)
 """That it also compares where it is asked to; it records all of ours anyway."""
+TIME_TO_LOSS_EXTRAS = (*STALENESS, ASYNC_START)
+"""That ``asyncpp bench time-to-loss`` also trains where it is asked to."""
 
 
 def given_command(argv: Sequence[str] | None) -> tuple[str, list[str]] | None:
@@ -168,10 +171,14 @@ def time_to_loss_parser() -> ArgumentParser:
     parser.add_argument("--staleness", type=Staleness, default="least", help="of async_pipeline")
     parser.add_argument("--slack", type=Slack, default=0, help="of async_pipeline, micro-batches or 'exact'")
     parser.add_argument("--synchronous-start", type=NonNegativeInt, default=0, help="of async_pipeline, mini-batches")
+    known = ", ".join(TIME_TO_LOSS_EXTRAS)
+    parser.add_argument("--also", type=str, nargs="+", default=[], help=f"further asynchronous pipelines, of {known}")
     parser.add_argument("--steps", type=PositiveInt, default=300, help="updates of each training")
     parser.add_argument("--validate-every", type=PositiveInt, default=25, help="updates between two validations")
     parser.add_argument("--val-batches", type=PositiveInt, default=24, help="batches of each validation")
-    parser.add_argument("--seeds", type=NonNegativeInt, nargs="+", default=[0, 1, 2], help="one pair of trainings each")
+    parser.add_argument(
+        "--seeds", type=NonNegativeInt, nargs="+", default=[0, 1, 2], help="one training of each system"
+    )
     parser.add_argument("--targets", type=PositiveFloat, nargs="+", default=None, help="losses (default: found)")
     parser.add_argument("--sync-lr", type=PositiveFloat | None, default=None, help="instead of the recipe's")
     parser.add_argument("--async-lr", type=PositiveFloat | None, default=None, help="instead of the recipe's")

@@ -5,7 +5,9 @@ is one update old. Here both count: the model of a recipe (``recipes/quickstart.
 (1F1B with a flush per mini-batch) and under ``async_pipeline``, with the recipe's optimizer (Muon with Error Feedback
 there, which feeds back nothing where there is no delay), the same seeds, data, number of updates and schedule of the
 learning rate. Each training is an ordinary ``asyncpp fit`` in processes of its own. Seeds run one after the other,
-both systems in turn, and the order changes from seed to seed.
+all systems in turn, and the order is turned around from seed to seed. ``--also`` trains further asynchronous pipelines:
+PipeDream-2BW (``async+2bw``), also after a synchronous start of a fifth of the updates (``async+2bw+start``), or with a
+slack.
 
 What is measured: seconds of training until the validation loss reaches each target for the first time, interpolated
 between two validations; the ratio is taken within a seed. Validations themselves do not count; that they drain the
@@ -34,13 +36,14 @@ from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_
 from lightning_asyncpp.tools.bench.harness.comparison import machine
 from lightning_asyncpp.tools.bench.harness.hosts import wait_for
 from lightning_asyncpp.tools.bench.loss_curves import Curve, TargetLine, common_targets, compare
-from lightning_asyncpp.tools.bench.names import ASYNC, SYNC
-from lightning_asyncpp.tools.bench.parsers import time_to_loss_parser
+from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_START, STALENESS, SYNC, problems_of_systems
+from lightning_asyncpp.tools.bench.parsers import TIME_TO_LOSS_EXTRAS, time_to_loss_parser
 from lightning_asyncpp.tools.processes import Children, end_of, sigterm_raises
 from lightning_asyncpp.tools.text import Spread, aligned, write_json
 
 _CLOCK = "lightning_asyncpp.tools.bench.loss_curves.LossClock"
-_STRATEGIES = {SYNC: "lightning_asyncpp.SyncPipelineStrategy", ASYNC: "lightning_asyncpp.AsyncPipelineStrategy"}
+_SYNC, _ASYNC = "lightning_asyncpp.SyncPipelineStrategy", "lightning_asyncpp.AsyncPipelineStrategy"
+_START_SHARE = 0.2  # of the updates, without delay
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,6 +69,7 @@ def _checked(parser: ArgumentParser, arguments: Namespace) -> dict[str, Any]:
     """The recipe, or the end with all problems."""
     shape = {name: arguments[name] for name in ("micro_batches", "lookahead", "staleness", "slack")}
     _, problems = PipelineSettings.chosen(1, **shape).resolve(arguments.stages)
+    problems += problems_of_systems(arguments.also, TIME_TO_LOSS_EXTRAS, "--also")
     if arguments.stages < 2:
         problems.append(f"--stages {arguments.stages}: a pipeline to compare has at least 2 stages")
     if len(set(arguments.seeds)) < len(arguments.seeds):
@@ -90,10 +94,11 @@ def _checked(parser: ArgumentParser, arguments: Namespace) -> dict[str, Any]:
 
 
 def _measure(arguments: Namespace, recipe: Mapping[str, Any]) -> dict[str, list[Curve]]:
-    curves: dict[str, list[Curve]] = {SYNC: [], ASYNC: []}
+    systems = [SYNC, ASYNC, *arguments.also]
+    curves: dict[str, list[Curve]] = {system: [] for system in systems}
     with tempfile.TemporaryDirectory(prefix="asyncpp-bench-") as name, sigterm_raises():
         for number, seed in enumerate(arguments.seeds):
-            for system in (SYNC, ASYNC) if number % 2 == 0 else (ASYNC, SYNC):
+            for system in systems if number % 2 == 0 else reversed(systems):
                 curve = _train(recipe_of(recipe, system, seed, arguments), Path(name), arguments.timeout)
                 curves[system].append(curve)
                 print(
@@ -110,12 +115,17 @@ def recipe_of(recipe: Mapping[str, Any], system: str, seed: int, arguments: Name
     strategy: dict[str, Any] = {"micro_batches": arguments.micro_batches}
     if system == ASYNC:
         strategy |= {name: arguments[name] for name in ("lookahead", "staleness", "slack", "synchronous_start")}
+    elif system == ASYNC_START:
+        start = round(_START_SHARE * arguments.steps)
+        strategy |= {"lookahead": arguments.lookahead, "staleness": "uniform", "synchronous_start": start}
+    elif system != SYNC:
+        strategy |= {"lookahead": arguments.lookahead, **STALENESS[system]}
     own["seed_everything"] = seed
     own["trainer"] = {
         **own.get("trainer", {}),
         "accelerator": "cpu",
         "devices": arguments.stages,
-        "strategy": {"class_path": _STRATEGIES[system], "init_args": strategy},
+        "strategy": {"class_path": _SYNC if system == SYNC else _ASYNC, "init_args": strategy},
         "max_steps": arguments.steps,
         "val_check_interval": arguments.validate_every,
         "check_val_every_n_epoch": None,
@@ -154,11 +164,11 @@ def _train(recipe: dict[str, Any], folder: Path, timeout: float) -> Curve:
 
 
 def _table(lines: Sequence[TargetLine]) -> str:
-    rows = [["validation loss", "sync, s", "async, s", "sync / async", "sync, updates", "async, updates"]]
+    rows = [["validation loss", "system", "s", "updates", "sync / it"]]
     for line in lines:
-        seconds = [_cell(line.seconds[system], 1) for system in (SYNC, ASYNC)]
-        steps = [_cell(line.steps[system], 0) for system in (SYNC, ASYNC)]
-        rows.append([f"{line.loss:.2f}", *seconds, _cell(line.speed_up, 2), *steps])
+        for system, seconds in line.seconds.items():
+            speed_up = _cell(line.speed_up[system], 2) if system in line.speed_up else ""
+            rows.append([f"{line.loss:.2f}", system, _cell(seconds, 1), _cell(line.steps[system], 0), speed_up])
     return aligned(rows)
 
 
@@ -167,7 +177,7 @@ def _cell(spread: Spread | None, digits: int) -> str:
 
 
 def _speeds(curves: Mapping[str, Sequence[Curve]]) -> str:
-    """Time per update and last loss of both."""
+    """Time per update and last loss of each."""
     texts = []
     for system, of_seeds in curves.items():
         pace = Spread.of([curve[-1][1] / curve[-1][0] * 1e3 for curve in of_seeds])
