@@ -1,0 +1,132 @@
+"""What the gaps of short trainings say of longer ones: a prediction that can be written down before those run.
+
+``python -m lightning_asyncpp.tools.ablation.report.extrapolation FOLDER --until 2400 --at 4800 9600``
+
+A gap at length T is taken to be ``a (T / T0)^-b``, of either sign, that shrinks at most with the square of the length,
+with errors that are normal, independent and equally large at all lengths. All curves of that kind count by how well
+they go through the gaps of all seeds (flat priors on a and b; the error's size is integrated out), so the interval of a
+prediction holds what is not known of a, b and the error, and the error of the mean of the new seeds themselves. It does
+not hold that the law may be another one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import PositiveInt
+
+from lightning_asyncpp.tools.ablation.grid import Row
+from lightning_asyncpp.tools.ablation.report.lengths import length_of
+from lightning_asyncpp.tools.ablation.report.summary import Ablation
+from lightning_asyncpp.tools.ablation.results import RESULTS, read_results
+
+_FASTEST = 2.0
+_DRAWS = 20_000
+_STEPS = 201  # of b
+
+Gaps = Mapping[int, Sequence[float]]
+"""Gaps of all seeds, by length in updates."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of the mean gap over some seeds at a length.
+
+    Attributes:
+        middle: median.
+        low: 2.5 % quantile.
+        high: 97.5 % quantile.
+    """
+
+    middle: float
+    low: float
+    high: float
+
+
+def predict(gaps: Gaps, length: int, seeds: int) -> Prediction:
+    """Predict the mean gap of ``seeds`` further trainings of a length.
+
+    Args:
+        gaps: that are known, of at least two lengths.
+        length: updates.
+        seeds: number of trainings.
+
+    Raises:
+        ValueError: there are fewer than two lengths, or gaps that are all equal.
+    """
+    if len(gaps) < 2:
+        raise ValueError(f"gaps of {len(gaps)} length(s): a prediction needs two")
+    points = [(known, gap) for known, ones in gaps.items() for gap in ones]
+    times = torch.tensor([known for known, _ in points], dtype=torch.float64)  # (n,)
+    values = torch.tensor([gap for _, gap in points], dtype=torch.float64)  # (n,)
+    first = math.exp(statistics.fmean(math.log(known) for known in gaps))
+    b = torch.linspace(0.0, _FASTEST, _STEPS, dtype=torch.float64)  # (s,)
+    shape = (times[None] / first) ** -b[:, None]  # (s, n): the curves with a = 1
+    energy = (shape**2).sum(1)
+    best = (shape * values).sum(1) / energy  # (s,): a of each b
+    rest = ((values - best[:, None] * shape) ** 2).sum(1)  # (s,): squares that are left
+    freedom = len(points) - 1
+    if not float(rest.min()) > 0.0:
+        raise ValueError("the gaps lie on a curve exactly: there is no error to judge by")
+    # What is left of p(b, a, sigma | gaps) without a, and then without sigma, whose prior is 1 / sigma.
+    weight = -0.5 * energy.log() - 0.5 * freedom * rest.log()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(torch.softmax(weight, 0), _DRAWS, replacement=True, generator=generator)
+    normal = torch.randn(2, _DRAWS, dtype=torch.float64, generator=generator)
+    variance = rest[drawn] / _chi_squared(freedom, generator)
+    a = best[drawn] + normal[0] * (variance / energy[drawn]).sqrt()
+    mean = a * (length / first) ** -b[drawn] + normal[1] * (variance / seeds).sqrt()
+    low, middle, high = torch.quantile(mean, torch.tensor([0.025, 0.5, 0.975], dtype=torch.float64)).tolist()
+    return Prediction(middle, low, high)
+
+
+def _chi_squared(freedom: int, generator: torch.Generator) -> torch.Tensor:
+    return (torch.randn(freedom, _DRAWS, dtype=torch.float64, generator=generator) ** 2).sum(0)
+
+
+def gaps_by_length(ablation: Ablation, until: int) -> dict[tuple[str, str], dict[int, list[float]]]:
+    """The gaps of an ablation whose variants are lengths.
+
+    Args:
+        ablation: whose variants are named after their updates.
+        until: the longest that counts.
+
+    Returns:
+        By the names of optimizer and what is compared, gaps of all seeds by length.
+    """
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for row in ablation.results:
+        length, gap = length_of(row.group), None if row == ablation.sync_row(row) else ablation.gap(row)
+        if length is not None and length <= until and gap is not None:
+            found.setdefault((row.group.optimizer, _name(row)), {})[length] = list(gap.values.values())
+    return found
+
+
+def _name(row: Row) -> str:
+    return f"delay {row.delay}, {row.correction}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print what is predicted."""
+    parser = ArgumentParser(allow_abbrev=False, prog="python -m lightning_asyncpp.tools.ablation.report.extrapolation")
+    parser.add_argument("folder", type=Path, help=f"folder with {RESULTS}, of variants such as 600-updates")
+    parser.add_argument("--until", type=PositiveInt, required=True, help="longest training that is looked at, updates")
+    parser.add_argument("--at", type=PositiveInt, nargs="+", required=True, help="lengths to predict, updates")
+    parser.add_argument("--seeds", type=PositiveInt, default=3, help="trainings whose mean is predicted")
+    arguments = parser.parse_args(argv)
+    ablation = Ablation.of(*read_results(arguments.folder / RESULTS))
+    for (optimizer, name), gaps in gaps_by_length(ablation, arguments.until).items():
+        print(f"{optimizer}, {name}, from {', '.join(map(str, sorted(gaps)))} updates:")
+        for length in arguments.at:
+            said = predict(gaps, length, arguments.seeds)
+            print(f"  {length}: {said.middle:+.3f}, 95 % between {said.low:+.3f} and {said.high:+.3f}")
+
+
+if __name__ == "__main__":
+    main()
