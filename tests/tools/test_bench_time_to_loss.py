@@ -129,22 +129,9 @@ def test_a_tiny_comparison_runs_to_its_table(tmp_path: Path, capsys: pytest.Capt
     recipe["data"]["init_args"].update(context_length=16, batch_size=4, max_bytes=200_000, cache_dir=str(tmp_path))
     recipe["model"]["init_args"]["warmup_steps"] = 1
     write_yaml(tmp_path / "tiny.yaml", recipe)
-    sizes = [
-        "--steps",
-        "8",
-        "--validate-every",
-        "2",
-        "--val-batches",
-        "1",
-        "--seeds",
-        "3",
-        "5",
-        "--timeout",
-        "200",
-        "--also",
-        ASYNC_2BW,
-    ]
-    main(["time-to-loss", "--config", str(tmp_path / "tiny.yaml"), *sizes, "--json", str(tmp_path / "out.json")])
+    files = ["--config", str(tmp_path / "tiny.yaml"), "--json", str(tmp_path / "out.json")]
+    sizes = ["--steps", "8", "--validate-every", "2", "--val-batches", "1", "--seeds", "3", "5", "--timeout", "200"]
+    main(["time-to-loss", *files, *sizes, "--also", ASYNC_2BW])
     results = json.loads((tmp_path / "out.json").read_text())
     for system in (SYNC, ASYNC, ASYNC_2BW):
         assert [[point[0] for point in curve] for curve in results["curves"][system]] == [[2, 4, 6, 8]] * 2

@@ -36,7 +36,7 @@ from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_
 from lightning_asyncpp.tools.bench.harness.comparison import machine
 from lightning_asyncpp.tools.bench.harness.hosts import wait_for
 from lightning_asyncpp.tools.bench.loss_curves import Curve, TargetLine, common_targets, compare
-from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_START, STALENESS, SYNC, problems_of_systems
+from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_2BW, ASYNC_START, STALENESS, SYNC, problems_of_systems
 from lightning_asyncpp.tools.bench.parsers import TIME_TO_LOSS_EXTRAS, time_to_loss_parser
 from lightning_asyncpp.tools.processes import Children, end_of, sigterm_raises
 from lightning_asyncpp.tools.text import Spread, aligned, write_json
@@ -115,11 +115,10 @@ def recipe_of(recipe: Mapping[str, Any], system: str, seed: int, arguments: Name
     strategy: dict[str, Any] = {"micro_batches": arguments.micro_batches}
     if system == ASYNC:
         strategy |= {name: arguments[name] for name in ("lookahead", "staleness", "slack", "synchronous_start")}
-    elif system == ASYNC_START:
-        start = round(_START_SHARE * arguments.steps)
-        strategy |= {"lookahead": arguments.lookahead, "staleness": "uniform", "synchronous_start": start}
     elif system != SYNC:
-        strategy |= {"lookahead": arguments.lookahead, **STALENESS[system]}
+        strategy |= {"lookahead": arguments.lookahead, **STALENESS[ASYNC_2BW if system == ASYNC_START else system]}
+    if system == ASYNC_START:
+        strategy["synchronous_start"] = round(_START_SHARE * arguments.steps)
     own["seed_everything"] = seed
     own["trainer"] = {
         **own.get("trainer", {}),

@@ -57,3 +57,9 @@ def test_the_command_predicts_every_delayed_row(capsys: pytest.CaptureFixture[st
         "Muon, delay least micro_batches=8, EF, from 600, 1200 updates:",
     ]
     assert [line.split(":")[0] for line in lines if line.startswith("  ")] == ["  2400", "  9600"] * 2
+
+
+@pytest.mark.parametrize(("folder", "message"), [(BUDGET, "needs two"), (Path("nowhere"), "nowhere")])
+def test_the_command_says_in_a_line_what_it_lacks(folder: Path, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main([str(folder), "--until", "600", "--at", "2400"])

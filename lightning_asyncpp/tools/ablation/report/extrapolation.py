@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from jsonargparse.typing import PositiveInt
 from lightning_asyncpp.tools.ablation.grid import Row
 from lightning_asyncpp.tools.ablation.report.lengths import length_of
 from lightning_asyncpp.tools.ablation.report.summary import Ablation
-from lightning_asyncpp.tools.ablation.results import RESULTS, read_results
+from lightning_asyncpp.tools.ablation.results import RESULTS, ResultsError, read_results
 
 _FASTEST = 2.0
 _DRAWS = 20_000
@@ -120,11 +121,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--at", type=PositiveInt, nargs="+", required=True, help="lengths to predict, updates")
     parser.add_argument("--seeds", type=PositiveInt, default=3, help="trainings whose mean is predicted")
     arguments = parser.parse_args(argv)
-    ablation = Ablation.of(*read_results(arguments.folder / RESULTS))
-    for (optimizer, name), gaps in gaps_by_length(ablation, arguments.until).items():
+    try:
+        _print(arguments.folder, arguments.until, arguments.at, arguments.seeds)
+    except (ResultsError, ValueError) as error:
+        sys.exit(str(error))
+
+
+def _print(folder: Path, until: int, lengths: Sequence[int], seeds: int) -> None:
+    ablation = Ablation.of(*read_results(folder / RESULTS))
+    for (optimizer, name), gaps in gaps_by_length(ablation, until).items():
         print(f"{optimizer}, {name}, from {', '.join(map(str, sorted(gaps)))} updates:")
-        for length in arguments.at:
-            said = predict(gaps, length, arguments.seeds)
+        for length in lengths:
+            said = predict(gaps, length, seeds)
             print(f"  {length}: {said.middle:+.3f}, 95 % between {said.low:+.3f} and {said.high:+.3f}")
 
 
