@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,10 +97,20 @@ def test_a_worker_that_runs_is_waited_for_a_second_at_most(seconds: float, waite
 def test_torch_calls_its_workers_so(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").glob("*")]
+        deadline = time.monotonic() + 30  # a worker calls itself so, once it runs
+        while background.GLOO_WORKER not in (names := _names_of_threads()) and time.monotonic() < deadline:
+            time.sleep(0.01)
     finally:
         dist.destroy_process_group()
     assert background.GLOO_WORKER in names
+
+
+def _names_of_threads() -> list[str]:
+    names = []
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            names.append((thread / "comm").read_text().strip())
+    return names
 
 
 COLLECTIVES = """
