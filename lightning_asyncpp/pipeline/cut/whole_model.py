@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -132,6 +133,7 @@ class WholeModel:
     Attributes:
         counts: number of units on each stage.
         has_parameters: of every unit, whether it holds some.
+        num_parameters: of every stage; what several have counts on each.
         ties: parameters that several stages share.
         statistics: the layers that count, and where their counts stand in the control message.
         shared_names: name of a parameter that several layers have -> all of them.
@@ -141,6 +143,7 @@ class WholeModel:
 
     counts: tuple[int, ...] = ()
     has_parameters: tuple[bool, ...] = ()
+    num_parameters: tuple[int, ...] = ()
     ties: tuple[Tie, ...] = ()
     statistics: StatisticsLayout = field(default_factory=StatisticsLayout)
     shared_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -158,9 +161,10 @@ class WholeModel:
             root: what checkpoints hold: the model, or the module around it.
         """
         ties, problems = find_ties(units, counts), counting_problems(units, counts)
-        heavy = tuple(map(has_parameters, units))
-        same = () if root is None else _same(root)
-        return cls(tuple(counts), heavy, tuple(ties), StatisticsLayout(units), _shared_names(units), same), problems
+        return cls(
+            tuple(counts), tuple(map(has_parameters, units)), _sizes(units, counts), tuple(ties),
+            StatisticsLayout(units), _shared_names(units), () if root is None else _same(root),
+        ), problems  # fmt: skip
 
     def schedule(self, settings: ResolvedSettings, stage: int) -> Schedule:
         """Order and weights of what a stage of this model runs."""
@@ -180,6 +184,12 @@ def _does(layer: nn.Module) -> str:
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     moves = isinstance(layer, norms) and layer.track_running_stats and layer.training
     return "keeps running statistics" if moves else ""
+
+
+def _sizes(units: Sequence[Unit], counts: Sequence[int]) -> tuple[int, ...]:
+    stages = [units[end - count : end] for end, count in zip(accumulate(counts), counts)]
+    distinct = [{parameter for unit in stage for parameter in unit.module.parameters()} for stage in stages]
+    return tuple(sum(parameter.numel() for parameter in parameters) for parameters in distinct)
 
 
 def _same(root: nn.Module) -> tuple[tuple[str, ...], ...]:

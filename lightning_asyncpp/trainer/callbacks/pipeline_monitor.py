@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,21 +53,24 @@ class StageWindow:
     """The last batches of this stage.
 
     Args:
-        stage: this stage, for messages.
-        rule: which weights it is to run on.
+        stage: this stage.
+        rules: which weights every stage is to run on.
+        parameters: number of them on every stage.
         size: number of batches that are averaged.
 
     Attributes:
-        staleness: updates by which the gradients of the newest mini-batch are too old, the mean of its micro-batches so
-            far; None if unknown.
+        by_stage: updates by which every stage's gradients of the newest mini-batch are too old, the mean of the
+            micro-batches that this stage has looked at so far; empty if unknown.
+        differ: whether stages hold back different numbers of micro-batches.
     """
 
-    def __init__(self, stage: int, rule: StalenessRule, size: int) -> None:
-        self.stage, self.rule = stage, rule
-        self.staleness: float | None = None
+    def __init__(self, stage: int, rules: Sequence[StalenessRule], parameters: Sequence[int], size: int) -> None:
+        self.stage, self.rules, self._parameters = stage, rules, parameters
+        self.by_stage: list[float] = []
+        self.differ = len({rule.held for rule in rules}) > 1
         self._batches: deque[BatchTimes] = deque(maxlen=size)
         self._begun = (-1, -1)  # the newest mini-batch, and the first micro-batch of it
-        self._ages: list[int] = []  # of these
+        self._places: list[int] = []  # of its micro-batches that ran as promised
         self._ends: dict[int, int] = {}  # mini-batch -> one past its last micro-batch
         self._backwards: deque[tuple[int, float]] = deque(maxlen=4096)  # micro-batch, end
         self._waited_for = -1  # the newest mini-batch for whose replicas or agreement this stage has waited
@@ -87,12 +90,12 @@ class StageWindow:
             StalenessError: a forward ran on other weights than promised.
         """
         if self._begun != (mini_batch, first):
-            self._begun, self._ages = (mini_batch, first), []
+            self._begun, self._places = (mini_batch, first), []
         self._ends = {t: e for t, e in self._ends.items() if t > mini_batch - 4} | {mini_batch: end}
         batch = BatchTimes(elapsed or 0.0)
         for span in spans:
             if span.kind is Kind.FORWARD and span.index >= first:
-                self._ages += self._age(mini_batch, span.index - first, span)
+                self._check(mini_batch, span.index - first, span)
             elif span.kind is Kind.BACKWARD:
                 self._backwards.append((span.index, span.end))
             elif span.kind is Wait.AGREEMENT:
@@ -103,9 +106,17 @@ class StageWindow:
                 self._waited_for = span.index
             if span.kind in (Kind.FORWARD, Kind.BACKWARD):
                 batch.work += span.end - span.start
-        self.staleness = sum(self._ages) / len(self._ages) if self._ages else None
+        self.by_stage = [self._staleness(mini_batch, rule) for rule in self.rules] if self._places else []
         if elapsed is not None:
             self._batches.append(batch)
+
+    @property
+    def staleness(self) -> float | None:
+        """Updates by which an entry of the newest mini-batch's gradient is too old: the mean over all parameters."""
+        if not self.by_stage:
+            return None
+        total = sum(mean * count for mean, count in zip(self.by_stage, self._parameters))
+        return total / sum(self._parameters)
 
     @property
     def bubble(self) -> float | None:
@@ -119,17 +130,20 @@ class StageWindow:
         underway = sum(batch.underway for batch in self._batches)
         return 1 - sum(batch.exposed for batch in self._batches) / underway if underway > 0 else None
 
-    def _age(self, mini_batch: int, place: int, span: Span) -> list[int]:
+    def _staleness(self, mini_batch: int, rule: StalenessRule) -> float:
+        return sum(mini_batch - rule.version(mini_batch, place) for place in self._places) / len(self._places)
+
+    def _check(self, mini_batch: int, place: int, span: Span) -> None:
         if span.version < 0:
-            return []
-        promised = self.rule.version(mini_batch, place)
+            return
+        promised = self.rules[self.stage].version(mini_batch, place)
         if span.version != promised:
             raise StalenessError(
                 f"micro-batch {span.index} of mini-batch {mini_batch} ran on W{span.version} on stage {self.stage}, not"
                 f" on W{promised}: its gradient is {mini_batch - span.version} updates old instead of"
                 f" {mini_batch - promised}; please report this"
             )
-        return [mini_batch - span.version]
+        self._places.append(place)
 
     def _completed(self, wait: Span) -> float:
         """When the last backward of the mini-batch ended whose update was waited for."""
@@ -170,15 +184,15 @@ class PipelineMonitor(TokensPerSecond):
       flush, but also updates, the loader and the trainer's own work.
     - ``update_hidden``: share of the time between a complete gradient and its update in which the last stage does not
       wait for the other ranks (0 to 1).
-    - ``gradient_staleness``: updates by which gradients of the last stage are too old, the mean over the micro-batches
-      of a mini-batch: the share of those that ran on the weights before the newest; 0 with a flush, and with the
-      least staleness without slack; 1 with ``staleness="uniform"`` once the delay has begun.
-    - ``gradient_staleness_stage_0``, ...: the same of every stage, where they differ, as the schedule has it.
+    - ``gradient_staleness``: updates by which gradients are too old, the mean over the micro-batches of a mini-batch
+      and over the parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the delay has begun.
+    - ``gradient_staleness_stage_0``, ...: the same of every stage, where they differ.
 
-    On a GPU the last three are known when it has come to the end of a batch: usually a batch or two later.
+    On a GPU all but the first two are known when it has come to the end of a batch: usually a batch or two later.
 
     Every rank looks at its own stage; nothing is exchanged. Rank 0, the last stage of the first replica, logs what it
-    sees. Every rank raises if a micro-batch ran on other weights than the schedule promises.
+    sees. Every rank raises if a micro-batch ran on other weights than the schedule promises, so what the schedule says
+    of the other stages is so.
 
     ``mfu`` needs the module's ``flops_per_batch`` (floating-point operations of a forward and its backward of the whole
     model, for the batch of one replica) or ``flops_per_token``; and a device whose peak Lightning knows, or
@@ -211,7 +225,6 @@ class PipelineMonitor(TokensPerSecond):
         self._follower: Follower | None = None
         self._stage: StageWindow | None = None
         self._mini_batch = self._first = self._end = 0
-        self._rules: list[StalenessRule] = []
         self._window = window
         self._clock: Clock = HOST
         self._since: Moment = 0.0
@@ -236,8 +249,8 @@ class PipelineMonitor(TokensPerSecond):
         self._follower = follow(engine)
         self._clock = engine.runner.clock
         self._unread.clear()
-        self._rules = [schedule.stage_rule for schedule in engine.schedules()]
-        self._stage = StageWindow(engine.mesh.stage, engine.schedule.stage_rule, self._window)
+        rules = [schedule.stage_rule for schedule in engine.schedules()]
+        self._stage = StageWindow(engine.mesh.stage, rules, engine.stage.whole.num_parameters, self._window)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -290,22 +303,15 @@ class PipelineMonitor(TokensPerSecond):
 
     def _metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
         assert self._stage is not None
+        by_stage = self._stage.by_stage if self._stage.differ else []
         return {
             "tokens_per_second": self.rate if self._counts_tokens else None,
             "mfu": self._mfu(trainer, pl_module),
             "bubble": self._stage.bubble,
             "update_hidden": self._stage.hidden,
             "gradient_staleness": self._stage.staleness,
-            **self._staleness_by_stage(),
+            **{f"gradient_staleness_stage_{stage}": mean for stage, mean in enumerate(by_stage)},
         }
-
-    def _staleness_by_stage(self) -> dict[str, float]:
-        """Of the mini-batch that ran last, with as many micro-batches as it had; none if all stages have the same."""
-        t, count = self._mini_batch, self._end - self._first
-        if count == 0 or len({rule.held for rule in self._rules}) < 2:
-            return {}
-        means = [sum(t - rule.version(t, place) for place in range(count)) / count for rule in self._rules]
-        return {f"gradient_staleness_stage_{stage}": mean for stage, mean in enumerate(means)}
 
     def _tokens(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> float:
         # Middle stages have no batch, and nobody asks them.

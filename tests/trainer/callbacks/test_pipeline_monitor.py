@@ -18,7 +18,7 @@ from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
 from lightning_asyncpp.trainer.callbacks.pipeline_monitor import StageWindow, StalenessError
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.recorded import SleepingNet
-from tests.trainer.runs import Net, Run, fit
+from tests.trainer.runs import Net, Run, fit, make_model
 
 MONITOR = (PipelineMonitor, {"window": 3, "every_n_batches": 1})
 RUN = Run(Net, callbacks=(MONITOR,), samples=48, trainer={"logger": "list"})
@@ -45,7 +45,7 @@ class WrongSchedule(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.global_rank == 0:
             monitor = next(c for c in trainer.callbacks if isinstance(c, PipelineMonitor))  # type: ignore[attr-defined]
-            monitor._stage.rule = StalenessRule(0)  # type: ignore[union-attr]
+            monitor._stage.rules = [StalenessRule(0)] * 2  # type: ignore[union-attr]
 
 
 def values(results: list[dict[str, Any]], name: str) -> list[float]:
@@ -119,7 +119,7 @@ def test_a_strategy_without_stages_is_refused() -> None:
 
 
 def test_the_window_averages_and_forgets() -> None:
-    window = StageWindow(1, StalenessRule(1), size=2)
+    window = StageWindow(1, [StalenessRule(1)] * 2, [1, 1], size=2)
     assert (window.bubble, window.hidden, window.staleness) == (None, None, None)
     window.add(0, 0, 2, None, [Span(Kind.FORWARD, 0, 0, 1, 0), Span(Kind.BACKWARD, 1, 1, 3, 0)])
     assert (window.bubble, window.staleness) == (None, 0)  # a validation came before it
@@ -138,7 +138,7 @@ def test_the_window_averages_and_forgets() -> None:
 
 
 def test_the_staleness_of_a_mini_batch_is_the_mean_of_its_micro_batches() -> None:
-    window = StageWindow(0, StalenessRule(1, held=3), size=2)
+    window = StageWindow(0, [StalenessRule(1, held=3)], [1], size=2)
     forwards = [Span(Kind.FORWARD, k, k, k + 1, 0 if k < 7 else 1) for k in range(8)]
     window.add(0, 0, 4, 4.0, forwards[:4])
     assert window.staleness == 0
@@ -153,7 +153,7 @@ def test_the_staleness_of_a_mini_batch_is_the_mean_of_its_micro_batches() -> Non
 
 def test_micro_batches_whose_gradient_was_dropped_do_not_count() -> None:
     """Mini-batch 1 begins anew with micro-batch 8, in its second batch; mini-batch 2 within its first one."""
-    window = StageWindow(0, StalenessRule(1, held=2), size=2)
+    window = StageWindow(0, [StalenessRule(1, held=2)], [1], size=2)
     window.add(1, 4, 8, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 0 if k < 6 else 1) for k in range(4, 8)])
     window.add(1, 8, 12, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 0) for k in (8, 9)])
     assert window.staleness == 1
@@ -165,20 +165,26 @@ def test_micro_batches_whose_gradient_was_dropped_do_not_count() -> None:
         window.add(2, 20, 24, 1.0, [Span(Kind.FORWARD, 20, 20, 21, 2)])
 
 
-@pytest.mark.parametrize(
-    ("options", "own", "by_stage"),
-    [({"slack": 1}, [0, 0.25, 0.25], [0.5, 0.25]), ({"slack": "exact"}, [0, 0.25, 0.25], None)],
-    ids=["slack", "exact"],
-)
-def test_the_least_staleness_is_logged_for_every_stage(
-    pools: Pools, options: dict[str, Any], own: list[float], by_stage: list[float] | None
-) -> None:
-    run = replace(RUN, options={"micro_batches": 4, "staleness": "least", **options})
+def test_the_staleness_of_a_gradient_is_the_mean_over_the_parameters_of_all_stages() -> None:
+    window = StageWindow(1, [StalenessRule(1, held=2), StalenessRule(1, held=1)], [10, 30], size=2)
+    window.add(1, 4, 6, 1.0, [Span(Kind.FORWARD, 4, 0, 1, 0), Span(Kind.FORWARD, 5, 1, 2, 1)])
+    assert (window.by_stage, window.staleness) == ([1, 1 / 2], (10 + 15) / 40), "of the two micro-batches so far"
+    window.add(1, 4, 8, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 1) for k in (6, 7)])
+    assert (window.by_stage, window.staleness) == ([1 / 2, 1 / 4], (5 + 7.5) / 40)
+
+
+@pytest.mark.parametrize(("slack", "by_stage"), [(1, [0.5, 0.25]), ("exact", [0.25, 0.25])])
+def test_the_least_staleness_is_logged_for_every_stage(pools: Pools, slack: Any, by_stage: list[float]) -> None:
+    run = replace(RUN, options={"micro_batches": 4, "staleness": "least", "slack": slack, "partition": [3, 6]})
     results = pools.run(2, fit, run)
-    assert values(results, "gradient_staleness")[:3] == own
     for stage in (0, 1):
         logged = values(results, f"gradient_staleness_stage_{stage}")
-        assert logged[:3] == ([0, by_stage[stage], by_stage[stage]] if by_stage else [])
+        assert logged[:3] == ([0, by_stage[stage], by_stage[stage]] if by_stage[0] != by_stage[1] else [])
+    layers = list(make_model(0.0))
+    sizes = [sum(p.numel() for layer in part for p in layer.parameters()) for part in (layers[:3], layers[3:])]
+    mean = sum(share * size for share, size in zip(by_stage, sizes)) / sum(sizes)
+    assert sizes[0] != sizes[1]
+    assert values(results, "gradient_staleness")[:3] == pytest.approx([0, mean, mean])
 
 
 def test_the_models_operations_are_those_that_torch_counts() -> None:

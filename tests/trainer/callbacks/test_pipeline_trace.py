@@ -138,7 +138,8 @@ def test_a_mini_batch_whose_gradient_was_dropped_begins_anew(pools: Pools, tmp_p
     ]
     summary = summarise(read)
     assert (summary.violated, [row.stale_share for row in summary.rows]) == (0, [2 / 4, 1 / 4])
-    logged = [metrics["gradient_staleness"] for _, metrics in results[0]["records"] if "gradient_staleness" in metrics]
+    name = "gradient_staleness_stage_1"
+    logged = [metrics[name] for _, metrics in results[0]["records"] if name in metrics]
     assert (logged[0], set(logged[1:])) == (0, {1 / 4})
 
 
