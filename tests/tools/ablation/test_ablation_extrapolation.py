@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_asyncpp.tools.ablation.report.extrapolation import Gaps, main, predict
+from tests.tools.ablation.examples import run, write_results
 
 LENGTHS = (600, 1200, 2400)
 BUDGET = Path(__file__).parents[3] / "docs" / "evidence" / "budget"
@@ -17,6 +18,12 @@ BUDGET = Path(__file__).parents[3] / "docs" / "evidence" / "budget"
 def drawn(a: float, b: float, error: float, seed: int, seeds: int = 3, lengths: tuple[int, ...] = LENGTHS) -> Gaps:
     source = random.Random(seed)
     return {t: [a * (t / 600) ** -b + source.gauss(0.0, error) for _ in range(seeds)] for t in lengths}
+
+
+def test_a_gap_may_grow_if_it_is_allowed_to() -> None:
+    known = drawn(0.1, -0.3, 1e-5, 1)
+    assert predict(known, 9600, 3, slowest=-0.5).middle == pytest.approx(0.1 * 16**0.3, abs=1e-3)
+    assert predict(known, 9600, 3).middle < 0.18
 
 
 @pytest.mark.parametrize("b", [0.0, 0.5, 1.5])
@@ -63,3 +70,13 @@ def test_the_command_predicts_every_delayed_row(capsys: pytest.CaptureFixture[st
 def test_the_command_says_in_a_line_what_it_lacks(folder: Path, message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main([str(folder), "--until", "600", "--at", "2400"])
+
+
+def test_the_command_predicts_by_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    runs = [run(1.0 + 0.01 * s, s, delay="0", variant=size) for size in ("0.14M", "0.25M", "1M") for s in (1, 2)]
+    runs += [run(1.1 + 0.02 * s, s, variant=size) for size in ("0.14M", "0.25M", "1M") for s in (1, 2)]
+    write_results(tmp_path, runs)
+    main([str(tmp_path), "--until", "0.3", "--at", "0.5", "360"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "Muon, delay 1, none, from 0.14, 0.25 million parameters:"
+    assert [line.split(":")[0] for line in said[1:]] == ["  0.5", "  360"]

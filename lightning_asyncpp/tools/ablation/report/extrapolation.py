@@ -1,12 +1,15 @@
-"""What the gaps of short trainings say of longer ones: a prediction that can be written down before those run.
+"""What the gaps of short trainings, or small models, say of larger ones: a prediction written down before those run.
 
 ``python -m lightning_asyncpp.tools.ablation.report.extrapolation FOLDER --until 2400 --at 4800 9600``
 
-A gap at length T is taken to be ``a (T / T0)^-b``, of either sign, that shrinks at most with the square of the length,
-with errors that are normal, independent and equally large at all lengths. All curves of that kind count by how well
-they go through the gaps of all seeds (flat priors on a and b; the error's size is integrated out), so the interval of a
-prediction holds what is not known of a, b and the error, and the error of the mean of the new seeds themselves. It does
-not hold that the law may be another one.
+A gap at length T is taken to be ``a (T / T0)^-b``, of either sign, that shrinks at most with the square of the length
+and does not grow, with errors that are normal, independent and equally large at all lengths. All curves of that kind
+count by how well they go through the gaps of all seeds (flat priors on a and b; the error's size is integrated out), so
+the interval of a prediction holds what is not known of a, b and the error, and the error of the mean of the new seeds
+themselves. It does not hold that the law may be another one.
+
+With variants such as ``0.14M`` it is sizes instead of lengths, in millions of parameters. There is no reason why a gap
+should not grow with those: at most with their square root (b from -0.5 on).
 """
 
 from __future__ import annotations
@@ -14,30 +17,31 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jsonargparse import ArgumentParser
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
-from lightning_asyncpp.tools.ablation.grid import Row
-from lightning_asyncpp.tools.ablation.report.lengths import length_of
+from lightning_asyncpp.tools.ablation.grid import Group, Row
+from lightning_asyncpp.tools.ablation.report.lengths import length_of, size_of
 from lightning_asyncpp.tools.ablation.report.summary import Ablation
 from lightning_asyncpp.tools.ablation.results import RESULTS, ResultsError, read_results
 
 _FASTEST = 2.0
+_SLOWEST_BY_LENGTH, _SLOWEST_BY_SIZE = 0.0, -0.5
 _DRAWS = 20_000
 _STEPS = 201  # of b
 
-Gaps = Mapping[int, Sequence[float]]
-"""Gaps of all seeds, by length in updates."""
+Gaps = Mapping[float, Sequence[float]]
+"""Gaps of all seeds, by length in updates, or by size in millions of parameters."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the mean gap over some seeds at a length.
+    """Of the mean gap over some seeds at a length or size.
 
     Attributes:
         middle: median.
@@ -50,24 +54,25 @@ class Prediction:
     high: float
 
 
-def predict(gaps: Gaps, length: int, seeds: int) -> Prediction:
-    """Predict the mean gap of ``seeds`` further trainings of a length.
+def predict(gaps: Gaps, at: float, seeds: int, slowest: float = _SLOWEST_BY_LENGTH) -> Prediction:
+    """Predict the mean gap of ``seeds`` further trainings.
 
     Args:
-        gaps: that are known, of at least two lengths.
-        length: updates.
+        gaps: that are known, of at least two lengths or sizes.
+        at: length or size.
         seeds: number of trainings.
+        slowest: the smallest b; below 0 a gap may grow.
 
     Raises:
-        ValueError: there are fewer than two lengths, or gaps that are all equal.
+        ValueError: there are fewer than two lengths or sizes, or gaps that are all equal.
     """
     if len(gaps) < 2:
-        raise ValueError(f"gaps of {len(gaps)} length(s): a prediction needs two")
+        raise ValueError(f"gaps of {len(gaps)} length(s) or size(s): a prediction needs two")
     points = [(known, gap) for known, ones in gaps.items() for gap in ones]
     times = torch.tensor([known for known, _ in points], dtype=torch.float64)  # (n,)
     values = torch.tensor([gap for _, gap in points], dtype=torch.float64)  # (n,)
     first = math.exp(statistics.fmean(math.log(known) for known in gaps))
-    b = torch.linspace(0.0, _FASTEST, _STEPS, dtype=torch.float64)  # (s,)
+    b = torch.linspace(slowest, _FASTEST, _STEPS, dtype=torch.float64)  # (s,)
     shape = (times[None] / first) ** -b[:, None]  # (s, n): the curves with a = 1
     energy = (shape**2).sum(1)
     best = (shape * values).sum(1) / energy  # (s,): a of each b
@@ -82,7 +87,7 @@ def predict(gaps: Gaps, length: int, seeds: int) -> Prediction:
     normal = torch.randn(2, _DRAWS, dtype=torch.float64, generator=generator)
     variance = rest[drawn] / _chi_squared(freedom, generator)
     a = best[drawn] + normal[0] * (variance / energy[drawn]).sqrt()
-    mean = a * (length / first) ** -b[drawn] + normal[1] * (variance / seeds).sqrt()
+    mean = a * (at / first) ** -b[drawn] + normal[1] * (variance / seeds).sqrt()
     low, middle, high = torch.quantile(mean, torch.tensor([0.025, 0.5, 0.975], dtype=torch.float64)).tolist()
     return Prediction(middle, low, high)
 
@@ -91,21 +96,24 @@ def _chi_squared(freedom: int, generator: torch.Generator) -> torch.Tensor:
     return (torch.randn(freedom, _DRAWS, dtype=torch.float64, generator=generator) ** 2).sum(0)
 
 
-def gaps_by_length(ablation: Ablation, until: int) -> dict[tuple[str, str], dict[int, list[float]]]:
-    """The gaps of an ablation whose variants are lengths.
+def gaps_of(
+    ablation: Ablation, until: float, place: Callable[[Group], float | None]
+) -> dict[tuple[str, str], dict[float, list[float]]]:
+    """The gaps of an ablation whose variants are lengths or sizes.
 
     Args:
-        ablation: whose variants are named after their updates.
-        until: the longest that counts.
+        ablation: whose variants are named so.
+        until: the largest that counts.
+        place: length or size of a variant.
 
     Returns:
-        By the names of optimizer and what is compared, gaps of all seeds by length.
+        By the names of optimizer and what is compared, gaps of all seeds by length or size.
     """
-    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    found: dict[tuple[str, str], dict[float, list[float]]] = {}
     for row in ablation.results:
-        length, gap = length_of(row.group), None if row == ablation.sync_row(row) else ablation.gap(row)
-        if length is not None and length <= until and gap is not None:
-            found.setdefault((row.group.optimizer, _name(row)), {})[length] = list(gap.values.values())
+        known, gap = place(row.group), None if row == ablation.sync_row(row) else ablation.gap(row)
+        if known is not None and known <= until and gap is not None:
+            found.setdefault((row.group.optimizer, _name(row)), {})[known] = list(gap.values.values())
     return found
 
 
@@ -116,9 +124,9 @@ def _name(row: Row) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what is predicted."""
     parser = ArgumentParser(allow_abbrev=False, prog="python -m lightning_asyncpp.tools.ablation.report.extrapolation")
-    parser.add_argument("folder", type=Path, help=f"folder with {RESULTS}, of variants such as 600-updates")
-    parser.add_argument("--until", type=PositiveInt, required=True, help="longest training that is looked at, updates")
-    parser.add_argument("--at", type=PositiveInt, nargs="+", required=True, help="lengths to predict, updates")
+    parser.add_argument("folder", type=Path, help=f"folder with {RESULTS}, of variants such as 600-updates or 0.14M")
+    parser.add_argument("--until", type=PositiveFloat, required=True, help="what is looked at: updates or M, at most")
+    parser.add_argument("--at", type=PositiveFloat, nargs="+", required=True, help="what is predicted: updates or M")
     parser.add_argument("--seeds", type=PositiveInt, default=3, help="trainings whose mean is predicted")
     arguments = parser.parse_args(argv)
     try:
@@ -127,13 +135,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(str(error))
 
 
-def _print(folder: Path, until: int, lengths: Sequence[int], seeds: int) -> None:
+def _print(folder: Path, until: float, places: Sequence[float], seeds: int) -> None:
     ablation = Ablation.of(*read_results(folder / RESULTS))
-    for (optimizer, name), gaps in gaps_by_length(ablation, until).items():
-        print(f"{optimizer}, {name}, from {', '.join(map(str, sorted(gaps)))} updates:")
-        for length in lengths:
-            said = predict(gaps, length, seeds)
-            print(f"  {length}: {said.middle:+.3f}, 95 % between {said.low:+.3f} and {said.high:+.3f}")
+    by_size = any(size_of(row.group) is not None for row in ablation.results)
+    place, unit = (size_of, "million parameters") if by_size else (length_of, "updates")
+    slowest = _SLOWEST_BY_SIZE if by_size else _SLOWEST_BY_LENGTH
+    for (optimizer, name), gaps in gaps_of(ablation, until, place).items():
+        print(f"{optimizer}, {name}, from {', '.join(f'{known:g}' for known in sorted(gaps))} {unit}:")
+        for at in places:
+            said = predict(gaps, at, seeds, slowest)
+            print(f"  {at:g}: {said.middle:+.3f}, 95 % between {said.low:+.3f} and {said.high:+.3f}")
 
 
 if __name__ == "__main__":

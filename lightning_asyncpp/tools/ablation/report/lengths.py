@@ -23,6 +23,12 @@ def length_of(group: Group) -> int | None:
     return int(found[1]) if found else None
 
 
+def size_of(group: Group) -> float | None:
+    """Millions of parameters of a variant that is named after them, such as ``0.14M``; None of any other."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)M", group.variant or "")
+    return float(found[1]) if found else None
+
+
 def further_updates(ablation: Ablation, row: Row) -> Spread | None:
     """How many more updates a row needs than training without delay does to the loss that the row ends at, by seed.
 
