@@ -52,6 +52,7 @@ class Engine:
 
     Attributes:
         host_batch: to be told of batches that are moved to the device.
+        undelayed: number of mini-batches of a run without delay that this one goes on from.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Engine:
         self.next_forward = 0
         self.next_backward = 0
         self.evaluated = 0
+        self.undelayed = 0
         self.host_batch = HostBatch()
         self._drained = 0
         self._checked = False
@@ -265,6 +267,7 @@ class Engine:
         self.updates.begin_at(state["mini_batch"], state["micro_batch"])
         self.updates.last_norm = state.get("norm")
         self.evaluated = state.get("evaluated", 0)
+        self.undelayed = 0 if older else state["mini_batch"]
         self.weights.restore(state["version"], older, masters)
 
     def release(self) -> None:
