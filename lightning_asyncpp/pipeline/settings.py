@@ -327,7 +327,8 @@ class ResolvedSettings(PipelineSettings):
             return f"delay {self.delay}"
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
         stale = ", ".join(f"{schedule.stage_rule.staleness(self.micro_batches):.3g}" for schedule in schedules)
-        return f"gradients {stale} updates old, by stage"
+        slack = f", slack={self.slack!r}" if self.slack else ""
+        return f'staleness="{self.staleness}"{slack} (gradients {stale} updates old, by stage)'
 
     @property
     def waits_for_replicas(self) -> bool:

@@ -19,8 +19,8 @@ from lightning_asyncpp.storage.sharded import files_of, is_sharded, read_index
 
 _STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
 _OF_STRATEGY = (
-    "num_stages", "partition", "data_parallel_size", "micro_batches", "delay", "staleness", "slack",
-    "synchronous_start", "weight_dtype", "seed", "mini_batch", "optimizer",
+    "num_stages", "partition", "data_parallel_size", "micro_batches", "lookahead", "delay", "staleness",
+    "slack", "synchronous_start", "weight_dtype", "seed", "mini_batch", "optimizer",
 )  # fmt: skip
 _LIGHTNING = "pytorch-lightning_version"
 
@@ -174,7 +174,8 @@ def table(facts: Mapping[str, Any]) -> str:
     progress = {"global_step": "step", "epoch": "epoch", "mini_batch": "mini-batch"}
     pipeline = {
         "num_stages": "stages", "partition": "partition", "data_parallel_size": "replicas",
-        "micro_batches": "micro-batches", "delay": "delay",
+        "micro_batches": "micro-batches", "lookahead": "lookahead", "delay": "delay", "staleness": "staleness",
+        "slack": "slack",
     }  # fmt: skip
     shown = {
         "checkpoint": f"{facts['path']}, {facts['form']}{_parts(facts)}",

@@ -109,7 +109,11 @@ def test_info(form: str, saved: dict[str, Any], command: Command) -> None:
     assert sizes["optimizer"] > weights
     assert facts["bytes_on_disk"] > sum(sizes.values())
     shown = command("info", path)
-    assert "stages 2, partition [4, 5], replicas 1, micro-batches 4, delay 1" in shown
+    run = next(line for line in shown.splitlines() if line.startswith("run "))
+    assert run.endswith(
+        f"stages 2, partition [4, 5], replicas 1, micro-batches 4, lookahead {facts['lookahead']}, delay 1, staleness"
+        f" {facts['staleness']}, slack {facts['slack']}"
+    )
     assert f"correction buffers  {weights:,} bytes" in shown
     assert ("(2 parts, version 1)" in shown) == (form == "sharded")
 
