@@ -133,7 +133,7 @@ class WholeModel:
     Attributes:
         counts: number of units on each stage.
         has_parameters: of every unit, whether it holds some.
-        num_parameters: of every stage; what several have counts on each.
+        num_trained: numbers in parameters that are trained, of every stage; what several stages share counts on each.
         ties: parameters that several stages share.
         statistics: the layers that count, and where their counts stand in the control message.
         shared_names: name of a parameter that several layers have -> all of them.
@@ -143,7 +143,7 @@ class WholeModel:
 
     counts: tuple[int, ...] = ()
     has_parameters: tuple[bool, ...] = ()
-    num_parameters: tuple[int, ...] = ()
+    num_trained: tuple[int, ...] = ()
     ties: tuple[Tie, ...] = ()
     statistics: StatisticsLayout = field(default_factory=StatisticsLayout)
     shared_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -189,7 +189,7 @@ def _does(layer: nn.Module) -> str:
 def _sizes(units: Sequence[Unit], counts: Sequence[int]) -> tuple[int, ...]:
     stages = [units[end - count : end] for end, count in zip(accumulate(counts), counts)]
     distinct = [{parameter for unit in stage for parameter in unit.module.parameters()} for stage in stages]
-    return tuple(sum(parameter.numel() for parameter in parameters) for parameters in distinct)
+    return tuple(sum(p.numel() for p in parameters if p.requires_grad) for parameters in distinct)
 
 
 def _same(root: nn.Module) -> tuple[tuple[str, ...], ...]:

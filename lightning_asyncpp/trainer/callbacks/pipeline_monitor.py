@@ -55,7 +55,7 @@ class StageWindow:
     Args:
         stage: this stage.
         rules: which weights every stage is to run on.
-        parameters: number of them on every stage.
+        trained: numbers in parameters that are trained, on every stage.
         size: number of batches that are averaged.
 
     Attributes:
@@ -64,8 +64,8 @@ class StageWindow:
         differ: whether stages hold back different numbers of micro-batches.
     """
 
-    def __init__(self, stage: int, rules: Sequence[StalenessRule], parameters: Sequence[int], size: int) -> None:
-        self.stage, self.rules, self._parameters = stage, rules, parameters
+    def __init__(self, stage: int, rules: Sequence[StalenessRule], trained: Sequence[int], size: int) -> None:
+        self.stage, self.rules, self._trained = stage, rules, trained
         self.by_stage: list[float] = []
         self.differ = len({rule.held for rule in rules}) > 1
         self._batches: deque[BatchTimes] = deque(maxlen=size)
@@ -112,11 +112,10 @@ class StageWindow:
 
     @property
     def staleness(self) -> float | None:
-        """Updates by which an entry of the newest mini-batch's gradient is too old: the mean over all parameters."""
-        if not self.by_stage:
+        """Updates by which an entry of the newest mini-batch's gradient is too old: the mean over all that are trained."""
+        if not self.by_stage or not any(self._trained):
             return None
-        total = sum(mean * count for mean, count in zip(self.by_stage, self._parameters))
-        return total / sum(self._parameters)
+        return sum(mean * count for mean, count in zip(self.by_stage, self._trained)) / sum(self._trained)
 
     @property
     def bubble(self) -> float | None:
@@ -185,7 +184,7 @@ class PipelineMonitor(TokensPerSecond):
     - ``update_hidden``: share of the time between a complete gradient and its update in which the last stage does not
       wait for the other ranks (0 to 1).
     - ``gradient_staleness``: updates by which gradients are too old, the mean over the micro-batches of a mini-batch
-      and over the parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the delay has begun.
+      and over the trained parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the delay has begun.
     - ``gradient_staleness_stage_0``, ...: the same of every stage, where they differ.
 
     On a GPU all but the first two are known when it has come to the end of a batch: usually a batch or two later.
@@ -250,7 +249,7 @@ class PipelineMonitor(TokensPerSecond):
         self._clock = engine.runner.clock
         self._unread.clear()
         rules = [schedule.stage_rule for schedule in engine.schedules()]
-        self._stage = StageWindow(engine.mesh.stage, rules, engine.stage.whole.num_parameters, self._window)
+        self._stage = StageWindow(engine.mesh.stage, rules, engine.stage.whole.num_trained, self._window)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -10,9 +10,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities import measure_flops
+from torch import nn
 
 from lightning_asyncpp import ConfigurationError, GPTModule, PipelineMonitor, PipelineTrace
 from lightning_asyncpp.models import GPTConfig
+from lightning_asyncpp.pipeline.cut.units import Unit
+from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.recording.trace import Span, Wait
 from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
 from lightning_asyncpp.trainer.callbacks.pipeline_monitor import StageWindow, StalenessError
@@ -171,6 +174,16 @@ def test_the_staleness_of_a_gradient_is_the_mean_over_the_parameters_of_all_stag
     assert (window.by_stage, window.staleness) == ([1, 1 / 2], (10 + 15) / 40), "of the two micro-batches so far"
     window.add(1, 4, 8, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 1) for k in (6, 7)])
     assert (window.by_stage, window.staleness) == ([1 / 2, 1 / 4], (5 + 7.5) / 40)
+
+
+def test_frozen_parameters_have_no_gradient_that_could_be_old() -> None:
+    first, second = nn.Linear(2, 3), nn.Linear(3, 1)
+    first.bias.requires_grad_(False)
+    units = [Unit("0", first), Unit("1", second)]
+    assert WholeModel.of(units, (1, 1))[0].num_trained == (6, 4)
+    window = StageWindow(0, [StalenessRule(1)], [0], size=2)
+    window.add(0, 0, 1, 1.0, [Span(Kind.FORWARD, 0, 0, 1, 0)])
+    assert window.staleness is None, "where nothing is trained"
 
 
 @pytest.mark.parametrize(("slack", "by_stage"), [(1, [0.5, 0.25]), ("exact", [0.25, 0.25])])
