@@ -112,7 +112,7 @@ class StageWindow:
 
     @property
     def staleness(self) -> float | None:
-        """Updates by which an entry of the newest mini-batch's gradient is too old: the mean over all that are trained."""
+        """Updates by which the gradient of the newest mini-batch is too old: the mean over all that is trained."""
         if not self.by_stage or not any(self._trained):
             return None
         return sum(mean * count for mean, count in zip(self.by_stage, self._trained)) / sum(self._trained)
@@ -184,7 +184,8 @@ class PipelineMonitor(TokensPerSecond):
     - ``update_hidden``: share of the time between a complete gradient and its update in which the last stage does not
       wait for the other ranks (0 to 1).
     - ``gradient_staleness``: updates by which gradients are too old, the mean over the micro-batches of a mini-batch
-      and over the trained parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the delay has begun.
+      and over the trained parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the delay has
+      begun.
     - ``gradient_staleness_stage_0``, ...: the same of every stage, where they differ.
 
     On a GPU all but the first two are known when it has come to the end of a batch: usually a batch or two later.
