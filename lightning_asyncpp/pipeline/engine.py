@@ -52,7 +52,8 @@ class Engine:
 
     Attributes:
         host_batch: to be told of batches that are moved to the device.
-        undelayed: number of mini-batches of a run without delay that this one goes on from.
+        undelayed: number of mini-batches of a run without delay that this one goes on from: a checkpoint without older
+            weights is one's, where this stage has room for them.
     """
 
     def __init__(

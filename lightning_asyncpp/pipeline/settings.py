@@ -328,7 +328,7 @@ class ResolvedSettings(PipelineSettings):
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
         stale = ", ".join(f"{schedule.stage_rule.staleness(self.micro_batches):.3g}" for schedule in schedules)
         slack = f", slack={self.slack!r}" if self.slack else ""
-        return f'staleness="{self.staleness}"{slack} (gradients {stale} updates old, by stage)'
+        return f"staleness={self.staleness!r}{slack} (gradients {stale} updates old, by stage)"
 
     @property
     def waits_for_replicas(self) -> bool:

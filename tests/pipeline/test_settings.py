@@ -216,17 +216,17 @@ def test_stages_that_step_ahead_of_the_others_begin_with_a_mini_batch_without_de
         ({"delay": 0}, "8 micro-batches, delay 0"),
         (
             {"staleness": "fresh_last_stage"},
-            '8 micro-batches, lookahead 1, staleness="fresh_last_stage" (gradients 1, 1, 0 updates old, by stage)'
+            "8 micro-batches, lookahead 1, staleness='fresh_last_stage' (gradients 1, 1, 0 updates old, by stage)"
             ", after 1 synchronous mini-batch",
         ),
         (
             {"staleness": "least", "slack": 1},
-            '8 micro-batches, lookahead 0, staleness="least", slack=1 (gradients 0.375, 0.25, 0.125 updates old, by'
+            "8 micro-batches, lookahead 0, staleness='least', slack=1 (gradients 0.375, 0.25, 0.125 updates old, by"
             " stage), after 1 synchronous mini-batch",
         ),
         (
             {"staleness": "least", "slack": "exact"},
-            "8 micro-batches, lookahead 0, staleness=\"least\", slack='exact' (gradients 0.25, 0.25, 0.25 updates old,"
+            "8 micro-batches, lookahead 0, staleness='least', slack='exact' (gradients 0.25, 0.25, 0.25 updates old,"
             " by stage)",
         ),
     ],

@@ -229,10 +229,10 @@ class BatchEnds(ModuleFirst):
             engine = self._session.running()
             schedule, parts = engine.schedule, engine.settings.micro_batches
             is_newest = engine.mini_batch == end.updates
-            is_late = end.updates > engine.undelayed and schedule.applies_after_next_batch(end.updates - 1, parts)
+            was_late = end.updates > engine.undelayed and schedule.applies_after_next_batch(end.updates - 1, parts)
             with (
                 self._session.weights_may_change(),
-                self._step_metrics.of_batch(end.weight, held=is_newest and is_late),
+                self._step_metrics.of_batch(end.weight, held=is_newest and was_late),
                 drawing_from(self._seed(end.first)),
                 private.running_hook(self._module, HOOK),
             ):
