@@ -28,11 +28,13 @@ from lightning_asyncpp.pipeline.cut.partition_choice import example_of
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.host_copies import Reading
+from lightning_asyncpp.pipeline.optimizers import described
 from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers, trains_nothing
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems
 from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
+from lightning_asyncpp.strategy_parts.identity import described_model
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.strategy_parts.recording import Recorder, Window
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
@@ -101,6 +103,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
         with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
+            self.session.agree("model", described_model(module))
             self._names = frozenset(module.state_dict())
             assert self.session.resolved is not None
             parts, given = self.session.resolved.micro_batches, self._arguments.example_for(module)
@@ -121,6 +124,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         self._empty_optimizers.end()
         with self.session.watch.collective():
             agree_on_problems(self._mesh, refusals.optimizer_problems(self.session, optimizer))
+            self.session.agree("optimizer", described.options(optimizer, None, self._mesh.stage))
             self.session.finish()
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")

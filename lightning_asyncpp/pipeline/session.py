@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -28,8 +30,10 @@ from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, ProtocolError
 from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
+from lightning_asyncpp.pipeline.manifest import Manifest, Section
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems, version_problems
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
+from lightning_asyncpp.pipeline.ranks.manifests import agree_on_run, agree_on_section
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
@@ -45,6 +49,7 @@ class PipelineSession:
         timeout: of blocking communication; default: torch's.
 
     Attributes:
+        manifest: what the run is.
         watch: what is known of failures, and done about them.
         where_to_change: weights, in words that end the message about a change elsewhere.
         how_to_clip: gradients, in words that follow the message about torch's own function.
@@ -59,6 +64,7 @@ class PipelineSession:
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
         self.settings, self.timeout = settings, timeout
+        self.manifest = Manifest()
         self.watch = FailureWatch(settings.heartbeat)
         self.mesh: Mesh | None = None
         self.engine: Engine | None = None
@@ -82,9 +88,25 @@ class PipelineSession:
         if self.mesh is None or self.mesh.rank != rank or self.mesh.world_size != world_size:
             self.resolved = resolved
             self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank, placement=resolved.placement)
-            self.mesh.connect(self.timeout, self.settings.neighbour_ctas)
+            self.mesh.connect(
+                self.timeout, self.settings.neighbour_ctas, agree=partial(self._agree_at_first, self.mesh)
+            )
         self.watch.begin(self.mesh)
         return self.mesh
+
+    def agree(self, name: str, section: Section) -> None:
+        """Keep a section of the manifest, and compare it with those of all ranks; a collective call.
+
+        Raises:
+            ConfigurationError: ranks differ; every rank finds the same.
+        """
+        agree_on_section(self._connected(), name, self.manifest.keep(name, section))
+
+    def _agree_at_first(self, mesh: Mesh, group: dist.ProcessGroup) -> None:
+        """Compare what was kept before there was a connection."""
+        self.manifest.run = agree_on_run(mesh, self.manifest.run, group)
+        for name, section in self.manifest.sections.items():
+            agree_on_section(mesh, name, section, group)
 
     def cut(
         self,

@@ -26,6 +26,7 @@ from lightning_asyncpp.pipeline.ranks.process_groups import unbind_default_group
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
+from lightning_asyncpp.strategy_parts.identity import arguments_of, versions
 from lightning_asyncpp.strategy_parts.process_group import QUEUES_VARIABLE, backend_of, join_again, queue_warning
 from lightning_asyncpp.strategy_parts.store import store_listening_on
 
@@ -60,6 +61,8 @@ class PipelineStrategyMixin:
         """
         self.interface = arguments.interface
         self.session = PipelineSession(arguments.settings(self.delay), arguments.timeout)
+        self.session.manifest.keep("versions", versions())
+        self.session.manifest.keep("strategy", arguments_of(self, arguments, self.session.settings))
         sharded = arguments.state_dict_type == "sharded"
         self.checkpoints = CheckpointWriter(self.session, sharded, arguments.async_checkpoints)
 

@@ -22,12 +22,14 @@ from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.averages import averages_in
 from lightning_asyncpp.pipeline.cut.partition_choice import Example
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.optimizers import described
 from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers
 from lightning_asyncpp.pipeline.optimizers.steps import OneGradient
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.pipeline.updates.clipping import clip_values
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
+from lightning_asyncpp.strategy_parts.identity import described_model
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArguments
@@ -39,11 +41,12 @@ from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.collectives import Collectives
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
 from lightning_asyncpp.trainer.hooks.stale_reads import StaleReads
+from lightning_asyncpp.trainer.identity import hyper_parameters, schedulers_section
 from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
     HiddenExample,
-    grouping_problems,
+    grouping_of,
     leave_alone,
     modules_example,
     warn_of_state_dict,
@@ -102,6 +105,9 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
         leave_alone(module)
         weight_dtype = self.session.settings.weight_dtype
         agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
+        if self.session.stage is None or self.session.stage.model is not self._network():  # else it was compared whole
+            self.session.agree("model", described_model(self._network()))
+        self.session.agree("hyper-parameters", hyper_parameters(module))
         self._cut(
             self._network(), root=module, example=self._example(),
             averages=tuple(averages_in(trainer.callbacks)),  # type: ignore[attr-defined]
@@ -131,10 +137,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
                 )
             link_when_written(trainer, self.checkpoints.then)
             self.setup_optimizers(trainer)
-            unfit = optimizer_problems(self.optimizers, module)
-            assert self.session.stage is not None
-            unfit += grouping_problems(self.optimizers, module, self.session.stage)
-            agree_on_problems(self._mesh, unfit)
+            self._check_optimizer(trainer)
             self._attach_optimizer(trainer)
             self._stale_reads = StaleReads(module, self.session)
             self._stale_reads.install(trainer)
@@ -154,6 +157,16 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
             known = (text for sign, text in OPTIMIZER_ERRORS if sign in str(caught))
             error = next((ConfigurationError(text) for text in known), caught)
         agree_on_error(self._mesh, error)
+
+    def _check_optimizer(self, trainer: L.Trainer) -> None:
+        """Refuse an optimizer that a pipeline cannot use, and options in which ranks differ; a collective call."""
+        stage = self.session.stage
+        assert stage is not None
+        unfit = optimizer_problems(self.optimizers, self._module)
+        grouping = grouping_of(self.optimizers, self._module, stage)
+        agree_on_problems(self._mesh, unfit + grouping.problems)
+        self.session.agree("optimizer", described.options(self.optimizers[0], grouping.of_whole, stage.index))
+        self.session.agree("scheduler", schedulers_section(trainer))
 
     def _attach_optimizer(self, trainer: L.Trainer) -> None:
         optimizer = self.optimizers[0]

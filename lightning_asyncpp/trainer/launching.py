@@ -11,6 +11,7 @@ from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
+from lightning_asyncpp.trainer.identity import trainer_section
 
 
 class Launching(PipelineCheckpoints, DDPStrategy):
@@ -34,6 +35,8 @@ class Launching(PipelineCheckpoints, DDPStrategy):
     def setup_environment(self) -> None:
         private.check_launcher()
         super().setup_environment()
+        # Now: what comes next, hooks of callbacks among it, has collective calls that go by these.
+        self.session.agree("trainer", trainer_section(self._module.trainer))
 
     def gather_whole_model(self) -> None:
         """Bring the trained model to rank 0; a collective call."""

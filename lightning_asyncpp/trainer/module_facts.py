@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from lightning.pytorch import LightningModule
@@ -82,8 +82,20 @@ class HiddenExample:
         self._module.example_input_array = example
 
 
-def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, stage: Stage) -> list[str]:
-    """What is wrong with the groups of a stage that trains for the first time: they go by the position of parameters.
+class Grouping(NamedTuple):
+    """What is known of an optimizer's groups.
+
+    Attributes:
+        problems: what is wrong with those of a stage: they go by the position of parameters.
+        of_whole: the groups that the whole model's would have; None if nobody knows.
+    """
+
+    problems: list[str]
+    of_whole: Sequence[Mapping[str, Any]] | None
+
+
+def grouping_of(optimizers: Sequence[Optimizer], module: LightningModule, stage: Stage) -> Grouping:
+    """Compare the groups of a stage that trains for the first time with those of the whole model.
 
     Args:
         optimizers: as configure_optimizers made them.
@@ -92,8 +104,10 @@ def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, 
     """
     layers = stage.layers_elsewhere
     trained = [parameter for parameter in stage.parameters.values() if parameter.requires_grad]
-    if not layers or not optimizers or not may_go_by_position(optimizers, trained):
-        return []
+    if not optimizers or not may_go_by_position(optimizers, trained):
+        return Grouping([], optimizers[0].param_groups if optimizers else None)
+    if not layers:
+        return Grouping([], optimizers[0].param_groups if stage.num_stages == 1 else None)
     # What stages share has another name in the whole; their copies are compared with each other.
     shared = {stage.parameters[name] for name in names_on(stage.index, stage.whole.ties)}
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p not in shared}
@@ -106,8 +120,9 @@ def grouping_problems(optimizers: Sequence[Optimizer], module: LightningModule, 
             f" {error}",
             stacklevel=2,
         )
-        return []
-    return position_problems(options_of(optimizers, names), options_of(again, names))
+        return Grouping([], None)
+    problems = position_problems(options_of(optimizers, names), options_of(again, names))
+    return Grouping(problems, again[0].param_groups if again else None)
 
 
 @contextmanager

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.checkpoint.gathering import gather_stages
+from lightning_asyncpp.pipeline.checkpoint.resumed import go_on_from
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.tied_state import keep_once
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.manifest import MANIFEST
 from lightning_asyncpp.pipeline.optimizers.configured import name_of
 from lightning_asyncpp.pipeline.optimizers.state_by_name import (
     BY_PARAMETER,
@@ -56,6 +58,7 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
     engine = session.running()
     return {
         **facts(session),
+        MANIFEST: session.manifest.as_plain(),
         "engine": engine.state_dict(),
         OLDER: engine.weights.older() or {},
         MASTERS: (engine.weights.masters() or {}) if engine.weights.has_masters else {},
@@ -134,6 +137,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
             " the same, or load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
         )
     _say_what_changed(session, state)
+    go_on_from(session.manifest, state.get(MANIFEST))
     find = session.whole_model.find
     older = {
         name: tensor if (saved := find(state[OLDER], name)) is None else saved

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -126,7 +127,11 @@ class Mesh:
         return HostWork(started(dist.irecv(tensor, rank, group=self.groups.host, tag=tag)))
 
     def connect(
-        self, timeout: timedelta | None = None, most_ctas: int | None = None, direct: bool | None = None
+        self,
+        timeout: timedelta | None = None,
+        most_ctas: int | None = None,
+        direct: bool | None = None,
+        agree: Callable[[dist.ProcessGroup], None] = lambda group: None,
     ) -> None:
         """Make every process group up front, in the same order on every rank; a collective call.
 
@@ -134,6 +139,8 @@ class Mesh:
             timeout: of blocking communication in them; default: torch's.
             most_ctas: thread blocks of a message between neighbours; default: as many as NCCL wants.
             direct: whether tensors travel between neighbours by such groups; default: unless the backend is gloo.
+            agree: is called with the first group, of all ranks: which others there are goes by settings, in which ranks
+                may differ.
 
         The groups between neighbours, for tensors on devices, are made per direction: two ranks that share one
         communicator for both directions can each wait for the other's receive.
@@ -143,6 +150,7 @@ class Mesh:
         destroy_retired()
         # Headers, control messages and checks are host data whatever the device is.
         host = new_group(timeout, backend="gloo")
+        agree(host)
         # Each group on gloo keeps a thread that wakes a hundred times a second. Only replicas may need the second
         # one: an all-reduce of control messages may still run when another collective starts.
         groups = Groups(control=host if self.num_replicas == 1 else new_group(timeout, backend="gloo"), host=host)

@@ -1,0 +1,100 @@
+"""What a run is, in plain values: its ranks compare it when they start, its checkpoints carry it, a resume reads it.
+
+It has sections (``"versions"``, ``"strategy"``, ``"optimizer"``, ...) of named values. A name that one side lacks is
+not compared: what is not known is no difference.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+MANIFEST = "manifest"
+"""Entry of a checkpoint's state of a strategy in which it is."""
+Section = Mapping[str, Any]
+_MOST_CHARACTERS = 2**16  # of one value
+_NOTHING = object()
+
+
+@dataclass
+class Manifest:
+    """The identity of a run.
+
+    Attributes:
+        run: a name of the run, which goes with it through all its resumes.
+        attempt: 1, and one more with every resume.
+        sections: name -> values as JSON has them.
+    """
+
+    run: str = field(default_factory=lambda: secrets.token_hex(4))
+    attempt: int = 1
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def keep(self, name: str, section: Section) -> dict[str, Any]:
+        """Keep what is plain of a section, and return it."""
+        kept = {key: value for key, given in section.items() if (value := plain(given)) is not _NOTHING}
+        self.sections[name] = kept
+        return kept
+
+    def as_plain(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def of_plain(cls, saved: Any) -> Manifest | None:
+        """What :meth:`as_plain` returned; None of anything else, such as what an older release wrote."""
+        if not isinstance(saved, Mapping) or not isinstance(saved.get("sections"), Mapping):
+            return None
+        sections = {str(name): dict(part) for name, part in saved["sections"].items() if isinstance(part, Mapping)}
+        attempt = saved.get("attempt")
+        return cls(str(saved.get("run", "")), attempt if type(attempt) is int else 1, sections)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it; ``plain(object())`` of what is none."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and not value.is_meta else _NOTHING
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, str):
+        return value[:_MOST_CHARACTERS]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): found for key, child in value.items() if (found := plain(child)) is not _NOTHING}
+    if isinstance(value, (list, tuple)):
+        return [found for child in value if (found := plain(child)) is not _NOTHING]
+    return _NOTHING
+
+
+def text_of(value: Any) -> str:
+    """The same text for equal values, on every machine."""
+    return json.dumps(value, sort_keys=True)
+
+
+def changes(before: Section, now: Section) -> Iterator[tuple[str, str, str]]:
+    """What both sides name and do not agree in: the name, and both values in words."""
+    for name in now:
+        if name in before and text_of(before[name]) != text_of(now[name]):
+            old, new = in_words([before[name], now[name]])
+            yield name, old, new
+
+
+def in_words(values: Sequence[Any]) -> list[str]:
+    """Values that differ, for a message; of long texts the first line in which they do."""
+    if not all(isinstance(value, str) and "\n" in value for value in values):
+        return [repr(value) for value in values]
+    lines = [value.splitlines() for value in values]
+    longest = max(map(len, lines))
+    filled = [[*text, *[""] * (longest - len(text))] for text in lines]
+    first = next((row for row in zip(*filled) if len(set(row)) > 1), [""] * len(values))
+    return [repr(line.strip()) for line in first]

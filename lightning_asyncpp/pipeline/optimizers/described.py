@@ -1,0 +1,72 @@
+"""What an optimizer and its schedulers were told, in plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_asyncpp.pipeline.optimizers.configured import name_of
+
+# Names and tensors, and how a step is computed, which goes by the device.
+_NO_OPTIONS = frozenset(("params", "param_names", "name", "initial_lr", "fused", "foreach", "capturable"))
+_OF_GROUPS = frozenset(("base_lrs", "lr_lambdas", "last_epoch"))  # of a scheduler: a stage has its own
+
+
+def options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]] | None = None, stage: int = 0) -> dict[str, Any]:
+    """Name of an option -> value.
+
+    Args:
+        optimizer: of a stage.
+        groups: those of the whole model, if they are known; else the optimizer's own count.
+        stage: where it is; options of several groups that only a stage knows are named after it.
+    """
+    known = groups is not None
+    shown = optimizer.param_groups if groups is None else groups
+    found: dict[str, Any] = {"class": name_of(optimizer), **_of_corrections(optimizer)}
+    for index, group in enumerate(shown):
+        name = group.get("name") or (f"group {index}" if known else f"group {index} of stage {stage}")
+        prefix = f"{name}: " if len(shown) > 1 else ""
+        told = {**group, "lr": group["initial_lr"]} if "initial_lr" in group else group  # a schedule has changed it
+        found |= {f"{prefix}{key}": value for key, value in told.items() if key not in _NO_OPTIONS}
+    return found
+
+
+def schedule(schedulers: Sequence[Any]) -> dict[str, Any]:
+    """What schedulers of learning rates were told, but functions, which nobody can compare.
+
+    Args:
+        schedulers: with a ``state_dict()``, before they make their first step.
+    """
+    found = {}
+    for index, scheduler in enumerate(schedulers):
+        prefix = f"{index}: " if len(schedulers) > 1 else ""
+        found[f"{prefix}class"] = type(scheduler).__name__
+        state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+        found |= {f"{prefix}{key}": value for key, value in _told(state).items()}
+    return found
+
+
+def _of_corrections(optimizer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    while isinstance(optimizer, Optimizer):
+        found |= {f"{type(optimizer).__name__}: {n}": getattr(optimizer, n) for n in _own_options(optimizer)}
+        optimizer = getattr(optimizer, "base", None)
+    return found
+
+
+def _own_options(optimizer: Optimizer) -> Sequence[str]:
+    return tuple(name for name in getattr(optimizer, "option_names", ()) if hasattr(optimizer, name))
+
+
+def _told(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Its plain entries, and those of schedulers in it, which are a list."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if key == "_schedulers":
+            for index, inner in enumerate(value):
+                found |= _told(inner, f"{prefix}{index}: ")
+        elif key not in _OF_GROUPS and (not key.startswith("_") or key == "_milestones"):
+            found[f"{prefix}{key.lstrip('_')}"] = value
+    return found

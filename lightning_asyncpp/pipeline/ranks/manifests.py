@@ -1,0 +1,66 @@
+"""Ranks compare what they were started with, before anything is spent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.manifest import Section, in_words, text_of
+from lightning_asyncpp.pipeline.ranks.agreement import exchange
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+
+SAME = "all ranks of a run must be started with the same script, recipe, arguments and versions"
+
+
+def agree_on_section(mesh: Mesh, name: str, section: Section, group: dist.ProcessGroup | None = None) -> None:
+    """Refuse to go on where ranks differ in a section of their manifests; a blocking collective.
+
+    They exchange digests, and the whole only if these differ.
+
+    Args:
+        mesh: this rank's place.
+        name: of the section.
+        section: name -> plain value; what some ranks do not name is compared among the others.
+        group: of all ranks, over gloo, while the mesh has none.
+
+    Raises:
+        ConfigurationError: on every rank, with all differences, side by side.
+    """
+    mine = text_of(section)
+    if len(set(exchange(mesh, hashlib.sha256(mine.encode()).hexdigest(), group))) == 1:
+        return
+    by_rank = [json.loads(text) for text in exchange(mesh, mine, group)]
+    if problems := _problems(mesh, name, by_rank):
+        raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}; {SAME}"])
+
+
+def agree_on_run(mesh: Mesh, run: str, group: dist.ProcessGroup | None = None) -> str:
+    """The name of the run on rank 0; a blocking collective."""
+    return exchange(mesh, run, group)[0]
+
+
+def _problems(mesh: Mesh, section: str, by_rank: Sequence[dict[str, Any]]) -> list[str]:
+    names = {name: None for values in by_rank for name in values}
+    found = []
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, values in enumerate(by_rank):
+            if name in values:
+                ranks_of.setdefault(text_of(values[name]), []).append(rank)
+        if len(ranks_of) > 1:
+            words = in_words([json.loads(text) for text in ranks_of])
+            sides = [f"{word} on {_ranks(mesh, ranks)}" for word, ranks in zip(words, ranks_of.values())]
+            found.append(f"ranks differ in {section} {name}: it is {', '.join(sides[:-1])} and {sides[-1]}")
+    return found
+
+
+def _ranks(mesh: Mesh, ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} (stage {mesh.stage_of(ranks[0])})"
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"ranks {shown}"

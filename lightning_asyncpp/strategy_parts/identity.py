@@ -1,0 +1,45 @@
+"""Sections of a run's manifest that both frameworks' strategies have: versions, arguments, the model."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from torch import nn
+
+from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
+
+_PACKAGES = ("lightning_asyncpp", "lightning", "torch")
+_SHARED = ("state_dict_type", "async_checkpoints", "inexact_resume", "timeout")
+_OF_A_PROCESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")
+
+
+def versions() -> dict[str, Any]:
+    """Package -> version, of those that decide what is computed and what is sent."""
+    found: dict[str, Any] = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # a folder in the path
+            continue
+    return found
+
+
+def arguments_of(strategy: object, arguments: PipelineArguments, settings: PipelineSettings) -> dict[str, Any]:
+    """The arguments of a strategy that all ranks share, and its name."""
+    shared = {name: getattr(arguments, name) for name in _SHARED if hasattr(arguments, name)}
+    chosen = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return {"strategy": type(strategy).__name__, **chosen, **shared}
+
+
+def described_model(model: nn.Module) -> dict[str, Any]:
+    """A whole model as torch prints it, and its size; of a model that cannot be printed the size alone."""
+    found = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    try:
+        return {**found, "layers": _OF_A_PROCESS.sub("", repr(model))}
+    except Exception:  # a layer's own extra_repr
+        return found

@@ -1,0 +1,51 @@
+"""Sections of a run's manifest that a Trainer and its LightningModule have."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+
+from lightning_asyncpp.pipeline.optimizers.described import schedule
+
+SHARED = (
+    "max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches", "limit_val_batches",
+    "limit_test_batches", "limit_predict_batches", "overfit_batches", "fast_dev_run", "val_check_interval",
+    "check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "accumulate_grad_batches",
+    "gradient_clip_val", "gradient_clip_algorithm", "reload_dataloaders_every_n_epochs", "precision",
+)  # fmt: skip
+"""Arguments of a Trainer that all ranks must share."""
+_OF_A_PROCESS = re.compile("rank|device|host|node|port")
+
+
+def trainer_section(trainer: L.Trainer) -> dict[str, Any]:
+    """The Trainer's arguments, and which callbacks decide together about saving and stopping."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    deciding = [callback.state_key for callback in callbacks if isinstance(callback, (Checkpoint, EarlyStopping))]
+    return {**{name: getattr(trainer, name) for name in SHARED}, "checkpoint and early-stopping callbacks": deciding}
+
+
+def hyper_parameters(module: LightningModule) -> dict[str, Any]:
+    """What ``save_hyperparameters`` kept, but what may be a process's own."""
+    return dict(_flat(module.hparams))
+
+
+def schedulers_section(trainer: L.Trainer) -> dict[str, Any]:
+    """What schedulers were told, and when they step."""
+    configs = trainer.lr_scheduler_configs
+    steps = [[config.interval, config.frequency, config.monitor] for config in configs]
+    told = schedule([config.scheduler for config in configs])
+    return {**told, "interval, frequency and monitor": steps} if steps else {}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif not _OF_A_PROCESS.search(str(name)) and not (isinstance(value, str) and os.sep in value):
+            yield f"{prefix}{name}", value
