@@ -18,6 +18,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_asyncpp.storage.durable import ASIDE
+from lightning_asyncpp.storage.lock import is_locked_by_another
 
 PARTIAL = ".partial"
 """Ends the names of files and folders that are not complete."""
@@ -73,8 +74,11 @@ def aside_of(path: Path) -> list[Path]:
 def remove_leftovers(path: Path) -> None:
     """Remove what earlier attempts to write ``path`` left, which ended with their process.
 
-    What had the name before, and was moved aside by one that could not give it to the new one, gets it back.
+    What had the name before, and was moved aside by one that could not give it to the new one, gets it back. Where
+    another process writes, all stays: it may be about to give what it wrote its name.
     """
+    if is_locked_by_another(path.parent):
+        return
     for aside in aside_of(path):
         if os.path.lexists(path):
             remove(aside)

@@ -41,7 +41,7 @@ from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.collectives import Collectives
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
 from lightning_asyncpp.trainer.hooks.stale_reads import StaleReads
-from lightning_asyncpp.trainer.identity import hyper_parameters, schedulers_section
+from lightning_asyncpp.trainer.identity import checkpoint_folders, hyper_parameters, schedulers_section
 from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
@@ -135,6 +135,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
                     f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
                     " while an update is applied; look at them in on_before_optimizer_step"
                 )
+            self.checkpoints.lease(checkpoint_folders(trainer))
             link_when_written(trainer, self.checkpoints.then)
             self.setup_optimizers(trainer)
             self._check_optimizer(trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
 from lightning_asyncpp.pipeline.optimizers.described import schedule
+from lightning_asyncpp.storage.names import local_path
 
 SHARED = (
     "max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches", "limit_val_batches",
@@ -28,6 +30,13 @@ def trainer_section(trainer: L.Trainer) -> dict[str, Any]:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     deciding = [callback.state_key for callback in callbacks if isinstance(callback, (Checkpoint, EarlyStopping))]
     return {**{name: getattr(trainer, name) for name in SHARED}, "checkpoint and early-stopping callbacks": deciding}
+
+
+def checkpoint_folders(trainer: L.Trainer) -> list[Path]:
+    """Where its callbacks will write, as far as that is known, on this machine, and there."""
+    given = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    local = [local_path(folder) for folder in given if folder is not None]
+    return [folder for folder in local if folder is not None and folder.is_dir()]
 
 
 def hyper_parameters(module: LightningModule) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -27,6 +27,7 @@ from lightning_asyncpp.pipeline.failures.at_exit import AtExit, uncaught
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, exchange
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.storage.names import local_path
 from lightning_asyncpp.storage.nested import merged
 from lightning_asyncpp.storage.sharded import Shard, Target, commit, give_up, new_target, shard_name, write_shard
@@ -46,10 +47,14 @@ class CheckpointWriter:
         session: the pipeline whose checkpoints they are.
         sharded: whether every stage writes its part of a folder, instead of rank 0 one file.
         in_background: whether training goes on while files are written; one save at a time.
+
+    Attributes:
+        leases: the folders that they go to.
     """
 
     def __init__(self, session: PipelineSession, sharded: bool = False, in_background: bool = False) -> None:
         self.session, self.sharded, self.in_background = session, sharded, in_background
+        self.leases = Leases()
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         self._at_exit: AtExit | None = None  # a script may end without a word
@@ -68,7 +73,7 @@ class CheckpointWriter:
         if self._mesh.rank == 0:
             if self.in_background:  # the next mini-batch changes them
                 content = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), content)
-            write = partial(files.save_checkpoint, content, path, *options)
+            write = partial(self._write_file, path, partial(files.save_checkpoint, content, path, *options))
         self._run(lambda mesh, group: _together(mesh, group, write))
 
     def save_folder(self, path: Any, part: Mapping[str, Any], beside: Mapping[str, Any]) -> None:
@@ -92,11 +97,28 @@ class CheckpointWriter:
         skeletons, tensors = gather_skeletons(mesh, dict(part), name_of=shard_name)
         # Now, and not in the background: the next mini-batch changes them.
         tensors = {name: tensor.to("cpu", copy=self.in_background) for name, tensor in tensors.items()}
-        target = _agreed_target(mesh, folder)
+        target = self._agreed_target(mesh, folder)
         if self.in_background:
             beside = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), beside)
         run, about = {**beside, **(merged(skeletons) if skeletons else {})}, facts(self.session)
         self._run(lambda mesh, group: _write_folder(mesh, group, target, tensors, run, about))
+
+    def lease(self, folders: Iterable[Path]) -> None:
+        """The run begins, and nobody else may write into its folders, until :meth:`close`; a collective call.
+
+        Args:
+            folders: on rank 0, those that are known already. What saves add is taken with them.
+
+        Raises:
+            StorageError: another run writes into one of them; on every rank, or a quotation.
+        """
+        self.leases.begin({"run": self.session.manifest.run})
+
+        def hold() -> None:
+            for folder in folders:
+                self.leases.hold(folder)
+
+        _together(self._mesh, None, hold if self._mesh.rank == 0 else _nothing)
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove an older checkpoint, after what is being written now is there."""
@@ -138,6 +160,7 @@ class CheckpointWriter:
             if self._at_exit is not None:
                 self._at_exit.cancel()
                 self._at_exit = None
+            self.leases.end()
 
     def _run(self, job: Callable[[Mesh, dist.ProcessGroup | None], None]) -> None:
         """Do what all ranks do together, here or in the background, where they agree in a group of their own."""
@@ -150,17 +173,26 @@ class CheckpointWriter:
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending.append(self._executor.submit(job, mesh, group))
 
+    def _write_file(self, path: Any, write: Callable[[], None]) -> None:
+        if (local := local_path(path)) is not None:
+            self.leases.hold(local.parent)
+        write()
+
+    def _agreed_target(self, mesh: Mesh, folder: Path) -> Target:
+        """Where a save goes, chosen on rank 0."""
+        chosen: list[Target] = []
+
+        def choose() -> None:
+            self.leases.hold(folder.parent)
+            chosen.append(new_target(folder))
+
+        _together(mesh, None, choose if mesh.rank == 0 else _nothing)
+        return Target(*json.loads(exchange(mesh, json.dumps(chosen[0]) if chosen else "")[0]))
+
     @property
     def _mesh(self) -> Mesh:
         assert self.session.mesh is not None, "checkpoints are saved by a pipeline that is connected"
         return self.session.mesh
-
-
-def _agreed_target(mesh: Mesh, folder: Path) -> Target:
-    """Where a save goes, chosen on rank 0."""
-    chosen: list[Target] = []
-    _together(mesh, None, (lambda: chosen.append(new_target(folder))) if mesh.rank == 0 else _nothing)
-    return Target(*json.loads(exchange(mesh, json.dumps(chosen[0]) if chosen else "")[0]))
 
 
 def _write_folder(

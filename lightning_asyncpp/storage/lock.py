@@ -1,0 +1,94 @@
+"""A lock on a folder, which the system lifts when the process that has it ends, however it ends.
+
+The file ``.lease`` in the folder is locked (``flock``), and says who has it. Without a lock the file means nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+LEASE = ".lease"
+"""Name of the file."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_EVERY_SECONDS = 0.2
+_of_this_process: set[Path] = set()
+
+
+class FolderLock:
+    """The lock of a folder, of this process.
+
+    Args:
+        folder: it is there.
+        about: who this is, for others.
+        patience: seconds to wait for another process that has it.
+
+    Raises:
+        BlockingIOError: another process still has it.
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, about: Callable[[], bytes], patience: float) -> None:
+        self._folder = folder.resolve()
+        self._file = self._folder / LEASE
+        self._descriptor: int | None = None
+        deadline = time.monotonic() + patience
+        while not self._try(about):
+            if time.monotonic() >= deadline:
+                raise BlockingIOError(errno.EAGAIN, "another process has the lock", str(self._file))
+            time.sleep(_EVERY_SECONDS)
+        _of_this_process.add(self._folder)
+
+    def release(self) -> None:
+        """Give it up, and remove the file."""
+        if self._descriptor is not None:
+            with suppress(OSError):  # the folder may be gone
+                self._file.unlink()
+            os.close(self._descriptor)
+            self._descriptor = None
+        _of_this_process.discard(self._folder)
+
+    def _try(self, about: Callable[[], bytes]) -> bool:
+        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(descriptor).st_nlink:  # who had it removed it meanwhile
+                os.close(descriptor)
+                return False
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _NO_LOCKS:  # nobody can have one in this file system
+                return True
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
+        with suppress(OSError):  # a full disk, of which whoever writes next will tell
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, about(), 0)
+        self._descriptor = descriptor
+        return True
+
+
+def is_locked_by_another(folder: Path) -> bool:
+    """Whether another process has the lock of a folder."""
+    folder = folder.resolve()
+    if folder in _of_this_process:
+        return False
+    try:
+        descriptor = os.open(folder / LEASE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,153 @@
+"""A folder of checkpoints belongs to one run at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asyncpp.storage import lease
+from lightning_asyncpp.storage.lease import Leases
+from lightning_asyncpp.storage.lock import LEASE, FolderLock, is_locked_by_another
+from lightning_asyncpp.storage.names import StorageError, beside
+from lightning_asyncpp.storage.whole import load_file, save_file
+from tests.workers import end_with_parent, worker_context
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "PATIENCE_SECONDS", 0.0)
+
+
+@contextmanager
+def another_run(folder: Path) -> Iterator[Any]:
+    """A process that writes into a folder, and is killed at the end."""
+    here, there = Pipe()
+    process = worker_context().Process(target=_write_until_killed, args=(folder, there), daemon=True)
+    process.start()
+    assert here.recv() == "holds"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def _write_until_killed(folder: Path, said: Any) -> None:
+    end_with_parent()
+    leases = Leases()
+    leases.begin({"run": "3f2a"})
+    leases.hold(folder)
+    said.send("holds")
+    signal.pause()
+
+
+def test_a_folder_of_another_run_is_refused_until_it_is_dead(tmp_path: Path) -> None:
+    own = Leases()
+    own.begin({"run": "b"})
+    with another_run(tmp_path) as other:
+        for _ in range(2):
+            with pytest.raises(
+                StorageError, match=rf"{tmp_path} is where another run .*run 3f2a, .*process {other.pid}"
+            ):
+                own.hold(tmp_path)
+        with pytest.raises(StorageError, match="another dirpath of ModelCheckpoint"):
+            Leases().hold(tmp_path)  # also for a single save
+        own.hold(tmp_path / "beside")
+    own.hold(tmp_path)  # killed, which leaves the file
+    assert json.loads((tmp_path / LEASE).read_text())["run"] == "b"
+    own.end()
+    assert os.listdir(tmp_path) == ["beside"]
+    assert not os.listdir(tmp_path / "beside")
+
+
+def test_what_ends_meanwhile_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "PATIENCE_SECONDS", 20.0)
+    with another_run(tmp_path) as other:
+        monkeypatch.setattr("time.sleep", lambda seconds: other.kill())
+        Leases().hold(tmp_path)
+
+
+def test_a_process_does_not_compete_with_itself(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    first, second = Leases(), Leases()
+    for leases, name in ((first, "run"), (second, "link"), (first, "run/../link")):
+        leases.begin({})
+        leases.hold(tmp_path / name)
+    Leases().hold(tmp_path / "link")
+    assert not is_locked_by_another(tmp_path / "link")
+    second.end()
+    assert (tmp_path / "run" / LEASE).exists()
+    first.end()
+    first.end()
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_no_trace_is_left_by_a_save_alone(tmp_path: Path) -> None:
+    Leases().hold(tmp_path / "new")
+    assert os.listdir(tmp_path / "new") == []
+
+
+def test_what_another_run_is_writing_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    partial = beside(path)
+    with another_run(tmp_path):
+        partial.write_text("half of it")
+        save_file({"x": torch.ones(2)}, path)  # such as `asyncpp checkpoint convert`
+        assert partial.exists()
+        assert load_file(path)["x"].tolist() == [1, 1]
+    save_file({"x": torch.zeros(2)}, path)
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    leases = Leases()
+    leases.begin({})
+    leases.hold(tmp_path)
+    assert not is_locked_by_another(tmp_path)
+    leases.end()
+
+
+def test_a_lock_is_of_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who had it removes the file after another process has opened it, and before that one locks it."""
+    flock, calls = fcntl.flock, []
+
+    def late(descriptor: int, how: int) -> None:
+        calls.append(how)
+        if len(calls) == 1:
+            (tmp_path / LEASE).unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    lock = FolderLock(tmp_path, lambda: b"{}", patience=5.0)
+    assert len(calls) == 2
+    assert (tmp_path / LEASE).read_text() == "{}"
+    lock.release()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=f"no checkpoint can be written into {tmp_path / 'file' / 'x'}"):
+        Leases().hold(tmp_path / "file" / "x")
+
+
+def test_who_has_it_may_not_say_who_it_is(tmp_path: Path) -> None:
+    with another_run(tmp_path):
+        (tmp_path / LEASE).write_text("garbage")
+        with pytest.raises(StorageError, match="it does not say who it is"):
+            Leases().hold(tmp_path)
