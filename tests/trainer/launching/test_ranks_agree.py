@@ -1,0 +1,197 @@
+"""Ranks that were started with something else are refused before the first batch, with both values; nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+
+from lightning_asyncpp.strategy_parts import identity, mixin
+from tests.trainer.pool import Pools
+from tests.trainer.runs import Net, Run, fit
+
+
+class Told(Net):
+    """Its hyper-parameters are those of this process."""
+
+    def __init__(self, run: Run, own: Own | None = None) -> None:
+        super().__init__(run)
+        self.own = own or Own()
+        self.save_hyperparameters(self.own.hyper_parameters)
+        if self.own.activation is not None:
+            self.model = nn.Sequential(*self.model, self.own.activation)
+
+    def configure_optimizers(self) -> Any:
+        own = self.own
+        decayed, others = [], []
+        for name, parameter in self.named_parameters():
+            (decayed if name.endswith("weight") else others).append(parameter)
+        groups = [{"params": decayed, "weight_decay": own.decay}, {"params": others, "weight_decay": 0.0}]
+        optimizer = own.optimizer(groups if own.groups else self.parameters())
+        steps = torch.optim.lr_scheduler.StepLR(optimizer, own.period)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": own.interval}}
+
+
+def adamw(**options: Any) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, **{"lr": 0.01, **options})
+
+
+@dataclass
+class Own:
+    """What a process may be told otherwise."""
+
+    optimizer: Callable[..., torch.optim.Optimizer] = field(default_factory=adamw)
+    groups: bool = False
+    decay: float = 0.1
+    period: int = 3
+    interval: str = "step"
+    activation: nn.Module | None = None
+    hyper_parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+OTHER: dict[str, tuple[dict[str, Any], str]] = {
+    # what the last rank is told otherwise: of the run, or of its module -> what all ranks say
+    "lr": ({"optimizer": adamw(lr=0.1)}, "optimizer lr: it is 0.01 on rank 0 .stage 1. and 0.1 on rank 1 .stage 0."),
+    "class": ({"optimizer": sgd}, "optimizer class: it is 'AdamW' on rank 0 .stage 1. and 'SGD' on rank 1"),
+    "betas": ({"optimizer": adamw(betas=(0.9, 0.95))}, r"optimizer betas: it is \[0.9, 0.999\] on .* \[0.9, 0.95\] on"),
+    "a group": ({"groups": True, "decay": 0.2}, "optimizer group 0: weight_decay: it is 0.1 on .* and 0.2 on"),
+    "scheduler": ({"period": 4}, "scheduler step_size: it is 3 on .* and 4 on"),
+    "its steps": ({"interval": "epoch"}, "scheduler interval, frequency and monitor"),
+    "layer": ({"activation": nn.Dropout(0.2)}, r"model layers: it is '\(\d\): Dropout\(p=0.1.*' on .*Dropout\(p=0.2"),
+    "hyper-parameter": ({"hyper_parameters": {"width": 8}}, "hyper-parameters width: it is 4 on .* and 8 on"),
+    "clipping": ({"trainer": {"gradient_clip_val": 0.5}}, "trainer gradient_clip_val: it is None on .* and 0.5 on"),
+    "accumulation": ({"trainer": {"accumulate_grad_batches": 2}}, "trainer accumulate_grad_batches: it is 1 on"),
+    "sanity": ({"trainer": {"num_sanity_val_steps": 2}}, "trainer num_sanity_val_steps: it is 0 on .* and 2 on"),
+    "length": ({"trainer": {"limit_train_batches": 3}}, "trainer limit_train_batches: it is 1.0 on .* and 3 on"),
+    "saves": (
+        {"callbacks": ((ModelCheckpoint, {"every_n_train_steps": 2}),), "trainer": {"enable_checkpointing": True}},
+        "checkpoint and early-stopping callbacks",
+    ),
+    "stops": ({"callbacks": ((EarlyStopping, {"monitor": "train_loss"}),)}, "checkpoint and early-stopping callbacks"),
+    "start": ({"options": {"synchronous_start": 2}}, "strategy synchronous_start: it is 0 on .* and 2 on"),
+    "slack": ({"options": {"staleness": "least", "slack": 1}}, "2 problems:\n.*staleness: it is 'uniform' on"),
+    "policy": ({"options": {"nonfinite_gradients": "skip"}}, "nonfinite_gradients: it is 'stop' on .* and 'skip' on"),
+    "replicas": ({"options": {"data_parallel_size": 2}}, "strategy data_parallel_size: it is 1 on .* and 2 on"),
+    "form": ({"options": {"state_dict_type": "sharded"}}, "strategy state_dict_type: it is 'full' on .* 'sharded' on"),
+    "background": ({"options": {"async_checkpoints": True}}, "strategy async_checkpoints: it is False on .* True on"),
+    "timeout": ({"options": {"timeout": timedelta(seconds=99)}}, "strategy timeout: it is 1800.0 on .* and 99.0 on"),
+    "strategy": ({"strategy": "sync"}, "strategy strategy: it is 'Async.*' on .* 'Sync.*' on"),
+}  # fmt: skip
+
+
+SAME: dict[str, dict[str, Any]] = {  # what both are told, for the other to be one of the same kind
+    "a group": {"groups": True},
+    "layer": {"activation": nn.Dropout(0.1)},
+    "hyper-parameter": {"hyper_parameters": {"width": 4}},
+}
+
+
+def train(told: dict[str, Any]) -> None:
+    """A run of what this rank is told."""
+    of_module = {entry.name for entry in fields(Own)}
+    own = Own(**{name: value for name, value in told.items() if name in of_module})
+    of_run = {name: value for name, value in told.items() if name not in of_module}
+    run = Run(lambda run: Told(run, own), samples=16)
+    of_run["options"] = {"micro_batches": 2, **of_run.get("options", {})}
+    fit(replace(run, **of_run))
+
+
+def train_by_name(name: str) -> None:
+    """A run in which rank 1 is told something else."""
+    train({**SAME.get(name, {}), **(OTHER[name][0] if os.environ["RANK"] == "1" else {})})
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_ranks_must_share(pools: Pools, name: str) -> None:
+    outcomes = pools.outcomes(2, train_by_name, name)
+    assert [outcome.error for outcome in outcomes] == ["ConfigurationError"] * 2, outcomes
+    for outcome in outcomes:
+        assert re.search(OTHER[name][1], outcome.message, re.DOTALL), outcome.message
+        assert "all ranks of a run must be started with the same script" in outcome.message
+
+
+def other_versions() -> None:
+    """Rank 1 has another torch, and is told another learning rate, which nobody gets to."""
+    found = {**identity.versions(), **({"torch": "2.11.9"} if os.environ["RANK"] == "1" else {})}
+    with mock.patch.object(mixin, "versions", lambda: found):
+        train_by_name("lr")
+
+
+def test_other_versions(pools: Pools) -> None:
+    for outcome in pools.outcomes(2, other_versions):
+        assert outcome.error == "ConfigurationError"
+        assert f"versions torch: it is {torch.__version__.partition('+')[0]}" in outcome.message.replace("'", "")
+        assert "2.11.9" in outcome.message
+
+
+class ByLayer(Net):
+    """Every layer has a group of its own, with a learning rate of its own, as where rates decay with depth."""
+
+    def configure_optimizers(self) -> Any:
+        rank = os.environ["RANK"]
+        self.save_hyperparameters({"local_rank": rank, "device_name": f"cuda:{rank}", "data": f"/scratch/{rank}"})
+        groups = [
+            {"params": list(layer.parameters()), "lr": 0.01 * 0.9**index}
+            for index, layer in enumerate(self.model)
+            if any(True for _ in layer.parameters())
+        ]
+        return torch.optim.AdamW(groups)
+
+
+class Printed(nn.Module):
+    """Shows where it is in the memory of a process."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def extra_repr(self) -> str:
+        return f"function={object()!r}, device=cuda:{os.environ['RANK']}"
+
+
+class Unprintable(Printed):
+    def extra_repr(self) -> str:
+        raise RuntimeError("of this rank")
+
+
+class WithPrinted(ByLayer):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Sequential(*self.model, Printed())
+        self.save_hyperparameters({"local_rank": os.environ["RANK"], "data": f"/scratch/{os.environ['RANK']}"})
+
+
+class WithUnprintable(ByLayer):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Sequential(*self.model, Unprintable())
+
+
+@pytest.mark.parametrize("module", [ByLayer, WithPrinted, WithUnprintable])
+def test_what_a_process_may_have_of_its_own(pools: Pools, module: Any) -> None:
+    pools.run(2, fit, Run(module, samples=16, options={"micro_batches": 2}))
+
+
+def test_replicas_that_differ(pools: Pools) -> None:
+    outcomes = pools.outcomes(4, train_replica_by_name, "lr")
+    for outcome in outcomes:
+        assert outcome.error == "ConfigurationError"
+        assert "optimizer lr: it is 0.01 on ranks 0, 2, 3 and 0.1 on rank 1 (stage 0)" in outcome.message
+
+
+def train_replica_by_name(name: str) -> None:
+    """As :func:`train_by_name`, with two replicas."""
+    other = OTHER[name][0] if os.environ["RANK"] == "1" else {}
+    train({"options": {"data_parallel_size": 2}, **other})
