@@ -43,8 +43,7 @@ def exchange_bytes(mesh: Mesh, encoded: bytes, group: dist.ProcessGroup | None =
     if mesh.groups is None and group is None:
         return [encoded]
     with lost_peers():
-        group = group or (mesh.groups.host if mesh.groups is not None else None)
-        assert group is not None
+        group = group or mesh.groups.host  # type: ignore[union-attr]  # one of the two is there
         sizes = [int(size) for size in _gather(mesh, torch.tensor([len(encoded)]), group)]
         if not 0 <= min(sizes) <= max(sizes) <= _MOST_BYTES:
             raise different_calls(f"they exchange texts of {sizes} bytes, of which {_MOST_BYTES} is the most")

@@ -126,7 +126,7 @@ def test_what_ranks_must_share(pools: Pools, name: str) -> None:
 def other_versions() -> None:
     """Rank 1 has another torch, and is told another learning rate, which nobody gets to."""
     found = {**identity.versions(), **({"torch": "2.11.9"} if os.environ["RANK"] == "1" else {})}
-    with mock.patch.object(mixin, "versions", lambda: found):
+    with mock.patch.object(mixin, "versions", return_value=found):
         train_by_name("lr")
 
 
