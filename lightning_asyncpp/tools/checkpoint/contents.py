@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.batches import tree
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT, PIPELINE, TRAINER, WEIGHTS, Origin, origin_of
 from lightning_asyncpp.pipeline.checkpoint.state import MASTERS, OLDER, with_staleness
+from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
@@ -141,6 +142,7 @@ def describe(path: Path) -> dict[str, Any]:
     content = load(path)
     contents = contents_of(content)
     entries = content if isinstance(content, Mapping) else {}
+    manifest = Manifest.of_plain(contents.strategy.get(MANIFEST))
     weights = tensors_of(contents.parts["weights"])
     elements = Counter[str]()
     for tensor in weights:
@@ -157,6 +159,7 @@ def describe(path: Path) -> dict[str, Any]:
         "parameters": sum(t.numel() for t in weights if t.is_floating_point()) if weights else None,
         "dtypes": dict(elements.most_common()),
         "lightning_version": _plain(entries.get(_LIGHTNING)),
+        "manifest": manifest.as_plain() if manifest else None,
         **_of_index(path),
         "bytes": {name: _num_bytes(part) for name, part in contents.parts.items()},
         "bytes_on_disk": size_on_disk(path),
@@ -180,6 +183,7 @@ def table(facts: Mapping[str, Any]) -> str:
     shown = {
         "checkpoint": f"{facts['path']}, {facts['form']}{_parts(facts)}",
         "origin": facts["description"],
+        **_of_manifest(facts["manifest"]),
         "progress": _joined(facts, progress),
         "run": _joined(facts, pipeline),
         "model": f"{facts['parameters']:,} parameters" if facts["parameters"] is not None else "",
@@ -189,6 +193,15 @@ def table(facts: Mapping[str, Any]) -> str:
         "on disk": f"{facts['bytes_on_disk']:,} bytes",
     }
     return "\n".join(f"{name:<22}{text}" for name, text in shown.items() if text)
+
+
+def _of_manifest(manifest: Mapping[str, Any] | None) -> dict[str, str]:
+    """What the run is called, and what it was told, but what other lines say or is long."""
+    if manifest is None:
+        return {}
+    named = {f"{name} ": part for name, part in manifest["sections"].items() if name not in ("model", "strategy")}
+    told = {name: ", ".join(f"{key} {value}" for key, value in part.items()) for name, part in named.items()}
+    return {"name of the run": f"{manifest['run']}, started {manifest['attempt']} time(s)", **told}
 
 
 def _of_strategy(contents: Contents) -> dict[str, Any]:

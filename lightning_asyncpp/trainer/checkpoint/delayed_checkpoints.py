@@ -15,7 +15,10 @@ from typing_extensions import override
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
+from lightning_asyncpp.storage.lease import Leases
+from lightning_asyncpp.storage.names import local_path
 from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import TrainerCheckpoints
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
@@ -27,8 +30,12 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
     Attributes:
         emulator: keeps the older weights; ``None`` before there is an optimizer.
         progress: what goes on with a run beside its weights.
+        manifest: what the run is.
+        leases: the folders that it writes into.
     """
 
+    manifest: Manifest
+    leases: Leases
     emulator: DelayEmulator | None
     progress: Progress
     _emulated: LightningModule | None  # the module that the emulator belongs to
@@ -53,7 +60,10 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.emulator is not None and "optimizer_states" in checkpoint:  # else weights only
             own = self.progress.state(self._module.trainer, self._module, {})
-            checkpoint[DELAYED_GRADIENT] = {**self.emulator.state_dict(), PROGRESS: self._of_all_ranks(own)}
+            state = {MANIFEST: self.manifest.as_plain(), PROGRESS: self._of_all_ranks(own)}
+            checkpoint[DELAYED_GRADIENT] = {**self.emulator.state_dict(), **state}
+        if self.is_global_zero and (local := local_path(filepath)) is not None:
+            self.leases.hold(local.parent)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
