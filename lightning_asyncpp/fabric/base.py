@@ -124,7 +124,8 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         self._empty_optimizers.end()
         with self.session.watch.collective():
             agree_on_problems(self._mesh, refusals.optimizer_problems(self.session, optimizer))
-            self.session.agree("optimizer", described.options(optimizer, None, self._mesh.stage))
+            self.session.agree("optimizer", described.rule(optimizer))
+            self.session.agree("optimizer's", described.options(optimizer, None, self._mesh.stage))
             self.session.finish()
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")

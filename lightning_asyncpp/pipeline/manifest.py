@@ -91,7 +91,7 @@ def changes(before: Section, now: Section) -> Iterator[tuple[str, str, str]]:
 
 def in_words(values: Sequence[Any]) -> list[str]:
     """Values that differ, for a message; of long texts the first line in which they do."""
-    if not all(isinstance(value, str) and "\n" in value for value in values):
+    if not (all(isinstance(value, str) for value in values) and any("\n" in value for value in values)):
         return [repr(value) for value in values]
     lines = [value.splitlines() for value in values]
     longest = max(map(len, lines))

@@ -166,7 +166,9 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
         unfit = optimizer_problems(self.optimizers, self._module)
         grouping = grouping_of(self.optimizers, self._module, stage)
         agree_on_problems(self._mesh, unfit + grouping.problems)
-        self.session.agree("optimizer", described.options(self.optimizers[0], grouping.of_whole, stage.index))
+        optimizer = self.optimizers[0]
+        self.session.agree("optimizer", described.rule(optimizer))
+        self.session.agree("optimizer's", described.options(optimizer, grouping.of_whole, stage.index))
         self.session.agree("scheduler", schedulers_section(trainer))
 
     def _attach_optimizer(self, trainer: L.Trainer) -> None:

@@ -169,7 +169,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self.manifest.keep("trainer", trainer_section(module.trainer))
         self.manifest.keep("model", described_model(network if isinstance(network, nn.Module) else module))
         self.manifest.keep("hyper-parameters", hyper_parameters(module))
-        self.manifest.keep("optimizer", described.options(self.optimizers[0], self.optimizers[0].param_groups))
+        self.manifest.keep("optimizer", described.rule(self.optimizers[0]))
+        self.manifest.keep("optimizer's", described.options(self.optimizers[0], self.optimizers[0].param_groups))
         self.manifest.keep("scheduler", schedulers_section(module.trainer))
         go_on_from(self.manifest, (self._loaded_state or {}).get(MANIFEST))
         if self.is_global_zero:

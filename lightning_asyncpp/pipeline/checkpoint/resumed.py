@@ -8,8 +8,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_asyncpp.pipeline.manifest import Manifest, changes
 
-_AS_ASKED = ("versions", "trainer", "hyper-parameters")
-_RESTORED = ("optimizer", "scheduler")
+_AS_ASKED = ("versions", "trainer", "hyper-parameters", "optimizer")
+_RESTORED = ("optimizer's", "scheduler")
 
 
 def go_on_from(manifest: Manifest, saved: Any) -> None:

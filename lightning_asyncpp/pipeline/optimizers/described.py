@@ -14,8 +14,20 @@ _NO_OPTIONS = frozenset(("params", "param_names", "name", "initial_lr", "fused",
 _OF_GROUPS = frozenset(("base_lrs", "lr_lambdas", "last_epoch"))  # of a scheduler: a stage has its own
 
 
+def rule(optimizer: Optimizer) -> dict[str, Any]:
+    """What it is: its class, and what corrections around it were told; no checkpoint changes that."""
+    found: dict[str, Any] = {"class": name_of(optimizer)}
+    inner: Any = optimizer
+    while isinstance(inner, Optimizer):
+        kind = type(inner).__name__
+        told = (name for name in getattr(inner, "option_names", ()) if hasattr(inner, name))
+        found |= {f"{kind}: {name}": getattr(inner, name) for name in told}
+        inner = getattr(inner, "base", None)
+    return found
+
+
 def options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]] | None = None, stage: int = 0) -> dict[str, Any]:
-    """Name of an option -> value.
+    """Name of an option of its groups -> value; a checkpoint brings its own.
 
     Args:
         optimizer: of a stage.
@@ -24,7 +36,7 @@ def options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]] | None = N
     """
     known = groups is not None
     shown = optimizer.param_groups if groups is None else groups
-    found: dict[str, Any] = {"class": name_of(optimizer), **_of_corrections(optimizer)}
+    found: dict[str, Any] = {}
     for index, group in enumerate(shown):
         name = group.get("name") or (f"group {index}" if known else f"group {index} of stage {stage}")
         prefix = f"{name}: " if len(shown) > 1 else ""
@@ -46,18 +58,6 @@ def schedule(schedulers: Sequence[Any]) -> dict[str, Any]:
         state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
         found |= {f"{prefix}{key}": value for key, value in _told(state).items()}
     return found
-
-
-def _of_corrections(optimizer: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    while isinstance(optimizer, Optimizer):
-        found |= {f"{type(optimizer).__name__}: {n}": getattr(optimizer, n) for n in _own_options(optimizer)}
-        optimizer = getattr(optimizer, "base", None)
-    return found
-
-
-def _own_options(optimizer: Optimizer) -> Sequence[str]:
-    return tuple(name for name in getattr(optimizer, "option_names", ()) if hasattr(optimizer, name))
 
 
 def _told(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

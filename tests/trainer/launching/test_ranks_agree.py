@@ -64,10 +64,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
     # what the last rank is told otherwise: of the run, or of its module -> what all ranks say
-    "lr": ({"optimizer": adamw(lr=0.1)}, "optimizer lr: it is 0.01 on rank 0 .stage 1. and 0.1 on rank 1 .stage 0."),
+    "lr": ({"optimizer": adamw(lr=0.1)}, "optimizer's lr: it is 0.01 on rank 0 .stage 1. and 0.1 on rank 1 .stage 0."),
     "class": ({"optimizer": sgd}, "optimizer class: it is 'AdamW' on rank 0 .stage 1. and 'SGD' on rank 1"),
-    "betas": ({"optimizer": adamw(betas=(0.9, 0.95))}, r"optimizer betas: it is \[0.9, 0.999\] on .* \[0.9, 0.95\] on"),
-    "a group": ({"groups": True, "decay": 0.2}, "optimizer group 0: weight_decay: it is 0.1 on .* and 0.2 on"),
+    "betas": ({"optimizer": adamw(betas=(0.9, 0.95))}, r"optimizer's betas: it is \[0.9, 0.999\] on .* and"),
+    "a group": ({"groups": True, "decay": 0.2}, "optimizer's group 0: weight_decay: it is 0.1 on .* and 0.2 on"),
     "scheduler": ({"period": 4}, "scheduler step_size: it is 3 on .* and 4 on"),
     "its steps": ({"interval": "epoch"}, "scheduler interval, frequency and monitor"),
     "layer": ({"activation": nn.Dropout(0.2)}, r"model layers: it is '\(\d\): Dropout\(p=0.1.*' on .*Dropout\(p=0.2"),
@@ -188,7 +188,7 @@ def test_replicas_that_differ(pools: Pools) -> None:
     outcomes = pools.outcomes(4, train_replica_by_name, "lr")
     for outcome in outcomes:
         assert outcome.error == "ConfigurationError"
-        assert "optimizer lr: it is 0.01 on ranks 0, 2, 3 and 0.1 on rank 1 (stage 0)" in outcome.message
+        assert "optimizer's lr: it is 0.01 on ranks 0, 2, 3 and 0.1 on rank 1 (stage 0)" in outcome.message
 
 
 def train_replica_by_name(name: str) -> None:

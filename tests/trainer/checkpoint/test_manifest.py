@@ -1,0 +1,165 @@
+"""A run keeps its name through its resumes, and says in what it is another one than its checkpoint's."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.pipeline.checkpoint import resumed
+from lightning_asyncpp.pipeline.manifest import Manifest, changes, in_words, plain
+from lightning_asyncpp.storage import lease
+from lightning_asyncpp.storage.lease import Leases
+from lightning_asyncpp.storage.loading import load
+from lightning_asyncpp.tools.checkpoint.contents import describe, table
+from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
+from tests.trainer.pool import Pools
+from tests.trainer.runs import Run, fit, fit_and_hear, make_scheduler
+
+
+def run_of(folder: Path, strategy: str = "async", **options: Any) -> Run:
+    saving = (ModelCheckpoint, {"dirpath": folder, "save_top_k": -1, "filename": "{step}", "every_n_train_steps": 2})
+    return replace(
+        RUN, module=ResumableNet, callbacks=(saving,), strategy=strategy, trainer=TRAINER | {"max_epochs": 1},
+        options={"micro_batches": 2, **options},
+    )  # fmt: skip
+
+
+def after(run: Run, folder: Path, step: int = 2, **changed: Any) -> Run:
+    return replace(run, ckpt_path=str(folder / f"step={step}.ckpt"), **changed)
+
+
+class OtherRate(ResumableNet):
+    """Asks for another learning rate, and for a weaker correction, than the run that it goes on from."""
+
+    train_dataloader = ResumableNet.train_dataloader
+
+    def configure_optimizers(self) -> Any:
+        base = functools.partial(MuonAdamW, lr=0.5, weight_decay=0.05)
+        optimizer = ErrorFeedback(list(self.named_parameters()), base, strength=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": make_scheduler(self.run, optimizer)}
+
+
+def fit_and_read(run: Run) -> tuple[list[str], list[str]]:
+    """The warnings of a fit, and what it logs."""
+    said: list[str] = []
+    with mock.patch.object(resumed, "rank_zero_info", said.append):
+        _, warned = fit_and_hear(run, "")
+    return warned, said
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dict_type": "sharded"}])
+def test_the_name_of_a_run(pools: Pools, tmp_path: Path, options: dict[str, Any]) -> None:
+    run = run_of(tmp_path / "a", **options)
+    pools.run(2, fit, run)
+    pools.run(2, fit, after(run_of(tmp_path / "b", **options), tmp_path / "a"))
+    pools.run(2, fit, run_of(tmp_path / "c", **options))
+    first, again, other = (describe(tmp_path / name / "step=4.ckpt") for name in "abc")
+    assert first["manifest"]["run"] == again["manifest"]["run"] != other["manifest"]["run"]
+    assert [facts["manifest"]["attempt"] for facts in (first, again, other)] == [1, 2, 1]
+    sections = first["manifest"]["sections"]
+    assert sections["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert sections["trainer"]["max_epochs"] == 1
+    assert sections["strategy"]["micro_batches"] == 2
+    assert "Linear" in sections["model"]["layers"]
+    shown = table(again)
+    assert f"name of the run       {first['manifest']['run']}, started 2 time(s)" in shown
+    assert "optimizer             class ErrorFeedback(MuonAdamW)" in shown
+    assert not list(tmp_path.rglob(".*")), "the lease was given up"
+
+
+def test_under_a_delayed_gradient(pools: Pools, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "a", "delayed")
+    pools.run(1, fit, run)
+    pools.run(1, fit, after(run_of(tmp_path / "b", "delayed"), tmp_path / "a"))
+    first, again = (describe(tmp_path / name / "step=4.ckpt")["manifest"] for name in "ab")
+    assert (again["run"], first["attempt"], again["attempt"]) == (first["run"], 1, 2)
+    assert first["sections"]["strategy"]["micro_batches"] == 2
+    assert not list(tmp_path.rglob(".*")), "the lease was given up"
+
+
+@pytest.mark.parametrize("strategy", ["async", "delayed"])
+def test_a_resume_says_what_differs(pools: Pools, tmp_path: Path, strategy: str) -> None:
+    ranks = 2 if strategy == "async" else 1
+    run = run_of(tmp_path / "a", strategy)
+    pools.run(ranks, fit, run)
+    again = after(run_of(tmp_path / "b", strategy), tmp_path / "a")
+    (warned, said), *_ = pools.run(ranks, fit_and_read, again)
+    assert not [text for text in (*warned, *said) if "checkpoint's values" in text or "goes on with" in text]
+    clipped = {"gradient_clip_val": 0.25}
+    changed = replace(again, module=OtherRate, dropout=0.3, trainer=again.trainer | clipped)
+    (warned, said), *_ = pools.run(ranks, fit_and_read, changed)
+    told = next(text for text in warned if "the checkpoint's values go on" in text)
+    assert "optimizer's muon: lr=0.5 (it was 0.02), optimizer's adamw: lr=0.5 (it was 0.02)" in told
+    assert "strength" not in told
+    model = next(text for text in warned if "go on in another model" in text)
+    assert "Dropout(p=0.3" in model
+    asked = next(text for text in said if "goes on with" in text)
+    assert "trainer gradient_clip_val=0.25 (it was 0.5)" in asked
+    assert "optimizer ErrorFeedback: strength=0.5 (it was 1.0)" in asked
+
+
+def test_a_checkpoint_from_before_there_was_a_manifest(pools: Pools, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "a")
+    pools.run(2, fit, run)
+    content = load(tmp_path / "a" / "step=2.ckpt")
+    del content["pipeline"]["manifest"]
+    torch.save(content, tmp_path / "old.ckpt")
+    pools.run(2, fit, replace(run_of(tmp_path / "b"), ckpt_path=str(tmp_path / "old.ckpt")))
+    assert describe(tmp_path / "old.ckpt")["manifest"] is None
+    assert "name of the run" not in table(describe(tmp_path / "old.ckpt"))
+
+
+def fit_impatiently(run: Run) -> None:
+    patience, lease.PATIENCE_SECONDS = lease.PATIENCE_SECONDS, 0.2
+    try:
+        fit(run)
+    finally:
+        lease.PATIENCE_SECONDS = patience
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dict_type": "sharded"}, {"async_checkpoints": True}])
+@pytest.mark.parametrize("is_there", [True, False], ids=["at-the-start", "at-the-first-save"])
+def test_a_folder_of_a_run_that_lives(pools: Pools, tmp_path: Path, options: dict[str, Any], is_there: bool) -> None:
+    own, folder = Leases(), tmp_path / "run"
+    own.begin({"run": "3f2a"})
+    if is_there:
+        own.hold(folder)
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")  # it is there, and held only when the first save comes
+        own.hold(folder)
+    try:
+        outcomes = pools.outcomes(2, fit_impatiently, run_of(folder, **options))
+    finally:
+        own.end()
+    assert {outcome.error for outcome in outcomes} <= {"StorageError", "OtherStageFailedError"}
+    for outcome in outcomes:
+        assert f"run 3f2a, host {os.uname().nodename}, process {os.getpid()}" in outcome.message
+    assert not list(folder.glob("*.ckpt"))
+
+
+def test_plain_values() -> None:
+    manifest = Manifest()
+    nothing = object()
+    kept = manifest.keep(
+        "x", {"tensor": torch.tensor(0.5), "many": torch.ones(2), "f": nothing, "t": (1, nothing, "a")}
+    )
+    assert kept == {"tensor": 0.5, "t": [1, "a"]}
+    assert Manifest.of_plain(manifest.as_plain()) == manifest
+    assert Manifest.of_plain({"sections": 3}) is None
+    assert Manifest.of_plain(None) is None
+    assert plain({1: float("inf")}) == {"1": float("inf")}
+
+
+def test_differences() -> None:
+    assert list(changes({"a": 1, "b": None, "c": [1]}, {"a": 1, "b": 0.5, "d": 3})) == [("b", "None", "0.5")]
+    assert in_words(["x\n a\n b", "x\n c\n b", "x"]) == ["'a'", "'c'", "''"]
