@@ -130,7 +130,6 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")
             self.session.attach(optimizer, self._step_optimizer)
-            self.checkpoints.lease(())
         mark_as_stepped(optimizer)
         return optimizer
 

@@ -30,10 +30,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def another_run(folder: Path) -> Iterator[Any]:
-    """A process that writes into a folder, and is killed at the end."""
+def another_run(folder: Path, keeps: bool = True) -> Iterator[Any]:
+    """A process that writes into a folder, a run or a single save, and is killed at the end."""
     here, there = Pipe()
-    process = worker_context().Process(target=_write_until_killed, args=(folder, there), daemon=True)
+    process = worker_context().Process(target=_write_until_killed, args=(folder, there, keeps), daemon=True)
     process.start()
     assert here.recv() == "holds"
     try:
@@ -43,10 +43,11 @@ def another_run(folder: Path) -> Iterator[Any]:
         process.join()
 
 
-def _write_until_killed(folder: Path, said: Any) -> None:
+def _write_until_killed(folder: Path, said: Any, keeps: bool) -> None:
     end_with_parent()
     leases = Leases()
-    leases.begin({"run": "3f2a"})
+    if keeps:
+        leases.begin({"run": "3f2a"})
     leases.hold(folder)
     said.send("holds")
     signal.pause()
@@ -62,7 +63,7 @@ def test_a_folder_of_another_run_is_refused_until_it_is_dead(tmp_path: Path) -> 
             ):
                 own.hold(tmp_path)
         with pytest.raises(StorageError, match="another dirpath of ModelCheckpoint"):
-            Leases().hold(tmp_path)  # also for a single save
+            Leases().hold(tmp_path)  # a single save's
         own.hold(tmp_path / "beside")
     own.hold(tmp_path)  # killed, which leaves the file
     assert json.loads((tmp_path / LEASE).read_text())["run"] == "b"
@@ -75,7 +76,7 @@ def test_what_ends_meanwhile_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(lease, "PATIENCE_SECONDS", 20.0)
     with another_run(tmp_path) as other:
         monkeypatch.setattr("time.sleep", lambda seconds: other.kill())
-        Leases().hold(tmp_path)
+        Leases().hold(tmp_path)()
 
 
 def test_a_process_does_not_compete_with_itself(tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_a_process_does_not_compete_with_itself(tmp_path: Path) -> None:
     for leases, name in ((first, "run"), (second, "link"), (first, "run/../link")):
         leases.begin({})
         leases.hold(tmp_path / name)
-    Leases().hold(tmp_path / "link")
+    Leases().hold(tmp_path / "link")()
     assert not is_locked_by_another(tmp_path / "link")
     second.end()
     assert (tmp_path / "run" / LEASE).exists()
@@ -93,9 +94,28 @@ def test_a_process_does_not_compete_with_itself(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "run") == []
 
 
-def test_no_trace_is_left_by_a_save_alone(tmp_path: Path) -> None:
-    Leases().hold(tmp_path / "new")
+def test_a_save_alone_holds_it_for_its_time(tmp_path: Path) -> None:
+    release = Leases().hold(tmp_path / "new")
+    assert os.listdir(tmp_path / "new") == [LEASE]
+    release()
     assert os.listdir(tmp_path / "new") == []
+
+
+def test_a_save_alone_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes; a run is not."""
+    with another_run(tmp_path, keeps=False) as other:
+        waited = []
+
+        def wait(*_: Any) -> None:
+            waited.append(1)
+            if len(waited) == 5:
+                other.kill()
+                other.join()
+            raise BlockingIOError
+
+        monkeypatch.setattr(lease, "FolderLock", lambda *a: FolderLock(*a) if len(waited) == 5 else wait())
+        Leases().hold(tmp_path)()
+    assert len(waited) == 5
 
 
 def test_what_another_run_is_writing_is_not_removed(tmp_path: Path) -> None:
@@ -146,8 +166,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         Leases().hold(tmp_path / "file" / "x")
 
 
-def test_who_has_it_may_not_say_who_it_is(tmp_path: Path) -> None:
+def test_who_has_it_may_not_say_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with another_run(tmp_path):
         (tmp_path / LEASE).write_text("garbage")
+        monkeypatch.setattr(lease, "SAVE_SECONDS", 0.0)
         with pytest.raises(StorageError, match="it does not say who it is"):
             Leases().hold(tmp_path)

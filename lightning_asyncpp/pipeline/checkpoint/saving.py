@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,11 +97,17 @@ class CheckpointWriter:
         skeletons, tensors = gather_skeletons(mesh, dict(part), name_of=shard_name)
         # Now, and not in the background: the next mini-batch changes them.
         tensors = {name: tensor.to("cpu", copy=self.in_background) for name, tensor in tensors.items()}
-        target = self._agreed_target(mesh, folder)
+        held = ExitStack()  # until it is written
+        target = self._agreed_target(mesh, folder, held)
         if self.in_background:
             beside = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), beside)
         run, about = {**beside, **(merged(skeletons) if skeletons else {})}, facts(self.session)
-        self._run(lambda mesh, group: _write_folder(mesh, group, target, tensors, run, about))
+
+        def write(mesh: Mesh, group: dist.ProcessGroup | None) -> None:
+            with held:
+                _write_folder(mesh, group, target, tensors, run, about)
+
+        self._run(write)
 
     def lease(self, folders: Iterable[Path]) -> None:
         """The run begins, and nobody else may write into its folders, until :meth:`close`; a collective call.
@@ -174,16 +180,19 @@ class CheckpointWriter:
         self._pending.append(self._executor.submit(job, mesh, group))
 
     def _write_file(self, path: Any, write: Callable[[], None]) -> None:
-        if (local := local_path(path)) is not None:
-            self.leases.hold(local.parent)
-        write()
+        local = local_path(path)
+        release = _nothing if local is None else self.leases.hold(local.parent)
+        try:
+            write()
+        finally:
+            release()
 
-    def _agreed_target(self, mesh: Mesh, folder: Path) -> Target:
+    def _agreed_target(self, mesh: Mesh, folder: Path, held: ExitStack) -> Target:
         """Where a save goes, chosen on rank 0."""
         chosen: list[Target] = []
 
         def choose() -> None:
-            self.leases.hold(folder.parent)
+            held.callback(self.leases.hold(folder.parent))
             chosen.append(new_target(folder))
 
         _together(mesh, None, choose if mesh.rank == 0 else _nothing)
@@ -250,4 +259,4 @@ def _quietly(remove: Callable[[], None]) -> None:
 
 
 def _nothing() -> None:
-    """Other ranks write nothing."""
+    """There is nothing to do on this rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -62,9 +63,11 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
             own = self.progress.state(self._module.trainer, self._module, {})
             state = {MANIFEST: self.manifest.as_plain(), PROGRESS: self._of_all_ranks(own)}
             checkpoint[DELAYED_GRADIENT] = {**self.emulator.state_dict(), **state}
-        if self.is_global_zero and (local := local_path(filepath)) is not None:
-            self.leases.hold(local.parent)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        local = local_path(filepath) if self.is_global_zero else None
+        with ExitStack() as held:
+            if local is not None:
+                held.callback(self.leases.hold(local.parent))
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         if self.world_size == 1:
