@@ -29,7 +29,8 @@ def trainer_section(trainer: L.Trainer) -> dict[str, Any]:
     """The Trainer's arguments, and which callbacks decide together about saving and stopping."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     deciding = [callback.state_key for callback in callbacks if isinstance(callback, (Checkpoint, EarlyStopping))]
-    return {**{name: getattr(trainer, name) for name in SHARED}, "checkpoint and early-stopping callbacks": deciding}
+    given = {name: getattr(trainer, name) for name in SHARED if hasattr(trainer, name)}  # one is left out for a time
+    return {**given, "checkpoint and early-stopping callbacks": deciding}
 
 
 def checkpoint_folders(trainer: L.Trainer) -> list[Path]:

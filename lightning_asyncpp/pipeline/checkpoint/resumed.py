@@ -39,4 +39,5 @@ def _differences(before: Manifest, now: Manifest, sections: tuple[str, ...]) -> 
         f"{section} {name}={new} (it was {old})"
         for section in sections
         for name, old, new in changes(before.sections.get(section, {}), now.sections.get(section, {}))
+        if name != "class"  # which the pipeline's own line names
     )
