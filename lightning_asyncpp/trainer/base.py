@@ -36,6 +36,7 @@ from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArg
 from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
 from lightning_asyncpp.trainer.checkpoint.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
+from lightning_asyncpp.trainer.checkpoint.superseded import Superseded
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.collectives import Collectives
@@ -87,6 +88,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
         self._make_session(arguments)
         self.session.where_to_change = _WHERE_TO_CHANGE
         self.progress = Progress(arguments.inexact_resume)
+        self.superseded = Superseded()
         self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._batch_ends: BatchEnds | None = None
@@ -117,6 +119,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
         self.progress.forget()
+        self.superseded.begin(())
         hooks = UserHooks.of(module, forward_context=self.precision_plugin.forward_context)
         self.session.start(hooks, self.root_device, training)
         rank_zero_info(f"Pipeline: {self.session.describe()}")
@@ -215,6 +218,8 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, 
         super().on_train_start()
         self.progress.draw_as_before()
         accumulate_as_scheduled(self._module.trainer)
+        if self.is_global_zero:
+            self.superseded.remove_left(self._module.trainer, self.remove_checkpoint)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -38,6 +38,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
 from lightning_asyncpp.trainer.checkpoint.kept_apart import Given, hand_back, unite_stages
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
+from lightning_asyncpp.trainer.checkpoint.superseded import SUPERSEDED, Superseded
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import leave_alone
 
@@ -77,12 +78,14 @@ class PipelineCheckpoints(TrainerCheckpoints):
         checkpoints: writes them.
         progress: what goes on with a run beside its weights.
         step_metrics: what its steps logged.
+        superseded: checkpoints that a save takes the place of.
     """
 
     session: PipelineSession
     checkpoints: CheckpointWriter
     progress: Progress
     step_metrics: StepMetrics
+    superseded: Superseded
     _given: Given | None = None  # the weights of the checkpoint that is being made
 
     @property
@@ -144,6 +147,8 @@ class PipelineCheckpoints(TrainerCheckpoints):
         apart = unite_stages(mesh, self._module.trainer, checkpoint, None if sharded else given)
         progress = gather_by_rank(mesh, self._progress_state()) if is_training else []
         of_ranks = {PROGRESS: progress, **({APART: apart} if apart else {})}
+        if is_training and self.is_global_zero:
+            of_ranks[SUPERSEDED] = self.superseded.now(self._module.trainer)
         if sharded:
             if is_training:
                 parts[PIPELINE] = {**stage_pipeline_state(self.session), **(of_ranks if self.is_global_zero else {})}
@@ -206,6 +211,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
             )
         own = state[PROGRESS][rank_to_follow(mesh, state)]
         self.progress.resume(own, content["loops"]["fit_loop"], changes)
+        self.superseded.begin(state.get(SUPERSEDED, ()))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
