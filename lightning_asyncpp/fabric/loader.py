@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -39,7 +40,7 @@ class FabricLoader(ResumableLoader):
 
     def __init__(self, loader: Any, watch: ProgressWatch | None) -> None:
         super().__init__(loader, lambda: 0)
-        self._watch = watch
+        self._within = nullcontext if watch is None else partial(watch.within, "a loader")
         self._epoch, self._is_over = -1, True  # of the newest iteration
         self._newest: object = None
         self._rest: Mapping[str, Any] | None = None
@@ -105,7 +106,7 @@ class FabricLoader(ResumableLoader):
     def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
         with closing(batches):  # type: ignore[type-var]  # a generator
             while True:
-                with self._watch.within("a loader"):
+                with self._within():
                     batch = next(batches, _END)
                 if batch is _END:
                     return

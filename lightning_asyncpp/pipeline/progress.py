@@ -1,4 +1,4 @@
-"""How much this process has done: counted where batches and micro-batches pass, read by who watches for a standstill."""
+"""How much this process has done: counted where batches and micro-batches pass, and read by who watches over that."""
 
 from __future__ import annotations
 

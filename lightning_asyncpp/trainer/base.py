@@ -66,7 +66,9 @@ _WHERE_TO_CHANGE = (
 )
 
 
-class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(
+    Launching, WatchedLoops, ReplicaBatches, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy
+):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -227,6 +228,8 @@ class Guard:
         """The main thread waits for something that does not come: show where it is, and end without it."""
         assert self._mesh is not None
         assert self._cause is not None
+        for child in multiprocessing.active_children():  # loaders' workers may hang, too
+            child.kill()
         if self._cause.stood_still:  # its stack was shown before
             last_word().end_children()
             say(self._cause.line)

@@ -116,8 +116,8 @@ class End(ABC):
     @abstractmethod
     def _hear_leave(self, rank: int) -> None: ...
 
-    def _hear_standstill(self, rank: int, account: Standstill) -> None:
-        """Nobody says so to another rank than 0."""
+    @abstractmethod
+    def _hear_standstill(self, rank: int, account: Standstill) -> None: ...
 
     @abstractmethod
     def _run(self) -> None: ...
@@ -176,6 +176,10 @@ class Member(End):
     def stand_still(self, account: Standstill) -> None:
         with suppress(OSError):
             self._wires[0].send(Kind.STANDSTILL, account.pack())
+
+    @override
+    def _hear_standstill(self, rank: int, account: Standstill) -> None:
+        """Rank 0 has no reason to say so here."""
 
     @override
     def _want_to_leave(self) -> None:

@@ -79,6 +79,7 @@ class Standstills:
         self._of: dict[int, Standstill] = {}
         self._adding = threading.Lock()
         self._timer: threading.Timer | None = None
+        self._is_decided = False
 
     def add(self, rank: int, account: Standstill) -> None:
         """Take in that of a rank."""
@@ -96,7 +97,10 @@ class Standstills:
 
     def _decide_now(self) -> None:
         with self._adding:
-            cause = told(dict(self._of), self._stages)
+            if self._is_decided:
+                return
+            self._is_decided = True
+            cause = told(self._of, self._stages)
         self._decide(cause)
 
 
