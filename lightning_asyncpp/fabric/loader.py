@@ -38,7 +38,7 @@ class FabricLoader(ResumableLoader):
         watch: is told when a batch is waited for.
     """
 
-    def __init__(self, loader: Any, watch: ProgressWatch | None) -> None:
+    def __init__(self, loader: Any, watch: ProgressWatch | None = None) -> None:
         super().__init__(loader, lambda: 0)
         self._within = nullcontext if watch is None else partial(watch.within, "a loader")
         self._epoch, self._is_over = -1, True  # of the newest iteration
