@@ -26,7 +26,7 @@ from tests.trainer.runs import Net, Run, Samples
 MISTAKE = "the user's own mistake"
 WHEN = 30  # a layer's forward, a batch, a step, or a sample
 SLOW_SECONDS = 12.0
-WITHOUT_PROGRESS = 8.0
+WITHOUT_PROGRESS = 30.0  # ranks also wait so long for each other to start
 
 
 class Reports(L.Callback):
