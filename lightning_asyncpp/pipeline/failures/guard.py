@@ -81,12 +81,12 @@ class Guard:
         """
         if mesh.groups is None:
             return
-        self._mesh = mesh
+        self._mesh, self._has_shown_stack = mesh, False
         self.progress.begin()
         if self._limit is None or self._end is not None:
             return
         self._cause, self._is_heard, self._stopped = None, False, None
-        self._is_released = self._has_shown_stack = False
+        self._is_released = False
         self._end = meet(mesh, self._limit, self._learn)
         last_word().enter(mesh.rank, mesh.stage)  # before this guard's own end is registered: it comes after that
         self._at_exit = self._at_exit or AtExit(self._exit)
@@ -229,7 +229,8 @@ class Guard:
         assert self._mesh is not None
         assert self._cause is not None
         for child in multiprocessing.active_children():  # loaders' workers may hang, too
-            child.kill()
+            if child.daemon:
+                child.kill()
         if self._cause.stood_still:  # its stack was shown before
             last_word().end_children()
             say(self._cause.line)

@@ -19,6 +19,7 @@ from tests.pipeline.cases import make_model
 from tests.trainer.runs import Net, Run, Samples
 
 SECONDS = 3.0
+LEAVE_SECONDS = 1.0
 SLOW = 0.4  # of a batch
 BATCH, BEFORE = 8, 6
 NEVER = 1000.0
@@ -59,10 +60,8 @@ class InHook(L.Callback):
 
 
 def trainer(stages: int, heartbeat: float | None = 60.0, **more: Any) -> L.Trainer:
-    guard._LEAST_LEAVE_SECONDS = 0.5
-    strategy = AsyncPipelineStrategy(
-        micro_batches=2 * stages, timeout=timedelta(seconds=SECONDS), heartbeat=heartbeat and 1.0
-    )
+    guard.Guard._leave_seconds = LEAVE_SECONDS
+    strategy = AsyncPipelineStrategy(micro_batches=2 * stages, timeout=timedelta(seconds=SECONDS), heartbeat=heartbeat)
     arguments: dict[str, Any] = {
         "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
         "max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False,
@@ -133,8 +132,8 @@ def busy_around(here: Here) -> dict[str, Any]:
 
 
 def fabric(here: Here, data: DataLoader, slow_step: bool = False, between: float = 0.0) -> dict[str, Any]:
-    guard._LEAST_LEAVE_SECONDS = 0.5
-    strategy = FabricStrategy(micro_batches=4, timeout=timedelta(seconds=SECONDS), heartbeat=1.0)
+    guard.Guard._leave_seconds = LEAVE_SECONDS
+    strategy = FabricStrategy(micro_batches=4, timeout=timedelta(seconds=SECONDS))
     made = L.Fabric(strategy=strategy, devices=2, accelerator="cpu")
     made.launch()
     model = made.setup_module(make_model())
