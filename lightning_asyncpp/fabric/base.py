@@ -166,7 +166,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         """Let all stages of a replica read the same; the middle ones read nothing if the loader has a length."""
         mesh = self._mesh
         loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
-        return resumable(loader, dataloader)
+        return resumable(loader, dataloader, self.session.watch.progress)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
     def _driving(self) -> Iterator[None]:
         """The engine runs here: backwards are its own, and after a failure this rank waits for no other one again."""
         try:
-            with backward_allowed(True):
+            with backward_allowed(True), self.session.watch.progress.within("a call of the strategy"):
                 yield
         except BaseException as error:
             self.session.watch.fail(error)

@@ -18,6 +18,7 @@ from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.parameter_guard import ParameterGuard
+from lightning_asyncpp.pipeline.progress import PROGRESS
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
@@ -234,6 +235,7 @@ class Engine:
                     self.runner.announce_failure(task.k, error)
                     raise
                 self.evaluated += 1
+                PROGRESS.made += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
             self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.micro_batches)
@@ -301,6 +303,7 @@ class Engine:
         flight = self.runner.forward(task)
         self._flights[k] = flight
         self.next_forward = k + 1
+        PROGRESS.made += 1
         self.updates.open.weight += flight.weight
         if flight.weight:
             for layer, counts in flight.said.take_statistics().items():
@@ -318,6 +321,7 @@ class Engine:
         if flight.result is not None:
             flight.result = map_tensors(Tensor.detach, flight.result)
         self.next_backward = action.index + 1
+        PROGRESS.made += 1
         self.updates.launch_complete(self.next_backward)
 
     def _run_checked(self, k: int, slot: Slot, step: Step) -> Flight:

@@ -65,7 +65,7 @@ class PipelineSession:
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
         self.settings, self.timeout = settings, timeout
         self.manifest = Manifest()
-        self.watch = FailureWatch(settings.heartbeat)
+        self.watch = FailureWatch(settings.heartbeat, timeout)
         self.mesh: Mesh | None = None
         self.engine: Engine | None = None
         self.resolved: ResolvedSettings | None = None

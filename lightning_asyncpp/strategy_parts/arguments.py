@@ -16,10 +16,12 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.schedule import Staleness
 from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.private_names import UntestedVersionWarning, untested_versions
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
 
 P = ParamSpec("P")
@@ -94,7 +96,8 @@ class PipelineArguments(DDPArguments, PipelineSettings):
         neighbour_ctas: over NCCL, how many thread blocks (CTAs) of a GPU a message between neighbouring stages may take
             beside what is computed; more carry large activations faster. ``None`` leaves it to NCCL.
         process_group_backend: as in DDP; default: NCCL on GPUs, else gloo.
-        timeout: of blocking communication.
+        timeout: of blocking communication; and of a training or evaluation in which a rank waits for nobody and makes
+            no progress all the same, as in a loader whose disk does not answer: then all ranks end.
     """
 
     delay: int = field(default=1, init=False)  # no argument: it comes with the strategy
@@ -145,6 +148,8 @@ def takes(declaration: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Cal
                 given = signature.bind(*args, **kwargs)
             except TypeError as error:  # an unknown name, or one given twice
                 raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
+            if told := untested_versions():
+                rank_zero_warn(told, category=UntestedVersionWarning, stacklevel=5)
             init(self, make(**given.arguments))
 
         __init__.__qualname__ = init.__qualname__

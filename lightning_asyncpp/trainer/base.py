@@ -62,6 +62,7 @@ from lightning_asyncpp.trainer.refusals import (
     without_gradients,
 )
 from lightning_asyncpp.trainer.replica_batches import ReplicaBatches
+from lightning_asyncpp.trainer.watched_loops import WatchedLoops
 
 _WHERE_TO_CHANGE = (
     "in on_train_batch_end of the LightningModule, which comes once its batch's own update has been applied, or in"
@@ -69,7 +70,9 @@ _WHERE_TO_CHANGE = (
 )
 
 
-class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(
+    Launching, WatchedLoops, ReplicaBatches, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy
+):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them

@@ -85,9 +85,10 @@ def by_pairs(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
     """Runs ``asyncpp ...`` in this process; what it printed, or with ``fails`` why it ended with code 2."""
     monkeypatch.setattr(sys, "argv", ["asyncpp"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
 
     def run(*arguments: Any, fails: bool = False) -> str:
         capsys.readouterr()
@@ -106,7 +107,8 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 def figures(command: Callable[..., str], folder: Path, *arguments: Any) -> dict[str, Any]:
     """What ``asyncpp evaluate`` writes for other programs."""
-    command("evaluate", *arguments, "--json", folder / "figures.json")
+    named = [] if "--data" in arguments else ["--yes"]
+    command("evaluate", *arguments, *named, "--json", folder / "figures.json")
     content: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     return content
 
@@ -188,9 +190,9 @@ def test_what_cannot_be_evaluated(by_bytes: Trained, command: Any, tmp_path: Pat
     found = figures(command, tmp_path, bare, "--data", tokens)
     assert found["loss"] == pytest.approx(by_bytes.val_loss, rel=1e-6)
     assert found["bits_per_byte"] is None
-    longer = command("evaluate", by_bytes.checkpoint, "--context-length", "64", fails=True)
+    longer = command("evaluate", by_bytes.checkpoint, "--yes", "--context-length", "64", fails=True)
     assert "context_length=64 of the data is longer than that of the model, 32" in longer
-    nothing = command("evaluate", by_bytes.checkpoint, "--val-fraction", "0", fails=True)
+    nothing = command("evaluate", by_bytes.checkpoint, "--yes", "--val-fraction", "0", fails=True)
     assert "has nothing to validate on" in nothing
     assert "choose one of validation" in command("evaluate", bare, "--split", "test", fails=True)
     assert "choose one of float32" in command("evaluate", bare, "--dtype", "fp8", fails=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from lightning_asyncpp.pipeline.failures.at_exit import AtExit, uncaught
 from lightning_asyncpp.pipeline.failures.cause import Cause, cause_of, mark
 from lightning_asyncpp.pipeline.failures.heartbeat import End, meet
 from lightning_asyncpp.pipeline.failures.last_word import last_word, say
+from lightning_asyncpp.pipeline.failures.progress_watch import DEFAULT_SECONDS, ProgressWatch
+from lightning_asyncpp.pipeline.failures.standstill import Standstill, stack_of, told
 from lightning_asyncpp.pipeline.ranks.mesh import GRACE_SECONDS, Mesh
 
 TOLD_SECONDS = 2.0
@@ -42,16 +45,19 @@ class Guard:
     Args:
         limit: seconds without a sign of life after which a rank is gone; ``None``: nobody watches.
         watched: the session, which the guard does not keep alive.
+        without_progress: seconds that a rank may live without any progress where some is due.
 
     Attributes:
+        progress: is told where it is due.
         children: the processes of other ranks that this one started: the launcher's own list.
         is_torn_down: whether an error reaches the script only after a teardown, as with the Trainer.
     """
 
-    def __init__(self, limit: float | None, watched: Watched) -> None:
+    def __init__(self, limit: float | None, watched: Watched, without_progress: float = DEFAULT_SECONDS) -> None:
+        self.progress = ProgressWatch(without_progress, self._stand_still)
         self.children: list[subprocess.Popen] = []
         self.is_torn_down = False
-        self._limit, self._watched = limit, weakref.ref(watched)
+        self._limit, self._watched, self._without_progress = limit, weakref.ref(watched), without_progress
         self._mesh: Mesh | None = None
         self._end: End | None = None
         self._cause: Cause | None = None  # what went wrong first, as far as this rank knows
@@ -59,12 +65,13 @@ class Guard:
         self._stopped: int | None = None
         self._deadline: threading.Timer | None = None
         self._is_released = False
+        self._has_shown_stack = False
         self._at_exit: AtExit | None = None
         weakref.finalize(watched, self.end).atexit = False
 
     def __reduce__(self) -> tuple:
         """A copy, as one in a spawned process, watches over nothing yet."""
-        return Guard, (self._limit, self._watched()), {"is_torn_down": self.is_torn_down}
+        return Guard, (self._limit, self._watched(), self._without_progress), {"is_torn_down": self.is_torn_down}
 
     def begin(self, mesh: Mesh) -> None:
         """Watch, unless this is done already or there is nobody else; a collective call.
@@ -72,9 +79,13 @@ class Guard:
         Raises:
             PeerLostError: a rank cannot be reached.
         """
-        if self._limit is None or self._end is not None or mesh.groups is None:
+        if mesh.groups is None:
             return
-        self._mesh, self._cause, self._is_heard, self._stopped = mesh, None, False, None
+        self._mesh, self._has_shown_stack = mesh, False
+        self.progress.begin()
+        if self._limit is None or self._end is not None:
+            return
+        self._cause, self._is_heard, self._stopped = None, False, None
         self._is_released = False
         self._end = meet(mesh, self._limit, self._learn)
         last_word().enter(mesh.rank, mesh.stage)  # before this guard's own end is registered: it comes after that
@@ -101,6 +112,7 @@ class Guard:
 
         If a teardown follows, this rank has to be through with it in time, until :meth:`release`.
         """
+        self.progress.end()
         if self._end is None or self._is_heard:
             return
         with _DECIDING:
@@ -126,6 +138,7 @@ class Guard:
 
     def end(self) -> None:
         """Say goodbye, and watch no longer."""
+        self.progress.end()
         if self._end is None:
             return
         end, self._end = self._end, None
@@ -151,6 +164,26 @@ class Guard:
         if not isinstance(error, (ConfigurationError, KeyboardInterrupt)):
             self._adopt()
 
+    def _stand_still(self, account: Standstill) -> None:
+        """This rank makes no progress, as its watch found."""
+        assert self._mesh is not None
+        if self._cause is not None:
+            return
+        self._show_stack(f"has made no progress for {account.seconds:g} s")
+        if self._end is not None:
+            self._end.stand_still(account)
+        elif not account.waits:  # nobody tells the others
+            self._cause = told({self._mesh.rank: account}, list(map(self._mesh.stage_of, range(self._mesh.world_size))))
+            self._adopt()
+            self._leave_now()
+
+    def _show_stack(self, why: str) -> None:
+        assert self._mesh is not None
+        if not self._has_shown_stack:
+            self._has_shown_stack = True
+            place = f"rank {self._mesh.rank} (stage {self._mesh.stage})"
+            say(f"{place} {why}; it is here:\n{stack_of(self.progress.thread)}")
+
     def _learn(self, cause: Cause) -> None:
         end = self._end
         if self._cause is not None or end is None:
@@ -159,6 +192,8 @@ class Guard:
         with _DECIDING:
             if not self._is_heard:
                 last_word().learn(cause)
+        if cause.stood_still:
+            self._show_stack("ends with the others")
         self._adopt()
         self._hurry()
         if (watched := self._watched()) is not None:
@@ -167,7 +202,7 @@ class Guard:
     def _words(self, cause: Cause) -> str:
         """What this rank says of it: everything on rank 0, where users look."""
         assert self._mesh is not None
-        if cause.rank == self._mesh.rank and not cause.is_error:
+        if cause.rank == self._mesh.rank and not cause.is_error and not cause.stood_still:
             return f"the other ranks gave this one up: {cause.what}"
         return cause.line if self._mesh.rank else cause.text
 
@@ -179,8 +214,7 @@ class Guard:
 
     @property
     def _leave_seconds(self) -> float:
-        assert self._limit is not None
-        return max(self._limit / 2, _LEAST_LEAVE_SECONDS)
+        return max((self._limit or 0.0) / 2, _LEAST_LEAVE_SECONDS)
 
     def _hurry(self) -> None:
         with _DECIDING:
@@ -194,6 +228,13 @@ class Guard:
         """The main thread waits for something that does not come: show where it is, and end without it."""
         assert self._mesh is not None
         assert self._cause is not None
+        for child in multiprocessing.active_children():  # loaders' workers may hang, too
+            if child.daemon:
+                child.kill()
+        if self._cause.stood_still:  # its stack was shown before
+            last_word().end_children()
+            say(self._cause.line)
+            os._exit(1)
         faulthandler.dump_traceback(_STDERR)
         place = f"rank {self._mesh.rank} (stage {self._mesh.stage})"
         say(f"{place} did not end by itself within {self._leave_seconds:g} s after this: {self._cause.line}")

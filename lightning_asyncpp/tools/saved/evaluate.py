@@ -29,6 +29,7 @@ from lightning_asyncpp.tools.saved.model_arguments import (
     read_model,
     reported,
 )
+from lightning_asyncpp.tools.saved.named_data import confirm, named_data
 from lightning_asyncpp.tools.saved.parsers import SPLITS, evaluate_parser
 from lightning_asyncpp.trainer.gpt_module import IGNORED
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_data(saved: SavedGPT, tokenizer: Tokenizer | None, arguments: Namespace, folder: Path) -> TextDataModule:
-    """The data to evaluate on, set up: what the arguments name, or what the model was trained with.
+    """The data to evaluate on, set up: what the arguments name, or what the model was trained with if the user agrees.
 
     Args:
         saved: the model.
@@ -90,13 +91,15 @@ def make_data(saved: SavedGPT, tokenizer: Tokenizer | None, arguments: Namespace
         folder: where the tokenizer can be written for the data module to read.
 
     Raises:
-        WeightsError: neither names any, or it is not the model's; with both numbers.
+        WeightsError: neither names any, the user does not agree, or it is not the model's; with both numbers.
         DataError: it cannot be read.
     """
     given = {name: arguments[name] for name in _DATA if arguments[name] is not None}
-    options = _recorded(saved) if arguments.data is None else {"source": arguments.data}
+    options = named_data(saved) if arguments.data is None else {"source": arguments.data}
     options = {"context_length": saved.config.context_length, **options, **given}
-    source = str(options["source"])
+    if arguments.data is None:
+        confirm(saved, options, arguments.yes)
+    source = str(options.get("source", "stdlib"))
     if arguments.split == "all":
         if is_token_source(source):
             raise WeightsError(f"{source} is divided already: give --split validation or train")
@@ -162,13 +165,6 @@ def evaluate(
     known = None if lengths is None else int(num_bytes)
     perplexity = math.exp(mean) if mean < 700 else math.inf
     return Evaluation(mean, perplexity, bits, int(tokens), known, int(sequences))
-
-
-def _recorded(saved: SavedGPT) -> dict[str, Any]:
-    if saved.data is None:
-        raise WeightsError(f"{saved.origin} does not say what it was trained on; name what to evaluate it on: --data")
-    known = TextDataModule.__init__.__annotations__
-    return {name: value for name, value in saved.data.items() if name in known}
 
 
 def _tokens_of(saved: SavedGPT, tokenizer: Tokenizer | None, source: str, folder: Path) -> dict[str, Any]:

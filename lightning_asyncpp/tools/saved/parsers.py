@@ -48,7 +48,11 @@ def evaluate_parser() -> ArgumentParser:
         "--data",
         type=str | None,
         default=None,
-        help="folder of text or of tokens, 'stdlib', or a URI of tokens (default: what the model was trained with)",
+        help="folder of text or of tokens, 'stdlib', or a URI of tokens (default: what the checkpoint says that the"
+        " model was trained with, if you agree)",
+    )
+    parser.add_argument(
+        "--yes", action="store_true", help="without --data: read what the checkpoint names, and do not ask"
     )
     parser.add_argument("--split", type=str, default="validation", help=f"which part, of {', '.join(SPLITS)}")
     parser.add_argument(
@@ -58,7 +62,9 @@ def evaluate_parser() -> ArgumentParser:
     parser.add_argument("--context-length", type=PositiveInt | None, default=None, help="tokens per sequence")
     parser.add_argument("--batch-size", type=PositiveInt | None, default=None, help="sequences per batch")
     parser.add_argument("--max-bytes", type=PositiveInt | None, default=None, help="most bytes of text to take")
-    parser.add_argument("--cache-dir", type=str | None, default=None, help="folder for prepared tokens")
+    parser.add_argument(
+        "--cache-dir", type=str | None, default=None, help="folder for prepared tokens (default: in your cache folder)"
+    )
     parser.add_argument("--limit-batches", type=PositiveInt | None, default=None, help="most batches to evaluate")
     parser.add_argument("--json", type=str | None, default=None, help="write the figures to this file")
     _add_execution(parser)

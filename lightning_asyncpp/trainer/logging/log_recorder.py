@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -59,6 +60,50 @@ class Accumulator:
         return self.value
 
 
+class Logged(NamedTuple):
+    """A value that is logged, and the weight that it stands for."""
+
+    entry: Entry
+    value: float
+    weight: float
+
+
+def combined(of_replicas: Iterable[Logged]) -> list[Logged]:
+    """Values of replicas put together; as over micro-batches NaN is left out where another replica has a number."""
+    rows: dict[Entry, list[Logged]] = {}
+    for logged in of_replicas:
+        rows.setdefault(logged.entry, []).append(logged)
+    return [_together(entry, values) for entry, values in rows.items()]
+
+
+def _together(entry: Entry, values: list[Logged]) -> Logged:
+    accumulator = Accumulator(entry.reduction)
+    for _, value, weight in [logged for logged in values if not math.isnan(logged.value)] or values:
+        accumulator.add(value, weight)
+    return Logged(entry, accumulator.result(), accumulator.weight)
+
+
+@dataclass
+class Gaps:
+    """Batches of an evaluation in which a name's value was NaN on this replica: others may have a number there.
+
+    Attributes:
+        batch: index of the one that runs.
+        nan: name -> batches in which it was NaN.
+        known: name -> batches in which it was a number.
+    """
+
+    batch: int = 0
+    nan: dict[str, set[int]] = field(default_factory=dict)
+    known: dict[str, set[int]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Begin with the next loader."""
+        self.batch = 0
+        self.nan.clear()
+        self.known.clear()
+
+
 class Row(NamedTuple):
     """What one call of ``self.log`` recorded; the value stays where it was computed."""
 
@@ -85,7 +130,7 @@ class Recorded:
         """What :meth:`settle` needs the numbers of."""
         return [row.value for row in self.rows if isinstance(row.value, Tensor)]
 
-    def settle(self, numbers: Sequence[float]) -> None:
+    def settle(self, numbers: Sequence[float], gaps: Gaps | None = None) -> None:
         """Add the rows to the values.
 
         A micro-batch whose value is NaN is left out where others of the batch have a number: that of the whole batch
@@ -93,12 +138,16 @@ class Recorded:
 
         Args:
             numbers: those of :meth:`tensors`.
+            gaps: takes note of a NaN in place of the values.
         """
         of_tensors = iter(numbers)
         values = [float(next(of_tensors) if isinstance(row.value, Tensor) else row.value) for row in self.rows]
         with_number = {row.entry.name for row, value in zip(self.rows, values) if not math.isnan(value)}
         for (entry, _, weight), value in zip(self.rows, values):
-            if not math.isnan(value) or entry.name not in with_number:
+            if gaps is not None:
+                noted = gaps.known if entry.name in with_number else gaps.nan
+                noted.setdefault(entry.name, set()).add(gaps.batch)
+            if not math.isnan(value) or (entry.name not in with_number and gaps is None):
                 self.values.setdefault(entry.name, Accumulator(entry.reduction)).add(value, weight)
         self.rows = []
 
@@ -114,6 +163,7 @@ class LogRecorder:
         metrics: name -> the torchmetrics object logged under it.
         weight: of the micro-batch that runs.
         slots: how many names fit.
+        gaps: takes note of batches whose value is NaN; None: that is their value.
     """
 
     on_step: bool
@@ -124,6 +174,7 @@ class LogRecorder:
     metric_entries: dict[str, Entry] = field(default_factory=dict)
     weight: float = 0.0
     slots: float = math.inf
+    gaps: Gaps | None = None
     _pending: list[Row] = field(default_factory=list)
     _places: dict[str, Entry] = field(default_factory=dict)  # names so far, in the order of a payload
 
@@ -176,7 +227,7 @@ class LogRecorder:
     def settle(self) -> None:
         """Turn what was recorded into numbers; waits for the device once."""
         recorded = self._recorded({})
-        recorded.settle([number for (number,) in Reading(recorded.tensors()).get()])
+        recorded.settle([number for (number,) in Reading(recorded.tensors()).get()], self.gaps)
         self._pending.clear()
 
     def _recorded(self, places: dict[str, Entry]) -> Recorded:
@@ -188,6 +239,8 @@ class LogRecorder:
         self._pending.clear()
         self.values.clear()
         self.entries.clear()
+        if self.gaps is not None:
+            self.gaps.clear()
 
     def take(self, other: LogRecorder) -> None:
         """Go on with what another one recorded, after :meth:`clear`; the other is cleared."""
@@ -199,6 +252,38 @@ class LogRecorder:
         other.clear()
         other.metrics.clear()
         other.metric_entries.clear()
+
+    def logged(self) -> list[Logged]:
+        """The values so far, after :meth:`settle`."""
+        return [Logged(self.entries[name], a.result(), a.weight) for name, a in self.values.items()]
+
+    def objects(self, modules: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
+        """The torchmetrics objects that were logged, as other replicas know them: what was said, and the object's name.
+
+        Args:
+            modules: name -> module, those objects among them.
+        """
+        name_of = {id(module): name for name, module in modules.items()}
+        own = ((asdict(self.metric_entries[name]), name_of.get(id(m), "")) for name, m in self.metrics.items())
+        return list(own)
+
+    def agree_on_objects(
+        self, of_replicas: Iterable[Sequence[tuple[dict[str, Any], str]]], modules: Mapping[str, Any]
+    ) -> None:
+        """Have what any replica logged, in the same order on all: to compute it takes all of them.
+
+        Args:
+            of_replicas: what :meth:`objects` said on each.
+            modules: name -> module.
+        """
+        own, said = dict(self.metrics), dict(self.metric_entries)
+        self.metrics.clear()
+        self.metric_entries.clear()
+        for fields, place in itertools.chain.from_iterable(of_replicas):
+            name = fields["name"]
+            metric = own.get(name, modules.get(place))
+            if name not in self.metrics and isinstance(metric, Metric):
+                self.metrics[name], self.metric_entries[name] = metric, said.get(name) or Entry(**fields)
 
     def state_dict(self, modules: Mapping[str, Any]) -> dict[str, Any]:
         """What was recorded and not sent on yet; torchmetrics objects by their names.

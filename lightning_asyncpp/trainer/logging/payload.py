@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.host_copies import Reading
-from lightning_asyncpp.trainer.logging.log_recorder import Accumulator, Entry, Recorded
+from lightning_asyncpp.trainer.logging.log_recorder import Entry, Logged, Recorded, combined
 
 _HEAD = 4  # schema, loss, weight of the loss, the first micro-batch whose loss is NaN (from 1, 0 for none)
 _ABSENT = -1.0  # in place of a weight: the batch did not log this name
@@ -111,7 +111,7 @@ def decode_schema(schema: str) -> list[Entry]:
     return [Entry(**fields) for fields in json.loads(schema)]
 
 
-def combine(payload: Tensor, layouts: Sequence[Sequence[Entry]]) -> list[tuple[Entry, float, float]]:
+def combine(payload: Tensor, layouts: Sequence[Sequence[Entry]]) -> list[Logged]:
     """Values of a mini-batch over the replicas that logged them.
 
     Args:
@@ -121,19 +121,13 @@ def combine(payload: Tensor, layouts: Sequence[Sequence[Entry]]) -> list[tuple[E
     Returns:
         For every entry its value and the weight that it stands for.
     """
-    rows: dict[Entry, list[tuple[float, float]]] = {}
+    rows = []
     for row, entries in zip(payload.tolist(), layouts):
         for index, entry in enumerate(entries):
             value, weight = row[_HEAD + 2 * index : _HEAD + 2 * index + 2]
             if weight != _ABSENT:
-                rows.setdefault(entry, []).append((value, weight))
-    combined = []
-    for entry, values in rows.items():
-        accumulator = Accumulator(entry.reduction)
-        for value, weight in [pair for pair in values if not math.isnan(pair[0])] or values:  # as over micro-batches
-            accumulator.add(value, weight)
-        combined.append((entry, accumulator.result(), accumulator.weight))
-    return combined
+                rows.append(Logged(entry, value, weight))
+    return combined(rows)
 
 
 def mean_loss(payload: Tensor) -> float:

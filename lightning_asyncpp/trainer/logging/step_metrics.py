@@ -24,12 +24,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, InEpochEnd, ModuleHooks, Replacement
-from lightning_asyncpp.trainer.logging.log_recorder import (
-    Accumulator,
-    Entry,
-    LogRecorder,
-    number,
-)
+from lightning_asyncpp.trainer.logging.log_recorder import Entry, Gaps, Logged, LogRecorder, combined, number
 from lightning_asyncpp.trainer.logging.update_metrics import Connection, UpdateMetrics
 
 _EVALUATIONS = ("on_validation", "on_test")
@@ -60,7 +55,8 @@ class StepMetrics:
         self._held = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
         self._holding = False
         self.holds = False
-        self._evaluation = LogRecorder(on_step=False, on_epoch=True)
+        self._gaps = Gaps()
+        self._evaluation = LogRecorder(on_step=False, on_epoch=True, gaps=self._gaps)
         self._active: LogRecorder | None = None
         self._hooks: ModuleHooks | None = None
         self._batch_weight = 1.0
@@ -188,6 +184,7 @@ class StepMetrics:
         """What the step would have returned for the whole batch."""
         self._weigh_batch(sum(output.weights))
         self._evaluation.settle()
+        self._gaps.batch += 1
         return merge_outputs(output.results, output.weights)
 
     def ends_loader(self, batch_idx: int, dataloader_idx: int) -> bool:
@@ -238,27 +235,61 @@ class StepMetrics:
             if entry.on_step:  # Lightning's callbacks find it under both names
                 log(entry.name, value, logger=False, batch_size=1)
 
-    def _exchange(self, recorder: LogRecorder, metric_objects: bool) -> list[tuple[Entry, float, float]]:
+    def _exchange(self, recorder: LogRecorder, metric_objects: bool) -> list[Logged]:
         """Values of all replicas' last stages, combined; the same on every rank."""
         recorder.settle()
-        rows: list[tuple[dict[str, Any], float, float]] = []
+        rows: list[Logged] = []
+        if metric_objects:
+            self._agree_on_objects(recorder)
         if self._mesh.is_last:
-            rows = [(asdict(recorder.entries[n]), a.result(), a.weight) for n, a in recorder.values.items()]
+            rows = recorder.logged()
             if metric_objects:
                 rows += [
-                    (asdict(recorder.metric_entries[n]), number(n, m.compute()), 1.0)
-                    for n, m in recorder.metrics.items()
+                    Logged(recorder.metric_entries[n], number(n, m.compute()), 1.0) for n, m in recorder.metrics.items()
                 ]
                 self._spent += recorder.metrics.values()
-        combined: dict[Entry, Accumulator] = {}
-        for text in exchange(self._mesh, json.dumps(rows) if rows else ""):
-            for fields, value, weight in json.loads(text) if text else []:
-                entry = Entry(**fields)
-                combined.setdefault(entry, Accumulator(entry.reduction)).add(value, weight)
+        nan = {} if recorder.gaps is None else recorder.gaps.nan
+        gaps = [(asdict(recorder.entries[name]), sorted(batches)) for name, batches in nan.items()]
+        said = [
+            json.loads(text) for text in self._say({"rows": _plain(rows), "gaps": gaps}, bool(rows or gaps)) if text
+        ]
+        unknown = self._unknown(
+            recorder, [(Entry(**fields), batches) for one in said for fields, batches in one["gaps"]]
+        )
         if metric_objects:  # what is not logged again has no value
             recorder.metrics.clear()
             recorder.metric_entries.clear()
-        return [(entry, accumulator.result(), accumulator.weight) for entry, accumulator in combined.items()]
+        together = combined(Logged(Entry(**fields), *rest) for one in said for fields, *rest in one["rows"])
+        return [row for row in together if row.entry not in unknown] + [Logged(e, math.nan, 1.0) for e in unknown]
+
+    def _say(self, content: Any, is_any: bool) -> list[str]:
+        return exchange(self._mesh, json.dumps(content) if is_any and self._mesh.is_last else "")
+
+    def _agree_on_objects(self, recorder: LogRecorder) -> None:
+        """Have torchmetrics objects computed by all replicas that any of them logged; a collective call."""
+        if self._mesh.num_replicas == 1:
+            return
+        modules = dict(self.updates.connected().module.named_modules())
+        said = self._say(recorder.objects(modules), bool(recorder.metrics))
+        if self._mesh.is_last:
+            recorder.agree_on_objects([json.loads(text) for text in said if text], modules)
+
+    def _unknown(self, recorder: LogRecorder, gaps: list[tuple[Entry, list[int]]]) -> list[Entry]:
+        """Of what was NaN in some batch of a replica, that for which no replica has a number in that batch; collective.
+
+        Args:
+            recorder: of an evaluation.
+            gaps: of all replicas, known to all ranks: what was NaN, and in which batches.
+        """
+        if not gaps:
+            return []
+        known = {} if recorder.gaps is None else recorder.gaps.known
+        own = [sorted(known.get(entry.name, set()).intersection(batches)) for entry, batches in gaps]
+        said = [json.loads(text) for text in self._say(own, any(own)) if text]
+        lost = [
+            entry for at, (entry, batches) in enumerate(gaps) if set(batches).difference(*(one[at] for one in said))
+        ]
+        return list(dict.fromkeys(lost))
 
     # -- everything else ------------------------------------------------------------------------------------------
 
@@ -304,6 +335,10 @@ class StepMetrics:
             recorder.weight = weight
             log()
         self._early.clear()
+
+
+def _plain(rows: list[Logged]) -> list[tuple[dict[str, Any], float, float]]:
+    return [(asdict(entry), value, weight) for entry, value, weight in rows]
 
 
 def _evaluated_batches(trainer: L.Trainer) -> list[int | float]:

@@ -19,7 +19,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.updates.control_message import Payload
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.logging.log_recorder import Entry, Recorded
+from lightning_asyncpp.trainer.logging.log_recorder import Entry, Logged, Recorded
 from lightning_asyncpp.trainer.logging.payload import (
     BatchLoss,
     LoggedBatch,
@@ -137,7 +137,7 @@ class UpdateMetrics:
             update, layouts = self._received.popleft()
             self.log_late(self._rows(update, layouts), update.mini_batch)
 
-    def log_late(self, rows: list[tuple[Entry, float, float]], mini_batch: int) -> None:
+    def log_late(self, rows: list[Logged], mini_batch: int) -> None:
         """Log values that belong to a mini-batch whose own hook is over.
 
         Args:
@@ -166,13 +166,13 @@ class UpdateMetrics:
             self._told_of_nan = True
             rank_zero_warn(nan_loss_text(update.mini_batch, place))
 
-    def _rows(self, update: Update, layouts: list[list[Entry]]) -> list[tuple[Entry, float, float]]:
+    def _rows(self, update: Update, layouts: list[list[Entry]]) -> list[Logged]:
         """What steps logged for a mini-batch, and what layers counted in it, with the weights of the values."""
         rows = combine(update.message.payload, layouts)
         if not update.message.weight:
             return rows
         metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
-        return rows + [(_counted_entry(name), value, update.message.weight) for name, value in metrics.items()]
+        return rows + [Logged(_counted_entry(name), value, update.message.weight) for name, value in metrics.items()]
 
     def _log_training(self, entry: Entry, value: float, weight: float) -> None:
         trainer, module, log = self.connected()

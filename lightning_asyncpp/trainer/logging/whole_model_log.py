@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 
-from lightning_asyncpp.trainer.logging.log_recorder import LogRecorder
+from lightning_asyncpp.trainer.logging.log_recorder import Entry, Logged, LogRecorder, combined
 
 
 class MicroBatchLog:
@@ -23,6 +27,8 @@ class MicroBatchLog:
     def __init__(self, module: LightningModule, replicas: int) -> None:
         self._module, self._replicas = module, replicas
         self._recorder = LogRecorder(on_step=True, on_epoch=False)
+        if replicas > 1:  # what is logged here is the same on all ranks already
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
 
     @contextmanager
     def recording(self, weight: float) -> Iterator[None]:
@@ -32,15 +38,14 @@ class MicroBatchLog:
             yield
 
     def log_batch(self) -> None:
-        """Log what was recorded since the last call; call it where the training step may log."""
-        recorder, several = self._recorder, self._replicas > 1
+        """Log what was recorded since the last call; call it where the training step may log. Collective."""
+        recorder = self._recorder
         recorder.settle()
-        for name, values in recorder.values.items():
-            entry = recorder.entries[name]
+        for entry, value, weight in recorder.logged() if self._replicas == 1 else self._logged_by_any():
             self._module.log(
-                name, values.result(), prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
-                on_epoch=entry.on_epoch, reduce_fx=entry.reduction, sync_dist=several,
-                batch_size=values.weight,  # type: ignore[arg-type]  # a weight need not be whole
+                entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
+                on_epoch=entry.on_epoch, reduce_fx=entry.reduction,
+                batch_size=weight,  # type: ignore[arg-type]  # a weight need not be whole
             )  # fmt: skip
         for name, metric in recorder.metrics.items():
             entry = recorder.metric_entries[name]
@@ -54,6 +59,16 @@ class MicroBatchLog:
         recorder.clear()
         recorder.metrics.clear()
         recorder.metric_entries.clear()
+
+    def _logged_by_any(self) -> list[Logged]:
+        """Values of all replicas: one of them may have no targets, and log nothing, while others do."""
+        recorder, modules = self._recorder, dict(self._module.named_modules())
+        own = [(asdict(entry), value, weight) for entry, value, weight in recorder.logged()]
+        texts: list[Any] = [None] * self._replicas
+        dist.all_gather_object(texts, json.dumps([own, recorder.objects(modules)]))
+        said = [json.loads(text) for text in texts]
+        recorder.agree_on_objects([objects for _, objects in said], modules)
+        return combined(Logged(Entry(**fields), value, weight) for rows, _ in said for fields, value, weight in rows)
 
 
 class StatisticsLog(Callback):
