@@ -1,7 +1,43 @@
-"""What is raised when data cannot be used."""
+"""What is raised when data cannot be used, and what errors of the file system become."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class DataError(ValueError):
     """The data, or what was asked of it, is wrong; the message names the file or the argument, and the mend."""
+
+
+@contextmanager
+def file_errors(what: str, done: str, mend: str) -> Iterator[None]:
+    """Turn what the file system refuses into a :class:`DataError`; other errors that are OSErrors, too, pass.
+
+    Args:
+        what: argument or file, as the user gave it.
+        done: what is tried, after "cannot be".
+        mend: what would work.
+
+    Raises:
+        DataError: the file system refuses, or there is no home folder that ``~`` could stand for.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or isinstance(error, ConnectionError):  # of a client of the network
+            raise
+        named = "" if error.filename is None else f": {printable(str(error.filename))}"
+        raise DataError(f"{what} cannot be {done} ({error.strerror}{named}); {mend}") from error
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # as pathlib says it
+            raise
+        raise DataError(
+            f"{what} cannot be {done}: there is no home folder; set HOME to a folder that this user can write to, or"
+            " name folders without it"
+        ) from error
+
+
+def printable(path: str) -> str:
+    """A path as it can be written anywhere, also if it is not UTF-8."""
+    return path.encode("utf-8", "backslashreplace").decode()

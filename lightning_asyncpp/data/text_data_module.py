@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import lightning as L
 import torch
 
 from lightning_asyncpp.data.corpus import TEXT_PATTERNS
-from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.errors import DataError, file_errors
 from lightning_asyncpp.data.source import (
     TextSource,
     TokenSource,
@@ -90,7 +91,7 @@ class TextDataModule(L.LightningDataModule):
         self.val_source = val_source
         self.patterns = tuple(patterns)
         self.max_bytes = max_bytes
-        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self.cache_dir = _default_cache_dir() if cache_dir is None else self._expanded(cache_dir)
         self.num_workers = num_workers
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -101,7 +102,9 @@ class TextDataModule(L.LightningDataModule):
         # For a checkpoint, which says so what its model was trained with. Not for loggers: they would refuse names that
         # the model's hyper-parameters have, too.
         self.save_hyperparameters(logger=False)
-        if problems := self._wrong_arguments():
+        with self._reading():
+            problems = self._wrong_arguments()
+        if problems:
             raise DataError("TextDataModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
     @property
@@ -136,15 +139,23 @@ class TextDataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Tokenise the text unless that was done before; once per node."""
-        if not is_token_source(self.source):
-            self._text().prepare()
+        with self._reading():
+            if not is_token_source(self.source):
+                self._text().prepare()
 
     def setup(self, stage: str | None = None) -> None:
         """Find the token dataset and check it.
 
         Raises:
-            DataError: the dataset is missing or damaged, or does not fit the arguments or the trainer's model.
+            DataError: the dataset is missing or damaged, cannot be read, or does not fit the arguments or the trainer's
+                model.
         """
+        with self._reading():
+            self._find_tokens()
+            # Now, and not when the first checkpoint is written: a tokenizer that is not there is known before.
+            self._definition = self.tokenizer.definition if self._has_known_tokenizer() else None
+
+    def _find_tokens(self) -> None:
         if is_token_source(self.source):
             self.tokens = existing_tokens(self.source, self.val_source)
         else:
@@ -156,8 +167,6 @@ class TextDataModule(L.LightningDataModule):
                 self._check_sequences(split, batches=False)
         if self.verify_checksums and self.tokens.folder is not None and self.tokens.metadata is not None:
             verify_checksums(self.tokens.folder, self.tokens.metadata)
-        # Now, and not when the first checkpoint is written: a tokenizer that is not there is known before a training.
-        self._definition = self.tokenizer.definition if self._has_known_tokenizer() else None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: the tokenizer, so that the model can be used where its data is not."""
@@ -187,20 +196,22 @@ class TextDataModule(L.LightningDataModule):
             raise DataError(
                 f"drop_last=False with {num_replicas} replicas gives them different numbers of batches; leave it True"
             )
-        if not is_uri(split):
-            self._check_sequences(split, batches=drop_last)
-        return token_loader(
-            split,
-            sequence_length=self.sequence_length,
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            shuffle=self.shuffle and training,
-            drop_last=drop_last,
-            seed=self.seed,
-            replica=(num_replicas, rank),
-            download_folder=self._download_folder() if is_uri(split) else None,
-            transform=self._checked_tokens(split),
-        )
+        download_folder = self._download_folder() if is_uri(split) else None
+        with self._reading():
+            if not is_uri(split):
+                self._check_sequences(split, batches=drop_last)
+            return token_loader(
+                split,
+                sequence_length=self.sequence_length,
+                batch_size=self.batch_size,
+                num_workers=self.num_workers,
+                shuffle=self.shuffle and training,
+                drop_last=drop_last,
+                seed=self.seed,
+                replica=(num_replicas, rank),
+                download_folder=download_folder,
+                transform=self._checked_tokens(split),
+            )
 
     def _checked_tokens(self, split: str) -> CheckedTokens:
         tokens = self._prepared()
@@ -230,9 +241,29 @@ class TextDataModule(L.LightningDataModule):
         # One folder per process: litdata deletes chunks behind a reader, and counts the other readers by world size,
         # where the other stages of a replica do not appear.
         rank = 0 if self.trainer is None else self.trainer.global_rank
-        folder = self.cache_dir / "streamed" / f"rank-{rank}"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._cache() / "streamed" / f"rank-{rank}"
+        with self._using_cache("written"):
+            folder.mkdir(parents=True, exist_ok=True)
         return str(folder)
+
+    def _cache(self) -> Path:
+        """Where prepared datasets are kept; not asked for where nothing is.
+
+        Raises:
+            DataError: none was given, and there is no home folder.
+        """
+        return default_cache_dir() if self.cache_dir is None else self.cache_dir
+
+    def _expanded(self, cache_dir: str) -> Path:
+        with file_errors(f"cache_dir={cache_dir!r}", "found", "name another folder"):
+            return Path(cache_dir).expanduser()
+
+    def _using_cache(self, done: str) -> AbstractContextManager[None]:
+        return file_errors(f"cache_dir={str(self._cache())!r}", done, "name another cache_dir")
+
+    def _reading(self) -> AbstractContextManager[None]:
+        mend = "let this user read it (chmod), or name another source"
+        return file_errors(f"source={self.source!r}", "read", mend)
 
     def _prepared(self) -> TokenSource:
         if self.tokens is None:
@@ -247,7 +278,7 @@ class TextDataModule(L.LightningDataModule):
             self.expected_vocab_size,
             self.val_fraction,
             self.max_bytes,
-            self.cache_dir,
+            self._cache(),
         )
 
     def _check_sequences(self, split: str, batches: bool) -> None:
@@ -316,10 +347,15 @@ class TextDataModule(L.LightningDataModule):
     def _wrong_cache_dir(self) -> list[str]:
         if is_token_source(self.source) and not is_uri(self.source):
             return []  # nothing is kept
-        existing = next(path for path in (self.cache_dir, *self.cache_dir.absolute().parents) if path.exists())
-        if existing.is_dir():
-            return []
-        return [f"cache_dir={str(self.cache_dir)!r}: {existing} is no folder; remove it, or name another cache_dir"]
+        try:
+            folder = self._cache()
+            with self._using_cache("read"):
+                existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+                if existing.is_dir():
+                    return []
+        except DataError as error:  # to be said with the others
+            return [str(error)]
+        return [f"cache_dir={str(folder)!r}: {existing} is no folder; remove it, or name another cache_dir"]
 
     def _wrong_combinations(self) -> list[str]:
         problems = []
@@ -337,3 +373,10 @@ class TextDataModule(L.LightningDataModule):
         if not tokens and self.val_source is not None:
             problems.append(f"val_source={self.val_source!r}: is for token datasets; text is divided by val_fraction")
         return problems
+
+
+def _default_cache_dir() -> Path | None:
+    try:
+        return default_cache_dir()
+    except DataError:
+        return None  # it may never be needed
