@@ -95,8 +95,8 @@ class TextSource:
         folder = self.folder()
         if not folder.is_dir():
             raise DataError(
-                f"{folder} is not prepared; call prepare_data() before setup(), on every node, and let nothing write to "
-                "the text between the two"
+                f"{folder} is not prepared; call prepare_data() before setup(), on every node, and let nothing change "
+                "the text meanwhile"
             )
         return prepared_tokens(folder)
 
