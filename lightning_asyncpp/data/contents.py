@@ -9,6 +9,8 @@ import os
 import stat
 from collections import UserDict
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
@@ -52,11 +54,13 @@ def contents_of(dataset: Any) -> dict[str, str | None]:
         told = _told(dataset)
     except Exception:  # somebody else's class: unknown
         told = {"contents": None, "files": None}
-    try:
-        _known[id(dataset)] = ref(dataset, lambda _, key=id(dataset): _known.pop(key, None)), told
-    except TypeError:  # a list, for instance
-        pass
+    with suppress(TypeError):  # of a list there is none
+        _known[id(dataset)] = ref(dataset, partial(_forget, id(dataset))), told
     return told
+
+
+def _forget(key: int, _: ReferenceType[Any]) -> None:
+    _known.pop(key, None)
 
 
 def _told(dataset: Any) -> dict[str, str | None]:
@@ -129,9 +133,9 @@ class _Walk:
 
 def _fingerprint(dataset: Any) -> str | None:
     for name in ("fingerprint", "_fingerprint"):
-        if hasattr(type(dataset), name) or name in getattr(dataset, "__dict__", {}):
-            if isinstance(stated := getattr(dataset, name), str):
-                return stated
+        has_one = hasattr(type(dataset), name) or name in getattr(dataset, "__dict__", {})
+        if has_one and isinstance(stated := getattr(dataset, name), str):
+            return stated
     return None
 
 

@@ -121,7 +121,7 @@ def _listed(source: str | Path, patterns: Sequence[str]) -> list[TextFile]:
 
 
 def _refuse_unreadable(folder: Path, patterns: Sequence[str]) -> None:
-    """Refuse folders in which there may be documents and that nobody may list: `Path.glob` passes them by in silence."""
+    """Refuse folders that may hold documents and that nobody may list: `Path.glob` passes them by in silence."""
 
     def refuse(error: OSError) -> None:
         parts = Path(error.filename).relative_to(folder).parts

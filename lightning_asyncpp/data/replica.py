@@ -99,7 +99,7 @@ def set_epoch_before(loader: StreamingDataLoader, state: Mapping[str, Any], agai
 
 
 def with_own_place(loader: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state of a litdata loader with this loader's folders and URLs, which litdata compares, in place of the writer's.
+    """A state of a litdata loader with this one's folders and URLs, which litdata compares, in place of the writer's.
 
     That it reads the same data is for the caller to know.
     """

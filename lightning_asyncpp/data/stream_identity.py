@@ -1,4 +1,4 @@
-"""Which data a litdata dataset streams, wherever it lies, and in which order; nothing is read from its chunks' samples."""
+"""Which data a litdata dataset streams, wherever it lies, and in which order; no sample is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides which batches a training loader gives, and in which order: what a resume in mid-epoch must find again."""
+"""What decides which batches a training loader gives, in which order: a resume in mid-epoch must find it again."""
 
 from __future__ import annotations
 

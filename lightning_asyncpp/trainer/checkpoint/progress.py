@@ -177,6 +177,11 @@ class Progress:
         return states
 
     @property
+    def goes_on(self) -> bool:
+        """Whether a training that is about to begin goes on from a checkpoint."""
+        return self._state is not None
+
+    @property
     def outstanding(self) -> Sequence[bool]:
         """What was still to come of the batch after which the checkpoint was written, as :class:`Outstanding`."""
         return () if self._state is None else self._state["outstanding"]
@@ -217,10 +222,17 @@ class Progress:
         return resumable
 
     def begin(self, trainer: Trainer, module: LightningModule) -> Mapping[str, Any] | None:
-        """Take up metrics, when all that is before training is done; what the strategy kept of them is returned."""
+        """Take up metrics, when all that is before training is done; what the strategy kept of them is returned.
+
+        Raises:
+            ConfigurationError: the epoch was read from more loaders, and that was not accepted.
+        """
         state = self._state
         if state is None:
             return None
+        if self._in_mid_epoch and len(self._loaders) < len(state["loaders"]):
+            given, saved = len(self._loaders), len(state["loaders"])
+            self._judge([f"{given} training loaders, and the checkpoint was written with {saved}"])
         load_logged_state(trainer, state["logged"], self._in_epoch)
         spent = names_of_spent(state["logged"], self._in_epoch)
         load_metric_states(module, {name: saved for name, saved in state["metrics"].items() if name not in spent})
@@ -260,6 +272,10 @@ class Progress:
             problems += [*(f"{which}{problem}" for problem in own), *changes]
         elif changes:
             rank_zero_info(f"The next epoch is not read as the last one was: {'; '.join(changes)}")
+        self._judge(problems)
+
+    def _judge(self, problems: Sequence[str]) -> None:
+        """Refuse to go on, or say what was accepted."""
         if not problems:
             return
         if self._accepts_inexact:
