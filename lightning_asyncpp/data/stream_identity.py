@@ -35,16 +35,16 @@ def stream_identity(dataset: Any, num_workers: int) -> Identity:
 def stream_contents(dataset: Any) -> Identity:
     """What a ``StreamingDataset`` holds, as far as it can be known without traffic.
 
-    ``tokens``: the tokenizer and the checksums of what was prepared from text; ``index``: of its chunks; ``chunks``:
-    the ends of some of them, if they lie here; ``url``: where nothing else is known.
+    ``tokens``: the tokenizer and the checksums of what was prepared from text; ``index``: of its chunks; ``part``: which
+    of it is read; ``chunks``: the ends of some of them, if they lie here; ``url``: where nothing else is known.
     """
     url = dataset.input_dir.url
     folder = None if dataset.input_dir.path is None else Path(dataset.input_dir.path)
     index = None if folder is None else _read(folder / INDEX)
-    part = [getattr(dataset, name, None) for name in ("subsampled_files", "region_of_interest")]
     return {
         "tokens": None if folder is None or url is not None else tokens_of(folder),
-        "index": None if index is None else _of_index(index, part),
+        "index": None if index is None else _of_index(index),
+        "part": None if index is None else _part(dataset, index),
         "chunks": None if index is None or folder is None or url is not None else _of_chunks(folder, index),
         "url": url if index is None else None,
     }
@@ -56,8 +56,7 @@ def same_stream(dataset: Any, path: str) -> bool | None:
     if index is None:
         return None
     own = stream_contents(dataset)
-    part = [getattr(dataset, name, None) for name in ("subsampled_files", "region_of_interest")]
-    there = {"tokens": tokens_of(Path(path)), "index": _of_index(index, part), "chunks": _of_chunks(Path(path), index)}
+    there = {"tokens": tokens_of(Path(path)), "index": _of_index(index), "chunks": _of_chunks(Path(path), index)}
     known = [(value, own[name]) for name, value in there.items() if None not in (value, own[name])]
     return bool(known) and all(a == b for a, b in known)
 
@@ -86,11 +85,24 @@ def _order(dataset: Any) -> Identity:
     }
 
 
-def _of_index(index: Mapping[str, Any], part: list[Any]) -> str:
+def _part(dataset: Any, index: Mapping[str, Any]) -> str | None:
+    """Which part is read, for ``StreamingDataset(subsample=...)``."""
+    try:
+        regions = [list(region) for region in dataset.region_of_interest]
+        block = getattr(dataset.item_loader, "_block_size", None)
+        whole = sum(chunk["dim"] // block if block else chunk["chunk_size"] for chunk in index["chunks"])
+        if sum(end - begin for begin, end in regions) == whole:
+            return "all"
+        return digest([json.dumps([dataset.subsampled_files, regions]).encode()])
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
+
+
+def _of_index(index: Mapping[str, Any]) -> str:
     # Not the rest: it says when and by which release of litdata it was written.
     config = index.get("config")
     kind = config.get("data_format") if isinstance(config, dict) else None
-    return digest([json.dumps([index.get("chunks"), kind, part], sort_keys=True, default=str).encode()])
+    return digest([json.dumps([index.get("chunks"), kind], sort_keys=True, default=str).encode()])
 
 
 def _of_chunks(folder: Path, index: Mapping[str, Any]) -> str | None:
