@@ -88,7 +88,7 @@ def _order(dataset: Any) -> Identity:
 def _part(dataset: Any, index: Mapping[str, Any]) -> str | None:
     """Which part is read, for ``StreamingDataset(subsample=...)``."""
     try:
-        regions = [list(region) for region in dataset.region_of_interest]
+        regions = [[int(place) for place in region] for region in dataset.region_of_interest]
         block = getattr(dataset.item_loader, "_block_size", None)
         whole = sum(chunk["dim"] // block if block else chunk["chunk_size"] for chunk in index["chunks"])
         if sum(end - begin for begin, end in regions) == whole:

@@ -58,7 +58,7 @@ def test_the_same_on_all_replicas_and_in_all_wrappers() -> None:
         ({"drop_last": True}, ["drop_last=True, and the checkpoint was written with False"]),
         ({"change": 1}, ["other training data (contents="]),
         ({"count": 39}, ["rows=39, and the checkpoint was written with 40", "other training data (contents="]),
-        ({"sampler": SequentialSampler(data())}, ["sampler=SequentialSampler, and the checkpoint was written with Dis"]),
+        ({"sampler": SequentialSampler(data())}, ["sampler=SequentialSampler, and the checkpoint was"]),
         ({"seed": 2, "batch_size": 5}, ["batch_size=5, and the che", "seed=2, and the che"]),
     ],
 )  # fmt: skip
@@ -124,7 +124,7 @@ class Strange:
         raise RuntimeError(name)
 
 
-@pytest.mark.parametrize("make", [Strange, object, lambda: None, list, lambda: iter(()), lambda: DataLoader(Endless())])
+@pytest.mark.parametrize("make", [Strange, object, list, lambda: None, lambda: iter(()), lambda: DataLoader(Endless())])
 def test_unknown_is_not_compared(make: Any) -> None:
     told = loader_identity(make())
     json.dumps(told)
