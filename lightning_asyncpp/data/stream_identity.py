@@ -35,8 +35,8 @@ def stream_identity(dataset: Any, num_workers: int) -> Identity:
 def stream_contents(dataset: Any) -> Identity:
     """What a ``StreamingDataset`` holds, as far as it can be known without traffic.
 
-    ``tokens``: the tokenizer and the checksums of what was prepared from text; ``index``: of its chunks; ``part``: which
-    of it is read; ``chunks``: the ends of some of them, if they lie here; ``url``: where nothing else is known.
+    ``tokens``: tokenizer and checksums of what was prepared from text; ``index``: of its chunks; ``part``: which part
+    is read; ``chunks``: the ends of some of them, if they lie here; ``url``: where nothing else is known.
     """
     url = dataset.input_dir.url
     folder = None if dataset.input_dir.path is None else Path(dataset.input_dir.path)

@@ -222,17 +222,10 @@ class Progress:
         return resumable
 
     def begin(self, trainer: Trainer, module: LightningModule) -> Mapping[str, Any] | None:
-        """Take up metrics, when all that is before training is done; what the strategy kept of them is returned.
-
-        Raises:
-            ConfigurationError: the epoch was read from more loaders, and that was not accepted.
-        """
+        """Take up metrics, when all that is before training is done; what the strategy kept of them is returned."""
         state = self._state
         if state is None:
             return None
-        if self._in_mid_epoch and len(self._loaders) < len(state["loaders"]):
-            given, saved = len(self._loaders), len(state["loaders"])
-            self._judge([f"{given} training loaders, and the checkpoint was written with {saved}"])
         load_logged_state(trainer, state["logged"], self._in_epoch)
         spent = names_of_spent(state["logged"], self._in_epoch)
         load_metric_states(module, {name: saved for name, saved in state["metrics"].items() if name not in spent})
@@ -272,10 +265,6 @@ class Progress:
             problems += [*(f"{which}{problem}" for problem in own), *changes]
         elif changes:
             rank_zero_info(f"The next epoch is not read as the last one was: {'; '.join(changes)}")
-        self._judge(problems)
-
-    def _judge(self, problems: Sequence[str]) -> None:
-        """Refuse to go on, or say what was accepted."""
         if not problems:
             return
         if self._accepts_inexact:
