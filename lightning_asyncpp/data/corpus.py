@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from lightning_asyncpp.data.errors import DataError, file_errors, printable
+from lightning_asyncpp.data.errors import DataError, check_listable, file_errors, printable
 
 LIBRARIES = {"stdlib": "stdlib", "packages": "purelib"}
 """Name of a source -> what `sysconfig` calls its folder: the standard library, and what pip has installed."""
@@ -113,27 +112,14 @@ def _listed(source: str | Path, patterns: Sequence[str]) -> list[TextFile]:
     if library is not None:
         patterns = [pattern for pattern in patterns if pattern.endswith(".py")]
     if library is None:
-        _refuse_unreadable(folder, patterns)
+        split = [Path(pattern).parts for pattern in patterns]
+        mend = "let this user read it (chmod), or give `patterns` that leave it out"
+        with file_errors(f"source={str(source)!r}", "read", mend):
+            check_listable(folder, lambda parts: any(_may_be_below(parts, pattern) for pattern in split))
     files = _matching_files(folder, patterns, _NOT_LIBRARY if library else set())
     if not files:
         raise DataError(f"{folder} holds no text file that matches {list(patterns)}; add files, or set `patterns`")
     return files
-
-
-def _refuse_unreadable(folder: Path, patterns: Sequence[str]) -> None:
-    """Refuse folders that may hold documents and that nobody may list: `Path.glob` passes them by in silence."""
-
-    def refuse(error: OSError) -> None:
-        parts = Path(error.filename).relative_to(folder).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if not hidden and any(_may_be_below(parts, Path(pattern).parts) for pattern in patterns):
-            raise DataError(
-                f"{printable(error.filename)}, a folder of source={str(folder)!r}, cannot be read ({error.strerror}); "
-                "let this user read it (chmod), or give `patterns` that leave it out"
-            ) from error
-
-    for _, names, _ in os.walk(folder, onerror=refuse):
-        names[:] = [name for name in names if not name.startswith(".")]
 
 
 def _may_be_below(folder: tuple[str, ...], pattern: tuple[str, ...]) -> bool:

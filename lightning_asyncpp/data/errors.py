@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class DataError(ValueError):
@@ -36,6 +38,25 @@ def file_errors(what: str, done: str, mend: str) -> Iterator[None]:
             f"{what} cannot be {done}: there is no home folder; set HOME to a folder that this user can write to, or"
             " name folders without it"
         ) from error
+
+
+def check_listable(folder: Path, matters: Callable[[tuple[str, ...]], bool] = lambda _: True) -> None:
+    """Find folders that nobody may list: `Path.glob` passes them by in silence. Hidden ones are left out.
+
+    Args:
+        folder: with all that is in it.
+        matters: whether it does of a folder, by its parts below this one.
+
+    Raises:
+        OSError: of the first that matters.
+    """
+
+    def refuse(error: OSError) -> None:
+        if matters(Path(error.filename).relative_to(folder).parts):
+            raise error
+
+    for _, names, _ in os.walk(folder, onerror=refuse):
+        names[:] = [name for name in names if not name.startswith(".")]
 
 
 def printable(path: str) -> str:

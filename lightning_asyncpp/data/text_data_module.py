@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 
+from lightning_asyncpp.data.cache_dir import cache_dir_of, folder_for_stream, known, wrong_cache_dir
 from lightning_asyncpp.data.corpus import TEXT_PATTERNS
 from lightning_asyncpp.data.errors import DataError, file_errors
 from lightning_asyncpp.data.source import (
     TextSource,
     TokenSource,
-    default_cache_dir,
     existing_tokens,
     is_token_source,
     is_uri,
@@ -91,7 +91,7 @@ class TextDataModule(L.LightningDataModule):
         self.val_source = val_source
         self.patterns = tuple(patterns)
         self.max_bytes = max_bytes
-        self.cache_dir = _default_cache_dir() if cache_dir is None else self._expanded(cache_dir)
+        self.cache_dir = cache_dir_of(cache_dir)
         self.num_workers = num_workers
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -196,7 +196,8 @@ class TextDataModule(L.LightningDataModule):
             raise DataError(
                 f"drop_last=False with {num_replicas} replicas gives them different numbers of batches; leave it True"
             )
-        download_folder = self._download_folder() if is_uri(split) else None
+        process = 0 if self.trainer is None else self.trainer.global_rank
+        download_folder = folder_for_stream(known(self.cache_dir), process) if is_uri(split) else None
         with self._reading():
             if not is_uri(split):
                 self._check_sequences(split, batches=drop_last)
@@ -237,30 +238,6 @@ class TextDataModule(L.LightningDataModule):
         sampler = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
 
-    def _download_folder(self) -> str:
-        # One folder per process: litdata deletes chunks behind a reader, and counts the other readers by world size,
-        # where the other stages of a replica do not appear.
-        rank = 0 if self.trainer is None else self.trainer.global_rank
-        folder = self._cache() / "streamed" / f"rank-{rank}"
-        with self._using_cache("written"):
-            folder.mkdir(parents=True, exist_ok=True)
-        return str(folder)
-
-    def _cache(self) -> Path:
-        """Where prepared datasets are kept; not asked for where nothing is.
-
-        Raises:
-            DataError: none was given, and there is no home folder.
-        """
-        return default_cache_dir() if self.cache_dir is None else self.cache_dir
-
-    def _expanded(self, cache_dir: str) -> Path:
-        with file_errors(f"cache_dir={cache_dir!r}", "found", "name another folder"):
-            return Path(cache_dir).expanduser()
-
-    def _using_cache(self, done: str) -> AbstractContextManager[None]:
-        return file_errors(f"cache_dir={str(self._cache())!r}", done, "name another cache_dir")
-
     def _reading(self) -> AbstractContextManager[None]:
         mend = "let this user read it (chmod), or name another source"
         return file_errors(f"source={self.source!r}", "read", mend)
@@ -278,7 +255,7 @@ class TextDataModule(L.LightningDataModule):
             self.expected_vocab_size,
             self.val_fraction,
             self.max_bytes,
-            self._cache(),
+            known(self.cache_dir),
         )
 
     def _check_sequences(self, split: str, batches: bool) -> None:
@@ -347,15 +324,7 @@ class TextDataModule(L.LightningDataModule):
     def _wrong_cache_dir(self) -> list[str]:
         if is_token_source(self.source) and not is_uri(self.source):
             return []  # nothing is kept
-        try:
-            folder = self._cache()
-            with self._using_cache("read"):
-                existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-                if existing.is_dir():
-                    return []
-        except DataError as error:  # to be said with the others
-            return [str(error)]
-        return [f"cache_dir={str(folder)!r}: {existing} is no folder; remove it, or name another cache_dir"]
+        return wrong_cache_dir(self.cache_dir)
 
     def _wrong_combinations(self) -> list[str]:
         problems = []
@@ -373,10 +342,3 @@ class TextDataModule(L.LightningDataModule):
         if not tokens and self.val_source is not None:
             problems.append(f"val_source={self.val_source!r}: is for token datasets; text is divided by val_fraction")
         return problems
-
-
-def _default_cache_dir() -> Path | None:
-    try:
-        return default_cache_dir()
-    except DataError:
-        return None  # it may never be needed

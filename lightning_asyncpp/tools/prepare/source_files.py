@@ -6,7 +6,6 @@ import glob
 import gzip
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from lightning_asyncpp.data.errors import DataError, file_errors
+from lightning_asyncpp.data.errors import DataError, check_listable, file_errors
 from lightning_asyncpp.data.hub import HUB, hub_endpoint, hub_errors, hub_package
 
 PARQUET = (".parquet",)
@@ -158,7 +157,7 @@ def _local_files(source: str) -> list[SourceFile]:
 
 def _found(path: Path) -> list[SourceFile]:
     if path.is_dir():
-        _refuse_unreadable(path)
+        check_listable(path)
         inside = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
         paths = [file for file in inside if file.name.endswith(ENDINGS) and file.is_file()]
     elif path.exists():
@@ -167,16 +166,6 @@ def _found(path: Path) -> list[SourceFile]:
         matching = (Path(name) for name in glob.glob(str(path), recursive=True))
         paths = [file for file in matching if file.name.endswith(ENDINGS) and file.is_file()]
     return [_local(file.absolute()) for file in sorted(paths, key=str)]
-
-
-def _refuse_unreadable(folder: Path) -> None:
-    """Refuse folders in it that nobody may list: `Path.rglob` passes them by in silence."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for _, names, _ in os.walk(folder, onerror=refuse):
-        names[:] = [name for name in names if not name.startswith(".")]
 
 
 def _local(path: Path) -> SourceFile:
