@@ -114,12 +114,17 @@ class _Walk:
             yield "value", repr(value).encode()
         elif isinstance(value, (list, tuple)) and type(value).__getitem__ in (list.__getitem__, tuple.__getitem__):
             yield from self._list(value, depth, _ITEMS_BELOW if listed else _ITEMS)
-        elif isinstance(value, (dict, UserDict)) and all(isinstance(key, str) for key in value):  # others may be caches
-            for key in sorted(value):
-                named = key.encode(errors="surrogatepass")
-                yield from ((kind, named + part) for kind, part in self._value(value[key], depth - 1, True))
+        elif isinstance(held := value.data if isinstance(value, UserDict) else value, dict):
+            yield from self._dictionary(held, depth)
         elif isinstance(value, Dataset) or _fingerprint(value) is not None:
             yield from self.dataset(value, depth - 1)
+
+    def _dictionary(self, values: dict[Any, Any], depth: int) -> Iterator[_Part]:
+        if len(values) > _MOST or not all(isinstance(key, str) for key in values):
+            return  # it may be a cache, by index
+        for key, value in sorted(dict.items(values), key=lambda item: item[0]):
+            name = key.encode(errors="surrogatepass")
+            yield from ((kind, name + part) for kind, part in self._value(value, depth - 1, listed=True))
 
     def _list(self, values: list[Any] | tuple[Any, ...], depth: int, most: int) -> Iterator[_Part]:
         paths = len(values) > 0 and isinstance(values[0], (str, Path)) and _names_file(values[0])

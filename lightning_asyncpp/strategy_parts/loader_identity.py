@@ -10,7 +10,7 @@ from lightning_utilities.core.imports import RequirementCache
 from torch.utils.data import IterableDataset
 
 from lightning_asyncpp.data.contents import contents_of
-from lightning_asyncpp.data.replica import classes_of_litdata, reads_streams
+from lightning_asyncpp.data.replica import classes_of_litdata, is_litdata, reads_streams
 from lightning_asyncpp.data.stream_identity import same_stream, stream_identity
 from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 
@@ -64,8 +64,7 @@ def keeps_place(loader: Any, names: Iterable[str]) -> bool:
     """
     if not reads_streams(loader):
         return set(names) <= {*_SAME_PLACES, "batch_size", "drop_last"}
-    is_one = isinstance(loader.dataset, classes_of_litdata("StreamingDataset"))
-    elastic = {"batch_size", "num_workers"} if is_one and _ELASTIC else set()
+    elastic = {"batch_size", "num_workers"} if _streams_one(loader) and _ELASTIC else set()
     return {name.rpartition(".")[2] for name in names} <= _SAME_PLACES | elastic
 
 
@@ -77,9 +76,9 @@ def problems_with_place(loader: Any, state: Mapping[str, Any]) -> list[str]:
         state: of a ``ResumableLoader`` around such a loader.
     """
     inner = state.get("loader")
-    dataset = getattr(loader, "dataset", None)
-    if IDENTITY in state or inner is None or not isinstance(dataset, classes_of_litdata("StreamingDataset")):
+    if IDENTITY in state or inner is None or not _streams_one(loader):
         return []
+    dataset = loader.dataset
     saved, own = inner["dataset"], dataset.input_dir
     before = saved["input_dir_url"] or saved["input_dir_path"]
     if (own.url or own.path) == before or before is None:
@@ -90,6 +89,11 @@ def problems_with_place(loader: Any, state: Mapping[str, Any]) -> list[str]:
         f"the training data is read from {own.url or own.path}, and the checkpoint, which an older release wrote, knows"
         f" its data by the place alone: {before}"
     ]
+
+
+def _streams_one(loader: Any) -> bool:
+    """Whether it is litdata's loader of one of its datasets."""
+    return isinstance(loader, classes_of_litdata("StreamingDataLoader")) and is_litdata(loader)
 
 
 def _batches(loader: Any) -> dict[str, Any]:

@@ -101,6 +101,17 @@ def test_what_says_nothing_about_the_data(attributes: dict[str, Any]) -> None:
     assert plain == with_them
 
 
+class Lazy(dict):
+    """Reads what it is asked for."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError("it was read")
+
+
+def test_a_dictionary_that_reads_is_not_read() -> None:
+    assert contents_of(Holding(data=Lazy(x=rows()))) == contents_of(Holding(data={"x": rows()}))
+
+
 def test_names_of_attributes_are_their_authors() -> None:
     assert contents_of(Holding(x=rows(), y=rows(1))) == contents_of(Holding(inputs=rows(1), labels=rows()))
 
