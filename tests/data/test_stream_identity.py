@@ -12,9 +12,10 @@ import pytest
 import torch
 from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset, TokensLoader
 
-from lightning_asyncpp.data import use_replica
+from lightning_asyncpp.data import TextDataModule, use_replica
 from lightning_asyncpp.data.stream_identity import same_stream, stream_identity
 from lightning_asyncpp.strategy_parts.loader_identity import differences, differing, loader_identity
+from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader
 from tests.data.test_text_data_module import prepared_folder, ready
 
 
@@ -145,6 +146,41 @@ def test_another_part(text_folder: Path) -> None:
     assert parts[0] == parts[1]
     assert parts[0]["part"] == "all"
     assert differing(parts[2], parts[0]) == ["part"]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_run_goes_on_where_its_data_lies_now(
+    remote: bool, num_workers: int, text_folder: Path, tmp_path: Path
+) -> None:
+    ready(text_folder)
+    split = prepared_folder(text_folder) / "train"
+
+    def resumable(folder: Path, cache: str) -> ResumableLoader:
+        source = f"local:{folder}" if remote else folder
+        data = TextDataModule(
+            str(source), vocab_size=256, context_length=32, batch_size=4, num_workers=num_workers,
+            cache_dir=str(tmp_path / cache),
+        )  # fmt: skip
+        data.setup()
+        return ResumableLoader(data.train_dataloader(), lambda: 0)
+
+    loader = resumable(split, "one")
+    whole = [batch for _ in range(2) for batch in loader]
+    loader = resumable(split, "one")
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    state = loader.state_dict()
+    del batches
+    moved = tmp_path / "moved"
+    shutil.move(split, moved)
+    again = resumable(moved, "another")
+    assert same(again.identity, state["identity"])
+    again.resume(state, ended=False)
+    rest = [batch for _ in range(2) for batch in again]
+    assert len(rest) == len(whole) - 3
+    assert all(torch.equal(a, b) for a, b in zip(rest, whole[3:], strict=True))
 
 
 def test_a_dataset_that_is_gone_is_unknown(text_folder: Path, tmp_path: Path) -> None:
