@@ -22,7 +22,8 @@ def file_errors(what: str, done: str, mend: str) -> Iterator[None]:
         mend: what would work.
 
     Raises:
-        DataError: the file system refuses, or there is no home folder that ``~`` could stand for.
+        DataError: the file system refuses, a path is not UTF-8 where it has to be, or there is no home folder that
+            ``~`` could stand for.
     """
     try:
         yield
@@ -31,6 +32,8 @@ def file_errors(what: str, done: str, mend: str) -> Iterator[None]:
             raise
         named = "" if error.filename is None else f": {printable(str(error.filename))}"
         raise DataError(f"{what} cannot be {done} ({error.strerror}{named}); {mend}") from error
+    except UnicodeEncodeError as error:  # of libraries that take no other paths
+        raise DataError(f"{what} cannot be {done}: {printable(error.object)} is not UTF-8; {mend}") from error
     except RuntimeError as error:
         if "home directory" not in str(error):  # as pathlib says it
             raise

@@ -144,6 +144,9 @@ def test_a_folder_whose_name_is_not_utf_8(text_folder: Path) -> None:
         pytest.skip("this file system has no such names")
     data = ready(Path(strange), cache_dir=str(text_folder.parent / "cache"))
     assert len(data.train_dataloader()) > 0
+    with pytest.raises(DataError) as caught:  # libraries that are not Python's take no such path
+        module(Path(strange), cache_dir=f"{strange}-cache", tokenizer="bpe", vocab_size=300).prepare_data()
+    assert "is not UTF-8; name another cache_dir" in str(caught.value)
 
 
 def test_errors_of_the_network_are_not_the_file_systems() -> None:
