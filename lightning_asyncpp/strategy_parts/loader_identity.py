@@ -76,7 +76,7 @@ def problems_with_place(loader: Any, state: Mapping[str, Any]) -> list[str]:
         state: of a ``ResumableLoader`` around such a loader.
     """
     inner = state.get("loader")
-    if IDENTITY in state or inner is None or not _streams_one(loader):
+    if IDENTITY in state or not inner or not _streams_one(loader):  # a stage in the middle says nothing
         return []
     dataset = loader.dataset
     saved, own = inner["dataset"], dataset.input_dir

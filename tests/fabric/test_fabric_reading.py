@@ -174,3 +174,21 @@ def test_moved_data(tmp_path: Path) -> None:
     again = fabric_loader("litdata", str(tmp_path / "moved"))
     again.load_state_dict(state)
     assert [batch["number"].tolist() for batch in again] == rest
+
+
+@pytest.mark.parametrize("kind", ["litdata", "litdata middle"])
+def test_a_checkpoint_of_an_older_release(kind: str, tmp_path: Path) -> None:
+    """It knows litdata's data by its path alone, on the stages that read it."""
+    write_litdata(tmp_path / "data", RUN.samples)
+    loader = fabric_loader(kind, str(tmp_path / "data"))
+    next(iter(loader))
+    state = {name: value for name, value in loader.state_dict().items() if name not in ("identity", "length")}
+    state["is_over"] = False  # as in a loop
+    fabric_loader(kind, str(tmp_path / "data")).load_state_dict(state)
+    shutil.move(tmp_path / "data", tmp_path / "moved")
+    moved = fabric_loader(kind, str(tmp_path / "moved"))
+    if "middle" in kind:
+        moved.load_state_dict(state)
+        return
+    with pytest.raises(ConfigurationError, match="knows its data by the place alone"):
+        moved.load_state_dict(state)
