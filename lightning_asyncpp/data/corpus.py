@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.errors import DataError, check_listable, file_errors, printable
 
 LIBRARIES = {"stdlib": "stdlib", "packages": "purelib"}
 """Name of a source -> what `sysconfig` calls its folder: the standard library, and what pip has installed."""
@@ -25,17 +26,36 @@ class TextFile:
     name: str
     """Path relative to the corpus's folder, with forward slashes: the document's identity on every machine."""
     size: int
-    """Length in bytes."""
-    modified: int
-    """Time of the last change, in nanoseconds."""
+    """Length in bytes when the folder was listed."""
+    sha256: str | None = None
+    """Digest of what the file holds, in hexadecimal; ``None`` before :meth:`hashed`."""
 
     def draw(self, purpose: str) -> float:
         """A number in [0, 1) that depends only on the name and on what it is drawn for."""
         return int.from_bytes(hashlib.sha256(f"{purpose}:{self.name}".encode()).digest()[:6], "big") / 2**48
 
+    def hashed(self) -> TextFile:
+        """Read the file, and return the document with the digest of its content: others are no longer read as this one.
+
+        1.1 s of processor time per GB, and 17 us per file: medians of five readings of 256 MiB and of 2000 files of
+        5 kB, which were in memory already, on one core of an EPYC server.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        return replace(self, sha256=hashlib.sha256(self._content()).hexdigest())
+
     def read(self) -> str:
-        """Return the text; a file that is not UTF-8 text is an error."""
-        content = self.path.read_bytes()
+        """Return the text.
+
+        Raises:
+            DataError: the file cannot be read, is not UTF-8 text, or holds something else than when it was hashed.
+        """
+        content = self._content()
+        if self.sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            raise DataError(
+                f"{self.path} has changed while the text was prepared; prepare it again when nothing writes there"
+            )
         mend = "remove it from the folder, or give `patterns` that leave it out"
         if b"\0" in content:
             raise DataError(f"{self.path} is not text: it holds NUL bytes; {mend}")
@@ -46,6 +66,11 @@ class TextFile:
                 f"{self.path} is not UTF-8 text (byte {error.start}: {error.reason}); "
                 f"convert it (iconv -t UTF-8), {mend}"
             ) from error
+
+    def _content(self) -> bytes:
+        mend = "let this user read it (chmod), or give `patterns` that leave it out"
+        with file_errors(str(self.path), "read", mend):
+            return self.path.read_bytes()
 
 
 def find_text_files(
@@ -61,8 +86,15 @@ def find_text_files(
         max_bytes: take documents, in their order, as long as they fit into so many bytes.
 
     Raises:
-        DataError: ``source`` is no folder, or holds no file to take.
+        DataError: ``source`` is no folder, holds no file to take, or cannot be read.
     """
+    with file_errors(f"source={str(source)!r}", "read", "let this user read it (chmod), or name another source"):
+        files = _listed(source, patterns)
+    files.sort(key=lambda file: (file.draw("order"), file.name))
+    return files if max_bytes is None else _within(files, max_bytes)
+
+
+def _listed(source: str | Path, patterns: Sequence[str]) -> list[TextFile]:
     library = LIBRARIES.get(str(source))
     if library is not None and Path(source).is_dir():
         raise DataError(f"source={source!r} is a name, and there is a folder of that name: for that write './{source}'")
@@ -79,11 +111,22 @@ def find_text_files(
         )
     if library is not None:
         patterns = [pattern for pattern in patterns if pattern.endswith(".py")]
+    if library is None:
+        split = [Path(pattern).parts for pattern in patterns]
+        mend = "let this user read it (chmod), or give `patterns` that leave it out"
+        with file_errors(f"source={str(source)!r}", "read", mend):
+            check_listable(folder, lambda parts: any(_may_be_below(parts, pattern) for pattern in split))
     files = _matching_files(folder, patterns, _NOT_LIBRARY if library else set())
     if not files:
         raise DataError(f"{folder} holds no text file that matches {list(patterns)}; add files, or set `patterns`")
-    files.sort(key=lambda file: (file.draw("order"), file.name))
-    return files if max_bytes is None else _within(files, max_bytes)
+    return files
+
+
+def _may_be_below(folder: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Whether files that match a pattern may be in a folder; both by their parts below the corpus's folder."""
+    if not folder or (pattern and pattern[0] == "**"):
+        return True
+    return len(pattern) > 1 and fnmatchcase(folder[0], pattern[0]) and _may_be_below(folder[1:], pattern[1:])
 
 
 def split_files(files: Sequence[TextFile], val_fraction: float) -> tuple[list[TextFile], list[TextFile]]:
@@ -115,9 +158,19 @@ def _matching_files(folder: Path, patterns: Sequence[str], left_out: set[str]) -
         hidden = any(part.startswith(".") for part in parts)
         if hidden or left_out.intersection(parts) or not path.is_file():
             continue
-        status = path.stat()
-        files.append(TextFile(path, "/".join(parts), status.st_size, status.st_mtime_ns))
+        files.append(TextFile(path, _name("/".join(parts), folder), path.stat().st_size))
     return files
+
+
+def _name(name: str, folder: Path) -> str:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{printable(name)} in {printable(str(folder))}: the name of this file is not UTF-8, and the order and the "
+            "split go by names; rename it, or give `patterns` that leave it out"
+        ) from error
+    return name
 
 
 def _within(files: Sequence[TextFile], max_bytes: int) -> list[TextFile]:

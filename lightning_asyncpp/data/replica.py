@@ -87,9 +87,44 @@ def leave_where_it_was(loader: object) -> None:
         loader.restore = False
 
 
-def set_epoch_before(loader: StreamingDataLoader, state: Mapping[str, Any]) -> None:
-    """Have the next iteration of a litdata loader be the epoch after the one that it was in when it said its state."""
-    loader.current_epoch = state["current_epoch"]
+def set_epoch_before(loader: StreamingDataLoader, state: Mapping[str, Any], again: bool = False) -> None:
+    """Have the next iteration of a litdata loader be the epoch after the one that it was in when it said its state.
+
+    Args:
+        loader: before it is iterated.
+        state: of such a loader.
+        again: have it be that epoch, from its beginning.
+    """
+    loader.current_epoch = state["current_epoch"] - again
+
+
+def with_own_place(loader: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state of a litdata loader with this one's folders and URLs, which litdata compares, in place of the writer's.
+
+    That it reads the same data is for the caller to know.
+    """
+    if not isinstance(loader, classes_of_litdata("StreamingDataLoader")) or not state.get("dataset"):
+        return state
+    saved = state["dataset"]
+    if isinstance(loader.dataset, classes_of_litdata("StreamingDataset")):
+        return {**state, "dataset": _with_place_of(loader.dataset, saved)}
+    parts = {name: _with_place_of(part, saved[name]) for name, part in _numbered_parts(loader.dataset) if name in saved}
+    return {**state, "dataset": {**saved, **parts}}
+
+
+def _numbered_parts(combination: Any) -> list[tuple[str, Any]]:
+    return [(str(number), part) for number, part in enumerate(getattr(combination, "_datasets", []))]
+
+
+def _with_place_of(dataset: Any, saved: Any) -> Any:
+    if not isinstance(saved, dict) or "input_dir_path" not in saved:
+        return saved
+    own = dataset.input_dir
+    # A remote dataset is cached in a folder of each process; the checkpoint names the one of its writer.
+    path = own.path if own.url is None else None
+    place = {"input_dir_path": path, "input_dir_url": own.url, "cache_dir_path": dataset.cache_dir.path}
+    # Without shuffling the seed decides nothing, and litdata compares it, too.
+    return {**saved, **place, **({} if dataset.shuffle else {"seed": dataset.seed})}
 
 
 def _parts(source: Any) -> list[Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_asyncpp.data.corpus import LIBRARIES, find_text_files, split_files
-from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.corpus import LIBRARIES, TextFile, find_text_files, split_files
+from lightning_asyncpp.data.errors import DataError, file_errors
 from lightning_asyncpp.data.hub import fetch_tokenizer, is_hub_name
 from lightning_asyncpp.data.token_dataset import (
     INDEX,
@@ -56,19 +57,19 @@ class TextSource:
     """Where prepared datasets are kept."""
 
     def folder(self) -> Path:
-        """Return the folder of the token dataset, prepared or not."""
-        _refuse_unfinished(self.source)
-        files = find_text_files(self.source, self.patterns, self.max_bytes)
-        given = f"bpe-{self.vocab_size}" if self.tokenizer == "bpe" else load_tokenizer(self.tokenizer).fingerprint
-        name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name
-        return self.cache_dir / f"{name}-{fingerprint(files, given, self.val_fraction)}"
+        """Return the folder of the token dataset, prepared or not; all text is read for its name."""
+        return self._folder(self._files())
 
     def prepare(self) -> None:
-        """Write the token dataset unless it is there."""
-        folder = self.folder()
+        """Write the token dataset unless it is there.
+
+        Raises:
+            DataError: the text cannot be read or changes meanwhile, or the folder cannot be written.
+        """
+        files = self._files()
+        folder = self._folder(files)
         if folder.exists():
             return
-        files = find_text_files(self.source, self.patterns, self.max_bytes)
         train, validation = split_files(files, self.val_fraction)
         tokenizer: Tokenizer
         if self.tokenizer == "bpe":
@@ -76,13 +77,27 @@ class TextSource:
             tokenizer = BPETokenizer.train((file.read() for file in train), self.vocab_size)
         else:
             tokenizer = load_tokenizer(self.tokenizer)
-        write_token_dataset(folder, train, validation, tokenizer)
+        with file_errors(f"cache_dir={str(self.cache_dir)!r}", "written", "name another cache_dir"):
+            write_token_dataset(folder, train, validation, tokenizer)
+
+    def _files(self) -> list[TextFile]:
+        _refuse_unfinished(self.source)
+        return [file.hashed() for file in find_text_files(self.source, self.patterns, self.max_bytes)]
+
+    def _folder(self, files: Sequence[TextFile]) -> Path:
+        given = f"bpe-{self.vocab_size}" if self.tokenizer == "bpe" else load_tokenizer(self.tokenizer).fingerprint
+        name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name
+        readable = name.encode(errors="replace").decode()
+        return self.cache_dir / f"{readable}-{fingerprint(files, given, self.val_fraction)}"
 
     def prepared(self) -> TokenSource:
         """Return the prepared token dataset."""
         folder = self.folder()
         if not folder.is_dir():
-            raise DataError(f"{folder} is not prepared; call prepare_data() before setup(), on every node")
+            raise DataError(
+                f"{folder} is not prepared; call prepare_data() before setup(), on every node, and let nothing change "
+                "the text meanwhile"
+            )
         return prepared_tokens(folder)
 
 
@@ -132,8 +147,13 @@ def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
 
 
 def default_cache_dir() -> Path:
-    """Folder for prepared datasets: ``lightning_asyncpp`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_asyncpp"
+    """Folder for prepared datasets: ``lightning_asyncpp`` in the user's cache folder.
+
+    Raises:
+        DataError: there is no home folder.
+    """
+    with file_errors("cache_dir=None", "found", "name a folder"):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_asyncpp"
 
 
 def _refuse_unfinished(source: str) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 
+from lightning_asyncpp.data.cache_dir import cache_dir_of, folder_for_stream, known, wrong_cache_dir
 from lightning_asyncpp.data.corpus import TEXT_PATTERNS
-from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.errors import DataError, file_errors
 from lightning_asyncpp.data.source import (
     TextSource,
     TokenSource,
-    default_cache_dir,
     existing_tokens,
     is_token_source,
     is_uri,
@@ -32,9 +33,10 @@ class TextDataModule(L.LightningDataModule):
     """Batches of token sequences from a folder of text, Python's standard library, or a litdata token dataset.
 
     Corpora of some size are tokenised before, by ``asyncpp prepare``; its folder is the ``source``. Other text is
-    tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` that is named after its content. A batch is
-    (batch, context_length + 1) int64; sequences do not overlap. The order depends on ``seed``, the epoch, the replica,
-    ``batch_size`` and ``num_workers``, and never on the number of pipeline stages.
+    tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` that is named after its content, which every
+    process reads for that (1.1 s per GB). A batch is (batch, context_length + 1) int64; sequences do not overlap. The
+    order depends on ``seed``, the epoch, the replica, ``batch_size`` and ``num_workers``, and never on the number of
+    pipeline stages.
 
     Args:
         source: a folder of text files; ``"stdlib"`` for the running Python's standard library, ``"packages"`` for what
@@ -90,7 +92,7 @@ class TextDataModule(L.LightningDataModule):
         self.val_source = val_source
         self.patterns = tuple(patterns)
         self.max_bytes = max_bytes
-        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self.cache_dir = cache_dir_of(cache_dir)
         self.num_workers = num_workers
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -101,7 +103,9 @@ class TextDataModule(L.LightningDataModule):
         # For a checkpoint, which says so what its model was trained with. Not for loggers: they would refuse names that
         # the model's hyper-parameters have, too.
         self.save_hyperparameters(logger=False)
-        if problems := self._wrong_arguments():
+        with self._reading():
+            problems = self._wrong_arguments()
+        if problems:
             raise DataError("TextDataModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
     @property
@@ -136,15 +140,23 @@ class TextDataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Tokenise the text unless that was done before; once per node."""
-        if not is_token_source(self.source):
-            self._text().prepare()
+        with self._reading():
+            if not is_token_source(self.source):
+                self._text().prepare()
 
     def setup(self, stage: str | None = None) -> None:
         """Find the token dataset and check it.
 
         Raises:
-            DataError: the dataset is missing or damaged, or does not fit the arguments or the trainer's model.
+            DataError: the dataset is missing or damaged, cannot be read, or does not fit the arguments or the trainer's
+                model.
         """
+        with self._reading():
+            self._find_tokens()
+            # Now, and not when the first checkpoint is written: a tokenizer that is not there is known before.
+            self._definition = self.tokenizer.definition if self._has_known_tokenizer() else None
+
+    def _find_tokens(self) -> None:
         if is_token_source(self.source):
             self.tokens = existing_tokens(self.source, self.val_source)
         else:
@@ -156,8 +168,6 @@ class TextDataModule(L.LightningDataModule):
                 self._check_sequences(split, batches=False)
         if self.verify_checksums and self.tokens.folder is not None and self.tokens.metadata is not None:
             verify_checksums(self.tokens.folder, self.tokens.metadata)
-        # Now, and not when the first checkpoint is written: a tokenizer that is not there is known before a training.
-        self._definition = self.tokenizer.definition if self._has_known_tokenizer() else None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: the tokenizer, so that the model can be used where its data is not."""
@@ -187,20 +197,23 @@ class TextDataModule(L.LightningDataModule):
             raise DataError(
                 f"drop_last=False with {num_replicas} replicas gives them different numbers of batches; leave it True"
             )
-        if not is_uri(split):
-            self._check_sequences(split, batches=drop_last)
-        return token_loader(
-            split,
-            sequence_length=self.sequence_length,
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            shuffle=self.shuffle and training,
-            drop_last=drop_last,
-            seed=self.seed,
-            replica=(num_replicas, rank),
-            download_folder=self._download_folder() if is_uri(split) else None,
-            transform=self._checked_tokens(split),
-        )
+        process = 0 if self.trainer is None else self.trainer.global_rank
+        download_folder = folder_for_stream(known(self.cache_dir), process) if is_uri(split) else None
+        with self._reading():
+            if not is_uri(split):
+                self._check_sequences(split, batches=drop_last)
+            return token_loader(
+                split,
+                sequence_length=self.sequence_length,
+                batch_size=self.batch_size,
+                num_workers=self.num_workers,
+                shuffle=self.shuffle and training,
+                drop_last=drop_last,
+                seed=self.seed,
+                replica=(num_replicas, rank),
+                download_folder=download_folder,
+                transform=self._checked_tokens(split),
+            )
 
     def _checked_tokens(self, split: str) -> CheckedTokens:
         tokens = self._prepared()
@@ -226,13 +239,9 @@ class TextDataModule(L.LightningDataModule):
         sampler = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
 
-    def _download_folder(self) -> str:
-        # One folder per process: litdata deletes chunks behind a reader, and counts the other readers by world size,
-        # where the other stages of a replica do not appear.
-        rank = 0 if self.trainer is None else self.trainer.global_rank
-        folder = self.cache_dir / "streamed" / f"rank-{rank}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return str(folder)
+    def _reading(self) -> AbstractContextManager[None]:
+        mend = "let this user read it (chmod), or name another source"
+        return file_errors(f"source={self.source!r}", "read", mend)
 
     def _prepared(self) -> TokenSource:
         if self.tokens is None:
@@ -247,7 +256,7 @@ class TextDataModule(L.LightningDataModule):
             self.expected_vocab_size,
             self.val_fraction,
             self.max_bytes,
-            self.cache_dir,
+            known(self.cache_dir),
         )
 
     def _check_sequences(self, split: str, batches: bool) -> None:
@@ -316,10 +325,7 @@ class TextDataModule(L.LightningDataModule):
     def _wrong_cache_dir(self) -> list[str]:
         if is_token_source(self.source) and not is_uri(self.source):
             return []  # nothing is kept
-        existing = next(path for path in (self.cache_dir, *self.cache_dir.absolute().parents) if path.exists())
-        if existing.is_dir():
-            return []
-        return [f"cache_dir={str(self.cache_dir)!r}: {existing} is no folder; remove it, or name another cache_dir"]
+        return wrong_cache_dir(self.cache_dir)
 
     def _wrong_combinations(self) -> list[str]:
         problems = []

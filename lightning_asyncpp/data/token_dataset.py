@@ -52,9 +52,15 @@ class Metadata:
 
 
 def fingerprint(files: Sequence[TextFile], tokenizer: str, val_fraction: float) -> str:
-    """Hash of all that decides the content of a token dataset: names, sizes and times of files, tokenizer, split."""
-    listed = [(file.name, file.size, file.modified) for file in files]
-    content = json.dumps([FORMAT_VERSION, listed, tokenizer, val_fraction])
+    """Hash of all that decides the content of a token dataset.
+
+    Args:
+        files: the documents, hashed: by their names and contents. Where they are and when they were written decides
+            nothing.
+        tokenizer: what decides the tokens.
+        val_fraction: share of the files that are kept for validation.
+    """
+    content = json.dumps([FORMAT_VERSION, [(file.name, file.sha256) for file in files], tokenizer, val_fraction])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

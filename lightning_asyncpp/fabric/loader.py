@@ -7,8 +7,11 @@ from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
+from lightning_utilities.core.rank_zero import rank_zero_info
+
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.failures.progress_watch import ProgressWatch
+from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, differences, problems_with_place
 from lightning_asyncpp.strategy_parts.resumable_loader import (
     ResumableLoader,
     is_stateful,
@@ -39,34 +42,43 @@ class FabricLoader(ResumableLoader):
     """
 
     def __init__(self, loader: Any, watch: ProgressWatch | None = None) -> None:
+        given = loader.loader if isinstance(loader, PlaceholderLoader) else loader
+        shuffle_by_epoch(given, shuffle=True)
         super().__init__(loader, lambda: 0)
         self._within = nullcontext if watch is None else partial(watch.within, "a loader")
+        self._given = given
         self._epoch, self._is_over = -1, True  # of the newest iteration
         self._newest: object = None
         self._rest: Mapping[str, Any] | None = None
-        self._given = loader.loader if isinstance(loader, PlaceholderLoader) else loader
-        shuffle_by_epoch(self._given, shuffle=True)
         if is_stateful(self._given):
             self._given.state_dict = self._given.load_state_dict = _refuse
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: after the last batch that the loop has got, or between two epochs."""
         if self._rest is not None:  # loaded, and not gone on from yet
-            return dict(self._rest)
+            return {**self._rest, IDENTITY: self.identity}
         if self._resumed is not None:
-            return {**self._resumed[0], "is_over": True}
-        return {_PLACE: 1, "epoch": self._epoch, "is_over": self._is_over, **super().state_dict()}
+            return {**self._resumed[0], "is_over": True, IDENTITY: self.identity}
+        here = {"epoch": self._epoch, "is_over": self._is_over, "length": self.length}
+        return {_PLACE: 1, **here, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`.
 
         Raises:
-            ConfigurationError: it is another's, or the loader cannot go on in the middle of an epoch.
+            ConfigurationError: it is another's, or the loader cannot go on in the middle of an epoch, or would go on in
+                something else.
         """
         if _PLACE not in state:
             raise ConfigurationError(_RAW)
-        in_mid_epoch = problems_in_mid_epoch(self._given, state) if self._has_rest(state) else []
-        if problems := [*problems_with_workers(self._given, state), *in_mid_epoch]:
+        problems = problems_with_workers(self._given, state)
+        changes = differences(self.identity, state.get(IDENTITY))
+        if self._has_rest(state):
+            places = problems_with_place(self._given, state)
+            problems = [*problems, *problems_in_mid_epoch(self._given, state), *places, *changes]
+        elif changes:
+            rank_zero_info(f"The next epoch is not read as the last one was: {'; '.join(changes)}")
+        if problems:
             raise ConfigurationError(
                 f"{'; '.join(problems)}. The checkpoint was written after batch {state['batches']} of an epoch: write"
                 " them at an epoch's end, or leave the loader out of the state"
@@ -116,7 +128,7 @@ class FabricLoader(ResumableLoader):
         """Whether batches are left of the epoch in which a state was saved."""
         if state["is_over"] or state["exhausted"]:
             return False
-        length = self.length
+        length = state.get("length", self.length)  # older releases did not save how many there were
         return length is None or int(state["batches"]) < length
 
 

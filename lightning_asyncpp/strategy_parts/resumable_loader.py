@@ -16,8 +16,9 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from lightning_asyncpp.data.replica import classes_of_litdata, leave_where_it_was, set_epoch_before
+from lightning_asyncpp.data.replica import classes_of_litdata, leave_where_it_was, set_epoch_before, with_own_place
 from lightning_asyncpp.private_names import required
+from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, Plain, differing, keeps_place, loader_identity
 from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 
 COMBINED_GOES_ON = RequirementCache("litdata>=0.2.76")
@@ -36,12 +37,16 @@ class ResumableLoader(LoaderInFront):
         prefetched: how many batches were taken from here that training has not got yet.
 
     Attributes:
+        identity: what decides the batches, as it was before any was read.
         waits: there is nothing to read until this is false: the end of the last epoch is still to come.
     """
+
+    identity: dict[str, Plain]
 
     def __init__(self, loader: Any, prefetched: Callable[[], int]) -> None:
         super().__init__(loader)
         self._prefetched = prefetched
+        self.__dict__["identity"] = loader_identity(loader)  # its own, also if the loader has an attribute of that name
         self._say: Any = loader.state_dict if is_stateful(loader) else None
         self._take_up: Any = getattr(loader, "load_state_dict", None)
         self.waits = False
@@ -58,9 +63,12 @@ class ResumableLoader(LoaderInFront):
         return sized_len(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: after the last batch that it has got, also if that was before a resume."""
+        """Where training is, and in what: after the last batch that it has got, also if that was before a resume."""
+        return {**self._where(), IDENTITY: self.identity}
+
+    def _where(self) -> Mapping[str, Any]:
         if self._resumed is not None:
-            return dict(self._resumed[0])
+            return self._resumed[0]
         ahead = self._prefetched()
         if not ahead:
             return self._state()
@@ -105,11 +113,14 @@ class ResumableLoader(LoaderInFront):
     def _begin(self, state: Mapping[str, Any], ended: bool) -> Iterator[Any]:
         """An iterator that goes on from a checkpoint, or of the epoch after it."""
         inner = None if problems_with_workers(self.loader, state) else state.get("loader")  # and that was accepted
-        if inner is not None and not ended:
-            self._take_up(inner)
-        elif inner is not None and isinstance(self.loader, classes_of_litdata("StreamingDataLoader")):
-            set_epoch_before(self.loader, inner)
-        elif inner is not None:
+        has_place = keeps_place(self.loader, differing(self.identity, state.get(IDENTITY)))
+        if inner is None:
+            pass
+        elif isinstance(self.loader, classes_of_litdata("StreamingDataLoader")) and (ended or not has_place):
+            set_epoch_before(self.loader, inner, again=not ended)
+        elif has_place and not ended:
+            self._take_up(with_own_place(self.loader, inner))
+        elif has_place:
             self._take_up(inner)
             # Some begin the next epoch by themselves once the last one was read, others must be asked twice.
             with isolate_rng():

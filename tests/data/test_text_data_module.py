@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,45 @@ def test_prepared_once_and_anew_when_the_text_changes(text_folder: Path) -> None
     (text_folder / "0.txt").write_text("changed\n" * 200)
     ready(text_folder)
     assert len(list(first.parent.iterdir())) == 2
+
+
+def test_the_contents_of_the_text_name_the_prepared_folder(text_folder: Path) -> None:
+    """And neither times nor places: folders called the same with files of the same sizes and times hold other text."""
+    other = text_folder.parent / "elsewhere" / text_folder.name
+    shutil.copytree(text_folder, other)
+    cache = str(text_folder.parent / "cache")
+    assert ready(other, cache_dir=cache).tokens == ready(text_folder).tokens
+    for path in text_folder.iterdir():
+        os.utime(path, ns=(0, 0))
+        copy = other / path.name
+        copy.write_text(copy.read_text().replace("document", "treatise"))
+        os.utime(copy, ns=(0, 0))
+    ready(text_folder)
+    assert len(list(Path(cache).iterdir())) == 1  # touched, and the same
+    read = [bytes(ready(f, cache_dir=cache, shuffle=False).train_dataloader().dataset[0]) for f in (text_folder, other)]
+    assert b"document" in read[0]
+    assert b"treatise" in read[1]
+
+
+@pytest.mark.parametrize("tokenizer", [{}, {"tokenizer": "bpe", "vocab_size": 300}])
+def test_text_that_changes_while_it_is_prepared(
+    text_folder: Path, tokenizer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = module(text_folder, **tokenizer)
+    read, changed = Path.read_bytes, []
+
+    def reading(path: Path) -> bytes:
+        content = read(path)
+        if path.name == "7.txt" and not changed:
+            changed.append(path)
+            path.write_bytes(content.swapcase())
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    with pytest.raises(DataError, match=r"7\.txt has changed while the text was prepared; prepare it again"):
+        data.prepare_data()
+    assert not list((text_folder.parent / "cache").glob("*"))
+    data.prepare_data()
 
 
 def test_a_crash_leaves_nothing(text_folder: Path) -> None:

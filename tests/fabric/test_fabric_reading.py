@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import gc
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_asyncpp.fabric import loader as loader_module
 from lightning_asyncpp.fabric.loader import FabricLoader
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader
 from tests.fabric.read_runs import EPOCHS, RUN, read_and_train
 from tests.trainer.checkpoint.resumable import training_loader, write_litdata
 from tests.trainer.pool import Pools
 
 
-def fabric_loader(kind: str) -> FabricLoader:
+def fabric_loader(kind: str, folder: str = "", **changed: Any) -> FabricLoader:
     torch.manual_seed(3)
-    return FabricLoader(training_loader(RUN, kind, ""))
+    loader = training_loader(replace(RUN, **changed), kind, folder)
+    return FabricLoader(PlaceholderLoader(loader) if "middle" in kind else loader)
 
 
 MID_EPOCH, ENDS = ["1", "5"], ["3", "6", "epoch-1", "epoch-2"]
@@ -114,3 +121,74 @@ def test_an_iteration_that_is_given_up_late_ends_no_newer_one() -> None:
     del second
     gc.collect()
     assert loader.state_dict()["is_over"]
+
+
+@pytest.mark.parametrize("kind", ["stateful own", "stateful own middle", "litdata"])
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"batch_size": 5}, "batch_size=5, and the checkpoint was written with 8"),
+        ({"batch_size": 11}, "batch_size=11, and the checkpoint was written with 8"),  # as many batches as were read
+        ({"samples": 15}, "and the checkpoint was written with"),
+    ],
+)
+def test_other_data_in_mid_epoch(
+    kind: str, changed: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(loader_module, "rank_zero_info", told.append)
+    folder = str(tmp_path / "data")
+    write_litdata(Path(folder), RUN.samples)
+    loader = fabric_loader(kind, folder)
+    states = []
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    states.append(loader.state_dict())
+    for _ in batches:
+        pass
+    states.append(loader.state_dict())
+    if "samples" in changed:
+        shutil.rmtree(folder)
+        write_litdata(Path(folder), changed["samples"])
+    again = fabric_loader(kind, folder, **changed)
+    with pytest.raises(ConfigurationError, match="leave the loader out of the state") as caught:
+        again.load_state_dict(states[0])
+    assert text in str(caught.value)
+    assert not told
+    again.load_state_dict(states[1])
+    assert len(told) == 1
+    assert told[0].startswith("The next epoch is not read as the last one was: ")
+    assert text in told[0]
+    assert sum(1 for _ in again) == len(again)
+
+
+def test_moved_data(tmp_path: Path) -> None:
+    write_litdata(tmp_path / "data", RUN.samples)
+    loader = fabric_loader("litdata", str(tmp_path / "data"))
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    rest = [batch["number"].tolist() for batch in batches]
+    shutil.move(tmp_path / "data", tmp_path / "moved")
+    again = fabric_loader("litdata", str(tmp_path / "moved"))
+    again.load_state_dict(state)
+    assert [batch["number"].tolist() for batch in again] == rest
+
+
+@pytest.mark.parametrize("kind", ["litdata", "litdata middle"])
+def test_a_checkpoint_of_an_older_release(kind: str, tmp_path: Path) -> None:
+    """It knows litdata's data by its path alone, on the stages that read it."""
+    write_litdata(tmp_path / "data", RUN.samples)
+    loader = fabric_loader(kind, str(tmp_path / "data"))
+    next(iter(loader))
+    state = {name: value for name, value in loader.state_dict().items() if name not in ("identity", "length")}
+    state["is_over"] = False  # as in a loop
+    fabric_loader(kind, str(tmp_path / "data")).load_state_dict(state)
+    shutil.move(tmp_path / "data", tmp_path / "moved")
+    moved = fabric_loader(kind, str(tmp_path / "moved"))
+    if "middle" in kind:
+        moved.load_state_dict(state)
+        return
+    with pytest.raises(ConfigurationError, match="knows its data by the place alone"):
+        moved.load_state_dict(state)

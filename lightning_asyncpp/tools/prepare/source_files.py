@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.errors import DataError, check_listable, file_errors
 from lightning_asyncpp.data.hub import HUB, hub_endpoint, hub_errors, hub_package
 
 PARQUET = (".parquet",)
@@ -151,8 +151,13 @@ def _check(source: str, files: Sequence[SourceFile]) -> None:
 
 
 def _local_files(source: str) -> list[SourceFile]:
-    path = Path(source).expanduser()
+    with file_errors(source, "read", "let this user read it (chmod), or give a glob that leaves it out"):
+        return _found(Path(source).expanduser())
+
+
+def _found(path: Path) -> list[SourceFile]:
     if path.is_dir():
+        check_listable(path)
         inside = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
         paths = [file for file in inside if file.name.endswith(ENDINGS) and file.is_file()]
     elif path.exists():

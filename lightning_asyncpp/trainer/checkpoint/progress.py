@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import lightning as L
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import set_random_states
+from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, differences, problems_with_place
 from lightning_asyncpp.strategy_parts.resumable_loader import (
     ResumableLoader,
     problems_in_mid_epoch,
@@ -40,6 +42,8 @@ INEXACT = (
     "the rest of the run would not be that of the uninterrupted one. Resume from a checkpoint of an epoch's end, or"
     " accept it: give the strategy inexact_resume=True"
 )
+
+_ACCEPTED = "inexact_resume=True: the rest of the run is not that of the uninterrupted one"
 
 
 class Outstanding(NamedTuple):
@@ -173,6 +177,11 @@ class Progress:
         return states
 
     @property
+    def goes_on(self) -> bool:
+        """Whether a training that is about to begin goes on from a checkpoint."""
+        return self._state is not None
+
+    @property
     def outstanding(self) -> Sequence[bool]:
         """What was still to come of the batch after which the checkpoint was written, as :class:`Outstanding`."""
         return () if self._state is None else self._state["outstanding"]
@@ -207,7 +216,7 @@ class Progress:
         if self._state is not None:
             saved = self._state["loaders"]
             state = saved[number] if number < len(saved) else {"batches": 0}
-            self._check(loader, state)
+            self._check(resumable, state, f"training loader {number}: " if max(number, len(saved) - 1) else "")
             resumable.resume(state, ended=not self._in_mid_epoch)
             resumable.waits = Outstanding(*self.outstanding).epoch_end
         return resumable
@@ -241,19 +250,28 @@ class Progress:
         epochs = self._loops["epoch_progress"]["current"]
         return bool(epochs["started"] > epochs["completed"])
 
-    def _check(self, loader: Any, state: Mapping[str, Any]) -> None:
-        problems = problems_with_workers(loader, state)
-        if self._in_mid_epoch:
+    def _check(self, resumable: ResumableLoader, state: Mapping[str, Any], which: str) -> None:
+        loader, mid_epoch = resumable.loader, self._in_mid_epoch
+        problems = [f"{which}{problem}" for problem in problems_with_workers(loader, state)]
+        changes = [f"{which}{change}" for change in differences(resumable.identity, state.get(IDENTITY))]
+        if mid_epoch:
             problems += self._changes
             if self._state is not None and self._state["accumulating"]:
                 problems.append(
                     "the checkpoint does not hold the gradients that were accumulated: save it when an update is due,"
                     " every accumulate_grad_batches batches"
                 )
-            problems += problems_in_mid_epoch(loader, state)
-        if problems and not self._accepts_inexact:
-            after = self._loops["epoch_loop.batch_progress"]["current"]["ready"]
-            raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}. {_at(after)}{INEXACT}"])
+            own = [*problems_in_mid_epoch(loader, state), *problems_with_place(loader, state)]
+            problems += [*(f"{which}{problem}" for problem in own), *changes]
+        elif changes:
+            rank_zero_info(f"The next epoch is not read as the last one was: {'; '.join(changes)}")
+        if not problems:
+            return
+        if self._accepts_inexact:
+            rank_zero_warn(f"{_ACCEPTED}:\n" + "\n".join(f"  - {problem}" for problem in problems))
+            return
+        after = self._loops["epoch_loop.batch_progress"]["current"]["ready"]
+        raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}. {_at(after)}{INEXACT}"])
 
 
 def _accumulating(trainer: Trainer) -> bool:

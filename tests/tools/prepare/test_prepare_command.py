@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import DataError
 from lightning_asyncpp.tools.prepare import pieces as piece_module
 from lightning_asyncpp.tools.prepare.preparation import prepare
+from tests.data.test_file_errors import refusing
 from tests.tools.prepare.corpus import make_texts, request, write
 
 
@@ -132,6 +134,15 @@ def test_sources_that_hold_nothing_to_read(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             prepare(request(source, tmp_path / "out"))
     prepare(request(tmp_path / "both" / "*.parquet", tmp_path / "out", val_fraction=0.0))
+
+
+def test_folders_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be left out in silence."""
+    write(tmp_path / "text", make_texts(5), "jsonl")
+    write(tmp_path / "text" / "private", make_texts(5), "jsonl")
+    refusing(monkeypatch, os, "scandir", tmp_path / "text" / "private")
+    with pytest.raises(DataError, match=r"text cannot be read \(Permission denied: .*private\); let this user read it"):
+        prepare(request(tmp_path / "text", tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
