@@ -13,9 +13,9 @@ from lightning_asyncpp.pipeline.batches import tree
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT, PIPELINE, TRAINER, WEIGHTS, Origin, origin_of
 from lightning_asyncpp.pipeline.checkpoint.state import MASTERS, OLDER, with_staleness
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
-from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.storage.sharded import files_of, is_sharded, read_index
+from lightning_asyncpp.storage.opened import opened
+from lightning_asyncpp.storage.sharded import files_of
 
 _STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
 _OF_STRATEGY = (
@@ -138,7 +138,8 @@ def describe(path: Path) -> dict[str, Any]:
     Raises:
         StorageError: it cannot be read.
     """
-    content = load(path)
+    with opened(path) as checkpoint:
+        content, index = checkpoint.load(), checkpoint.index
     contents = contents_of(content)
     entries = content if isinstance(content, Mapping) else {}
     weights = tensors_of(contents.parts["weights"])
@@ -147,7 +148,7 @@ def describe(path: Path) -> dict[str, Any]:
         elements[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     return {
         "path": str(path),
-        "form": "sharded" if path.is_dir() else "full",
+        "form": "full" if index is None else "sharded",
         "description": contents.origin.description,
         "writer": contents.origin.writer or None,
         "strategy": contents.origin.strategy or None,
@@ -157,7 +158,7 @@ def describe(path: Path) -> dict[str, Any]:
         "parameters": sum(t.numel() for t in weights if t.is_floating_point()) if weights else None,
         "dtypes": dict(elements.most_common()),
         "lightning_version": _plain(entries.get(_LIGHTNING)),
-        **_of_index(path),
+        **_of_index(path, index),
         "bytes": {name: _num_bytes(part) for name, part in contents.parts.items()},
         "bytes_on_disk": size_on_disk(path),
     }
@@ -198,10 +199,9 @@ def _of_strategy(contents: Contents) -> dict[str, Any]:
     return facts
 
 
-def _of_index(path: Path) -> dict[str, Any]:
-    if not is_sharded(path):
+def _of_index(path: Path, index: Mapping[str, Any] | None) -> dict[str, Any]:
+    if index is None:
         return {"format_version": None, "files": None}
-    index = read_index(path)
     run, shards = files_of(index, path)
     files = {file.name: {"file": file.file, "bytes": file.num_bytes, "crc32": file.crc32} for file in (run, *shards)}
     return {"format_version": index["version"], "files": files}
