@@ -19,6 +19,8 @@ from lightning_asyncpp.lightning_cli.arguments import DESCRIPTION, find_own_modu
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
 from lightning_asyncpp.lightning_cli.resumed_model import (
     another_model,
+    check_arguments,
+    check_class,
     differences,
     model_arguments,
     saved_hyper_parameters,
@@ -71,16 +73,22 @@ class AsyncppCLI(LightningCLI):
         whatever a damaged one is taken for.
 
         Raises:
-            ConfigurationError: it cannot be read, or a training would go on with another model than was asked for.
+            ConfigurationError: it cannot be read, is of another class, or has arguments that could make something run;
+                or a training would go on with another model than was asked for.
         """
         if not (subcommand := self.config.get("subcommand")):
             return
         section = self.config[subcommand]
         ckpt_path = section.get("ckpt_path")
-        if not (saved := saved_hyper_parameters(ckpt_path, section.get("weights_only"))):
+        weights_only = section.get("weights_only")
+        if not (saved := saved_hyper_parameters(ckpt_path, weights_only)):
             return
         given, asked = _model_of(self._given_arguments(), subcommand), _model_of(self.config, subcommand)
-        merged = self._with_model(model_arguments(saved, given, asked), ckpt_path)
+        check_class(ckpt_path, saved, asked)
+        arguments = model_arguments(saved, given, asked)
+        if weights_only is not False:  # with it the file has run what it wanted to
+            check_arguments(ckpt_path, arguments, asked)
+        merged = self._with_model(arguments, ckpt_path)
         if problems := list(differences(given, asked, _model_of(merged, subcommand))):
             if subcommand == "fit":
                 raise another_model(ckpt_path, problems, "initial_weights" in asked.get("init_args", {}))

@@ -87,8 +87,8 @@ def _too_large(config: GPTConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
     tables = config.num_layers * config.context_length * config.rotary_dim  # sines and cosines
     if tables > _TABLES + _TABLES_PER_WEIGHT * weights:
         return (
-            f"context_length={config.context_length} of {config.num_layers} layers, each with {config.rotary_dim} values"
-            f" per position in its tables, and it has {weights} values"
+            f"context_length={config.context_length} of {config.num_layers} layers, and {config.rotary_dim} values"
+            f" per position in the tables of each: it has {weights} weights"
         )
     return ""
 
