@@ -111,8 +111,8 @@ def check_class(ckpt_path: str, hyper_parameters: Mapping[str, Any], asked: Mapp
     Raises:
         ConfigurationError: it is one.
     """
-    saved = hyper_parameters.get(SAVED_CLASS, asked.get(CLASS))
-    if not same_class(asked.get(CLASS), saved):
+    saved = hyper_parameters.get(SAVED_CLASS)
+    if saved is not None and not same_class(asked.get(CLASS), saved):
         raise another_model(ckpt_path, list(differences(asked, asked, {CLASS: saved})), False)
 
 

@@ -108,11 +108,13 @@ def refusals(cls: Any, saved: Mapping[str, Any], asked: Mapping[str, Any], place
         asked: what recipe, command line and defaults have.
         place: what their names begin with.
     """
-    types = argument_types(cls)
+    types, takes_others = argument_types(cls), _takes_others(cls)
     for name, value in saved.items():
         where, same = f"{place}{name}", asked.get(name, _NOTHING)
-        if (problem := _no_plain(value)) or not name.isidentifier() or name in _SPECIFICATION - types.keys():
-            yield f"{where}: {problem or 'no argument has such a name'}"
+        if problem := _no_plain(value):
+            yield f"{where}: {problem}"
+        elif name not in types and (not takes_others or not name.isidentifier() or name in _SPECIFICATION):
+            yield f"{where}: {getattr(cls, '__name__', 'the class')} has no such argument"
         elif value == same:
             continue
         elif name in never_saved(cls):
@@ -129,19 +131,31 @@ def argument_types(cls: Any) -> dict[str, Any]:
 def _parameters(cls: Any) -> dict[str, tuple[inspect.Parameter, Any]]:
     """Name -> argument of a class or of a base, and the method that has it."""
     found: dict[str, tuple[inspect.Parameter, Any]] = {}
-    for base in cls.__mro__ if isinstance(cls, type) else ():
-        if (init := base.__dict__.get("__init__")) is None:
-            continue
-        try:
-            parameters = inspect.signature(init).parameters.values()
-        except (TypeError, ValueError):  # of a class that is not written in Python
-            break
+    for init, parameters in _signatures(cls):
         for parameter in parameters:
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 found.setdefault(parameter.name, (parameter, init))
-        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
-            break
     return found
+
+
+def _takes_others(cls: Any) -> bool:
+    """Whether a class may take further arguments, by ``**kwargs`` that go nowhere that can be seen."""
+    *_, last = [[], *(parameters for _, parameters in _signatures(cls))]
+    return not isinstance(cls, type) or any(parameter.kind == parameter.VAR_KEYWORD for parameter in last)
+
+
+def _signatures(cls: Any) -> Iterator[tuple[Any, list[inspect.Parameter]]]:
+    """``__init__`` of a class and its arguments, and while they end in ``**kwargs`` that of the base that follows."""
+    for base in cls.__mro__ if isinstance(cls, type) else ():
+        if base is object or (init := base.__dict__.get("__init__")) is None:
+            continue
+        try:
+            parameters = list(inspect.signature(init).parameters.values())
+        except (TypeError, ValueError):  # of a class that is not written in Python
+            continue
+        yield init, parameters
+        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
+            return
 
 
 def _evaluated(annotation: Any, init: Any) -> Any:
