@@ -6,9 +6,11 @@ lists fifty levels deep: whoever walks over it would never end.
 
 from __future__ import annotations
 
+import io
+import pickletools
 import zipfile
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +22,14 @@ _VALUES, _VALUES_PER_BYTE = 2**20, 8
 _BYTES, _BYTES_PER_BYTE = 2**28, 8
 _PLAIN = (int, float, bool, type(None))
 _PICKLE = "/data.pkl"
+_BYTES_OF = b"bytearray"
+_BLOCK_BYTES = 2**20
+_MARK = object()
+_OFF = {
+    "TUPLE": None, "APPENDS": None, "SETITEMS": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "BUILD": 1,
+    "SETITEM": 2, "BINPERSID": 1,
+}  # fmt: skip
+"""Instruction of a pickle -> how many it takes off the stack; with None all that are above the last mark."""
 
 
 class LimitError(ValueError):
@@ -42,6 +52,14 @@ def check_entries(file: BinaryIO) -> int:
     size = size_of(file)
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
+        _check_declared(entries, size)
+        pickles = [entry for entry in entries if entry.filename.endswith(_PICKLE)]
+        for entry in pickles:
+            check_calls(io.BytesIO(archive.read(entry)), 1)
+    return pickles[0].file_size if pickles else size
+
+
+def _check_declared(entries: list[zipfile.ZipInfo], size: int) -> None:
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED:
             raise LimitError(
@@ -49,7 +67,66 @@ def check_entries(file: BinaryIO) -> int:
             )
     if (declared := sum(entry.file_size for entry in entries)) > size:
         raise LimitError(f"its entries have {declared} bytes, and the file {size}")
-    return next((entry.file_size for entry in entries if entry.filename.endswith(_PICKLE)), size)
+
+
+def check_calls(file: BinaryIO, pickles: int) -> None:
+    """Refuse pickles that would have bytes made of a number, as many of them: the only such call that is allowed there.
+
+    Args:
+        file: begins with them.
+        pickles: how many.
+
+    Raises:
+        LimitError: there is such a call.
+    """
+    file.seek(0)
+    if not _has(file, _BYTES_OF):
+        return
+    file.seek(0)
+    for _ in range(pickles):
+        _check_calls(file)
+
+
+def _has(file: BinaryIO, text: bytes) -> bool:
+    """Whether a text is in what follows in a file, which need not fit into memory."""
+    before = b""
+    while block := file.read(_BLOCK_BYTES):
+        if text in before + block:
+            return True
+        before = block[-len(text) :]
+    return False
+
+
+def _check_calls(file: BinaryIO) -> None:
+    """Go through the instructions of a pickle as an unpickler does; numbers, tuples and names alone are kept."""
+    stack: list[Any] = []
+    memo: dict[Any, Any] = {}
+    for code, given, _ in pickletools.genops(cast("IO[bytes]", file)):
+        name = code.name
+        if name in ("BINPUT", "LONG_BINPUT"):
+            memo[given] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[given])
+        elif name in ("REDUCE", "NEWOBJ"):
+            arguments, function = stack.pop(), stack.pop()
+            if str(function).endswith(_BYTES_OF.decode()) and (
+                not isinstance(arguments, tuple) or isinstance(next(iter(arguments), None), int)
+            ):
+                raise LimitError("it has bytes that are made of a number, which no file has")
+            stack.append(None)
+        elif name in _OFF:
+            taken = _taken(stack, _OFF[name])
+            stack += [tuple(taken)] if name.startswith("TUPLE") else [None] if name == "BINPERSID" else []
+        elif name not in ("PROTO", "STOP"):
+            stack.append(_MARK if name == "MARK" else () if name == "EMPTY_TUPLE" else given)
+
+
+def _taken(stack: list[Any], number: int | None) -> list[Any]:
+    """Take so many off a stack, or with None all that are above the last mark, and the mark."""
+    start = len(stack) - number if number is not None else len(stack) - stack[::-1].index(_MARK)
+    taken = stack[start:]
+    del stack[start if number is not None else start - 1 :]
+    return taken
 
 
 def check_content(content: Any, num_bytes: int, pickle_bytes: int) -> None:

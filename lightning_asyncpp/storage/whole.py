@@ -20,7 +20,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 
 from lightning_asyncpp.storage.durable import make_folder, name_of_opened, replace_durably, size_of
-from lightning_asyncpp.storage.limits import LimitError, check_content, check_entries
+from lightning_asyncpp.storage.limits import LimitError, check_calls, check_content, check_entries
 from lightning_asyncpp.storage.names import StorageError, aside_of, beside, check_replaceable, remove, remove_leftovers
 
 _MARK = b"CRC-32 of the rest: %08x"
@@ -32,6 +32,7 @@ _READ_BYTES = 2**20
 _ARCHIVE, _PICKLE = b"PK\3\4", b"\x80"
 _NO_MEMORY = "can't allocate memory"  # says torch
 _SAFETENSORS = ".safetensors"
+_PICKLES = 4  # of a file of before there were archives: what it is, and then what it holds
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 Done = Callable[[int], object]
 
@@ -68,14 +69,18 @@ def read_opened(file: BinaryIO, path: Path, weights_only: bool | None = None) ->
             return _read_safetensors(file, path)
         file.seek(0)
         is_archive = _is_archive(file)
-        most_values = check_entries(file) if is_archive and safe else size_of(file)
+        pickle_bytes = size_of(file)
+        if is_archive and safe:
+            pickle_bytes = check_entries(file)
+        elif safe:
+            check_calls(file, _PICKLES)
         again = name_of_opened(file)
         file.seek(0)
         content = torch.load(
             again or file, map_location="cpu", weights_only=safe, mmap=(is_archive and again is not None) or None
         )
         if safe:
-            check_content(content, size_of(file), most_values)
+            check_content(content, size_of(file), pickle_bytes)
         return content
     except Exception as error:  # a damaged file may be taken for any sequence of the unpickler's instructions
         raise unreadable_file(file, path, error) from error

@@ -65,6 +65,11 @@ def bytes_of_a_number() -> Any:
     return Reduced(bytearray, HUGE)
 
 
+def known_before() -> Any:
+    number = 5 * 10**8
+    return [number, number, Reduced(bytearray, number)]
+
+
 def tensor_of_a_number() -> Any:
     return Reduced(torch.Tensor, HUGE)
 
@@ -73,7 +78,8 @@ CONTENTS = {
     endless: "holds itself, or has more than 100 levels",
     repeated: "values, most of them the same ones again", expanded: "its tensors and texts would take 40000",
     many_expanded: "its tensors and texts would take 400",
-    beyond_its_storage: "is damaged or no checkpoint", bytes_of_a_number: "more memory than this machine gives",
+    beyond_its_storage: "is damaged or no checkpoint", bytes_of_a_number: "bytes that are made of a number",
+    known_before: "bytes that are made of a number",
     tensor_of_a_number: "more memory than this machine gives",
 }  # fmt: skip
 
@@ -155,6 +161,7 @@ def test_what_honest_files_hold_is_read(tmp_path: Path) -> None:
         "parts": [table[i : i + 500] for i in range(100)], "names": {str(i): table for i in range(10_000)},
         "lists": [shared] * 10_000, "mask": torch.ones(1).expand(1000, 1000), "order": list(range(200_000)),
         "none": torch.empty(0, 10**9), "sparse": torch.eye(3).to_sparse(), "text": "x" * 10**6, "set": {1, 2},
+        "bytes": [bytearray(b"abc"), b"d", bytearray(), 7],
     }  # fmt: skip
     save_file(content, tmp_path / "x.ckpt")
     assert verify(tmp_path / "x.ckpt") == []

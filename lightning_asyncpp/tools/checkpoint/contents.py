@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,8 +167,11 @@ def describe(path: Path) -> dict[str, Any]:
 
 def size_on_disk(path: Path) -> int:
     """Bytes of a file, or of all files in a folder; 0 if it is not there."""
-    files = path.iterdir() if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    total = 0
+    for file in path.iterdir() if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):  # a run may remove it right now
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def table(facts: Mapping[str, Any]) -> str:
