@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 import pytest
@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp import GPTModule
-from lightning_asyncpp.cli import main
+from lightning_asyncpp.cli import AsyncppCLI, main, run
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.lightning_cli.resumed_model import saved_hyper_parameters
 from lightning_asyncpp.models import GPT, GPTConfig
@@ -193,6 +193,39 @@ def test_a_run_gets_back_what_it_was_begun_with(model: Any) -> None:
         model(*of_typed("--model.name=run.of.today", cls=cls))["init_args"]["optimizer"]["class_path"]
         == found["optimizer"]["class_path"]
     )
+
+
+@pytest.mark.parametrize("cls", ["Typed", "Passing"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        [f"--model.loss={HERE}.Loss", "--model.loss.inner=torch.nn.ReLU", "--model.kind=torch.nn.GELU"],
+        ["--optimizer=AdamW", "--optimizer.lr=0.5", "--model.either=torch.nn.ReLU", "--model.anything=[1, a.b]"],
+        [f"--model.kinds=[{HERE}.Loss]", f"--model.sizes.layer={HERE}.Loss", "--model.texts={a: b.c}"],
+        ["--optimizer=lightning_asyncpp.optim.ErrorFeedback", "--optimizer.base=lightning_asyncpp.optim.MuonAdamW"],
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_the_arguments_that_it_was_begun_with(
+    cls: str, given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LightningCLI saves them."""
+    saved: list[dict[str, Any]] = []
+
+    def stop(cli: AsyncppCLI) -> NoReturn:
+        cli._dump_config()
+        saved.append(cli.config_dump["model"])
+        raise InterruptedError
+
+    monkeypatch.setattr(AsyncppCLI, "before_instantiate_classes", stop)
+    arguments = ["fit", *BORING, "--model", f"{HERE}.{cls}", *given]
+    with pytest.raises(InterruptedError):
+        run(arguments)
+    typed(cls, **saved[0]["init_args"])
+    with pytest.raises(InterruptedError):
+        run([*arguments, "--ckpt_path", "x.ckpt"])
+    assert saved[0] == saved[1]
 
 
 def test_what_the_recipe_names_too_is_taken(model: Any, capsys: pytest.CaptureFixture[str]) -> None:

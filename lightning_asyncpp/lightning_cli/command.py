@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jsonargparse
+import yaml  # type: ignore[import-untyped, unused-ignore]
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -87,13 +88,18 @@ class AsyncppCLI(LightningCLI):
         check_class(ckpt_path, saved, asked)
         arguments = model_arguments(saved, given, asked)
         if weights_only is not False:  # with it the file has run what it wanted to
-            check_arguments(ckpt_path, arguments, asked)
+            check_arguments(ckpt_path, arguments, self._as_saved(subcommand))
         merged = self._with_model(arguments, ckpt_path)
         if problems := list(differences(given, asked, _model_of(merged, subcommand))):
             if subcommand == "fit":
                 raise another_model(ckpt_path, problems, "initial_weights" in asked.get("init_args", {}))
             _note(f"the checkpoint's own model is used by {subcommand}:", *problems)
         self.config = merged
+
+    def _as_saved(self, subcommand: str) -> dict[str, Any]:
+        """The ``model`` section in the plain values that a checkpoint would have of it."""
+        text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
+        return (yaml.safe_load(text)[subcommand] or {}).get("model") or {}
 
     def _given_arguments(self) -> jsonargparse.Namespace:
         """What recipes and command line have, without defaults."""

@@ -122,7 +122,7 @@ def check_arguments(ckpt_path: str, arguments: Mapping[str, Any], asked: Mapping
     Args:
         ckpt_path: of the checkpoint.
         arguments: its, of :func:`model_arguments`.
-        asked: the section as recipe, command line and defaults have it.
+        asked: the section as recipe, command line and defaults have it, in the plain values of a checkpoint.
 
     Raises:
         ConfigurationError: there are some; with what to do.
