@@ -12,7 +12,7 @@ import os
 import sys
 import typing
 from collections import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import is_dataclass
 from enum import Enum
 from types import UnionType
@@ -50,7 +50,7 @@ class _Unknown:
 def imported(path: str) -> Any:
     """What has this import path among what is imported already; None if nothing has. Nothing is imported."""
     module, _, name = path.rpartition(".")
-    return vars(sys.modules[module]).get(name) if module in sys.modules else None
+    return getattr(sys.modules.get(module), "__dict__", {}).get(name)
 
 
 def same_class(path: str | None, other: str | None) -> bool:
@@ -82,21 +82,25 @@ def instead_of_saved(cls: type, checkpoint_path: Any, given: Mapping[str, Any]) 
     """
     path = local_path(checkpoint_path) if isinstance(checkpoint_path, (str, os.PathLike)) else None
     if path is None or not path.is_file():  # then without what looks names up, which our classes do not need
-        return {INSTANTIATOR: None}
+        return {INSTANTIATOR: None, **_defaults(cls, never_saved(cls) - given.keys())}
     content = load(path)
     saved = content.get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) if isinstance(content, Mapping) else None
     if not isinstance(saved, Mapping):
         return {}
     named = imported(str(saved.get(SAVED_CLASS)))
     target = named if isinstance(named, type) and issubclass(named, cls) else cls
-    parameters, never = _parameters(target), never_saved(target) & saved.keys() - given.keys()
+    never = never_saved(target) & saved.keys() - given.keys()
     others = {name: saved[name] for name in saved.keys() - given.keys() - never - {SAVED_CLASS, INSTANTIATOR}}
     if INSTANTIATOR in saved and (problems := list(refusals(target, others, {}))):
         raise ConfigurationError.from_problems(
             [f"{path} has hyper-parameters that are not taken from a file: {'; '.join(problems)}; give them to"
              " load_from_checkpoint if you know them"]
         )  # fmt: skip
-    return {name: parameters[name][0].default for name in never if name in parameters}
+    return _defaults(target, never)
+
+
+def _defaults(cls: type, names: Set[str]) -> dict[str, Any]:
+    return {name: parameter.default for name, (parameter, _) in _parameters(cls).items() if name in names}
 
 
 def refusals(cls: Any, saved: Mapping[str, Any], asked: Mapping[str, Any], place: str = "") -> Iterator[str]:
@@ -113,7 +117,7 @@ def refusals(cls: Any, saved: Mapping[str, Any], asked: Mapping[str, Any], place
         where, same = f"{place}{name}", asked.get(name, _NOTHING)
         if problem := _no_plain(value):
             yield f"{where}: {problem}"
-        elif name not in types and (not takes_others or not name.isidentifier() or name in _SPECIFICATION):
+        elif name not in types and (not takes_others or not str(name).isidentifier() or name in _SPECIFICATION):
             yield f"{where}: {getattr(cls, '__name__', 'the class')} has no such argument"
         elif value == same:
             continue
