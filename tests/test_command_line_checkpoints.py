@@ -234,7 +234,12 @@ def test_a_url_that_nobody_can_read_is_named(capsys: pytest.CaptureFixture[str])
 
 
 def test_arguments_that_no_longer_exist_are_said_to_be_the_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint(_class_path="gone.Module")
+    checkpoint(gone=3)
+    assert "\n  - gone: GPTModule has no such argument\n" in refusal(capsys, *asked("fit"))
+
+
+def test_values_that_no_longer_exist_are_said_to_be_the_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(decay="gone")
     assert "above are those of the checkpoint x.ckpt" in refusal(capsys, *asked("fit"))
 
 

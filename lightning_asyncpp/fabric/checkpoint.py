@@ -43,7 +43,7 @@ from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.cut.tied_state import check_copies
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
+from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, ranks_of
 
 
 class CheckpointMixin(Strategy):
@@ -132,8 +132,10 @@ class CheckpointMixin(Strategy):
         if self.session.stage is not None:
             self._settle("fabric.load")
         self.checkpoints.settle()
-        check_whole(path, self.checkpoint_io, self.session.mesh)
-        with told_who_wrote_it(self.checkpoint_io, path, weights_only, PIPELINE):
+        with (
+            held_whole(path, self.checkpoint_io, ranks_of(self.session.mesh)),
+            told_who_wrote_it(self.checkpoint_io, path, weights_only, PIPELINE),
+        ):
             return self._load(path, state, strict, weights_only)
 
     def _load(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning_asyncpp.fabric.refusals import reserved
 from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
+from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, processes_of
 
 
 class DelayedCheckpoints(ParallelStrategy):
@@ -55,8 +55,10 @@ class DelayedCheckpoints(ParallelStrategy):
         """
         if self.emulator is not None:
             self.emulator.check_no_update()
-        check_whole(path, self.checkpoint_io, None)
-        with told_who_wrote_it(self.checkpoint_io, path, weights_only, DELAYED_GRADIENT):
+        with (
+            held_whole(path, self.checkpoint_io, processes_of(self)),
+            told_who_wrote_it(self.checkpoint_io, path, weights_only, DELAYED_GRADIENT),
+        ):
             return self._load(path, state, strict, weights_only)
 
     def _load(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jsonargparse
+import yaml  # type: ignore[import-untyped, unused-ignore]
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -19,6 +20,8 @@ from lightning_asyncpp.lightning_cli.arguments import DESCRIPTION, find_own_modu
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
 from lightning_asyncpp.lightning_cli.resumed_model import (
     another_model,
+    check_arguments,
+    check_class,
     differences,
     model_arguments,
     saved_hyper_parameters,
@@ -71,21 +74,32 @@ class AsyncppCLI(LightningCLI):
         whatever a damaged one is taken for.
 
         Raises:
-            ConfigurationError: it cannot be read, or a training would go on with another model than was asked for.
+            ConfigurationError: it cannot be read, is of another class, or has arguments that could make something run;
+                or a training would go on with another model than was asked for.
         """
         if not (subcommand := self.config.get("subcommand")):
             return
         section = self.config[subcommand]
         ckpt_path = section.get("ckpt_path")
-        if not (saved := saved_hyper_parameters(ckpt_path, section.get("weights_only"))):
+        weights_only = section.get("weights_only")
+        if not (saved := saved_hyper_parameters(ckpt_path, weights_only)):
             return
         given, asked = _model_of(self._given_arguments(), subcommand), _model_of(self.config, subcommand)
-        merged = self._with_model(model_arguments(saved, given, asked), ckpt_path)
+        check_class(ckpt_path, saved, asked)
+        arguments = model_arguments(saved, given, asked)
+        if weights_only is not False:  # with it the file has run what it wanted to
+            check_arguments(ckpt_path, arguments, self._as_saved(subcommand))
+        merged = self._with_model(arguments, ckpt_path)
         if problems := list(differences(given, asked, _model_of(merged, subcommand))):
             if subcommand == "fit":
                 raise another_model(ckpt_path, problems, "initial_weights" in asked.get("init_args", {}))
             _note(f"the checkpoint's own model is used by {subcommand}:", *problems)
         self.config = merged
+
+    def _as_saved(self, subcommand: str) -> dict[str, Any]:
+        """The ``model`` section in the plain values that a checkpoint would have of it."""
+        text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
+        return (yaml.safe_load(text)[subcommand] or {}).get("model") or {}
 
     def _given_arguments(self) -> jsonargparse.Namespace:
         """What recipes and command line have, without defaults."""

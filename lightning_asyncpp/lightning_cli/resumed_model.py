@@ -14,10 +14,18 @@ from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError, local_path
 from lightning_asyncpp.storage.sharded import is_sharded
 from lightning_asyncpp.storage.whole import missing
+from lightning_asyncpp.trainer.checkpoint.saved_arguments import (
+    ARGUMENTS,
+    CLASS,
+    INSTANTIATOR,
+    SAVED_CLASS,
+    imported,
+    never_saved,
+    refusals,
+    same_class,
+)
 
 _CHOSEN_BY_THE_TRAINER = ("best", "last", "hpc")
-_CLASS = "_class_path"  # which LightningCLI saves among the hyper-parameters
-_NOT_AN_ARGUMENT = "_instantiator"
 _OURS = "lightning_asyncpp."
 
 
@@ -43,7 +51,7 @@ def saved_hyper_parameters(ckpt_path: str | None, weights_only: bool | None = No
     found = content.get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ConfigurationError(f"--ckpt_path: {path} is damaged or no checkpoint: its hyper-parameters have no names")
-    return {name: _without_removed(value) for name, value in found.items() if name != _NOT_AN_ARGUMENT}
+    return {name: _without_removed(value) for name, value in found.items() if name != INSTANTIATOR}
 
 
 def _without_removed(value: Any) -> Any:
@@ -53,10 +61,10 @@ def _without_removed(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     kept = {name: _without_removed(entry) for name, entry in value.items()}
-    class_path, given = str(kept.get("class_path")), kept.get("init_args")
+    class_path, given = str(kept.get(CLASS)), kept.get(ARGUMENTS)
     if class_path.startswith(_OURS) and isinstance(given, Mapping):
-        removed = getattr(pydoc.locate(class_path), "removed", {})
-        kept["init_args"] = {
+        removed = getattr(imported(class_path), "removed", {})
+        kept[ARGUMENTS] = {
             name: entry for name, entry in given.items() if name not in removed or entry != removed[name]
         }
     return kept
@@ -83,22 +91,50 @@ def model_arguments(
     """What a checkpoint says of the ``model`` section, without what a run may change as it goes on.
 
     Args:
-        hyper_parameters: the checkpoint's.
+        hyper_parameters: the checkpoint's, of a model of the class that is asked for.
         given: the section as recipe and command line have it.
         asked: the same, with defaults.
     """
-    values = dict(hyper_parameters)
-    saved_class = values.pop(_CLASS, None)
-    if saved_class is None:  # saved by a script: the class is the one asked for, which may not take all of them
-        values = {name: value for name, value in values.items() if name in asked.get("init_args", {})}
-    chosen = _may_change(asked.get("class_path")).intersection(given.get("init_args", {}))
+    values = {name: value for name, value in hyper_parameters.items() if name != SAVED_CLASS}
+    if SAVED_CLASS not in hyper_parameters:  # saved by a script: the class may not take all of them
+        values = {name: value for name, value in values.items() if name in asked.get(ARGUMENTS, {})}
+    cls = pydoc.locate(asked.get(CLASS) or "")
+    may_change = never_saved(cls).union(getattr(cls, "may_change_on_resume", ()))
+    chosen = may_change.intersection(given.get(ARGUMENTS, {}))
     values = {name: value for name, value in values.items() if name not in chosen}
-    return {"class_path": saved_class or asked.get("class_path"), "dict_kwargs": values}
+    return {CLASS: asked.get(CLASS), "dict_kwargs": values}
 
 
-def _may_change(class_path: str | None) -> frozenset[str]:
-    """The arguments of a module that may be others when a run goes on, if its class says so."""
-    return frozenset(getattr(pydoc.locate(class_path or ""), "may_change_on_resume", ()))
+def check_class(ckpt_path: str, hyper_parameters: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Refuse the checkpoint of another class; a class that it names is not even imported.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    saved = hyper_parameters.get(SAVED_CLASS)
+    if saved is not None and not same_class(asked.get(CLASS), saved):
+        raise another_model(ckpt_path, list(differences(asked, asked, {CLASS: saved})), False)
+
+
+def check_arguments(ckpt_path: str, arguments: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Refuse arguments that could make something run, or that no such class saves.
+
+    Args:
+        ckpt_path: of the checkpoint.
+        arguments: its, of :func:`model_arguments`.
+        asked: the section as recipe, command line and defaults have it, in the plain values of a checkpoint.
+
+    Raises:
+        ConfigurationError: there are some; with what to do.
+    """
+    cls = pydoc.locate(asked.get(CLASS) or "")
+    if problems := list(refusals(cls, arguments["dict_kwargs"], asked.get(ARGUMENTS, {}))):
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigurationError(
+            f"--ckpt_path {ckpt_path}: a checkpoint is data and names nothing to run, so these of its hyper-parameters"
+            f" are not taken:{lines}\nGive them in the recipe or on the command line (--model.init_args.NAME) if you"
+            " know them; with --weights_only=false all are taken, and whatever code the file holds is run"
+        )
 
 
 def differences(given: Any, asked: Any, saved: Any, name: str = "model") -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_asyncpp.models.gpt import GPT
 TRAINING_ONLY = frozenset({"dropout", "moe.balance_loss", "moe.z_loss", "moe.balance_bias_rate"})
 # Two models that differ in these can have the same weights.
 _FREE = TRAINING_ONLY | {"context_length", "init_std"}
+_TABLES, _TABLES_PER_WEIGHT = 2**28, 8
 
 
 class WeightsError(ValueError):
@@ -50,6 +52,8 @@ class SavedGPT:
         Raises:
             WeightsError: they differ; all differences are named.
         """
+        if problem := _too_large(self.config, self.shapes):
+            raise WeightsError(f"{self.origin} does not hold the weights of its config: {problem}")
         problems = tensor_problems(self.shapes, expected_shapes(self.config))
         if problems:
             raise WeightsError.from_problems(f"{self.origin} does not hold the weights of its config", problems)
@@ -75,10 +79,31 @@ class SavedGPT:
         return model.to(device, dtype).eval().requires_grad_(False)
 
 
+def _too_large(config: GPTConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """What of a config takes more than the weights account for, before anything is made of it; nothing if all fits."""
+    if config.num_layers > len(shapes):
+        return f"num_layers={config.num_layers}, and it has {len(shapes)} tensors"
+    weights = sum(math.prod(shape) for shape in shapes.values())
+    tables = config.num_layers * config.context_length * config.rotary_dim  # sines and cosines
+    if tables > _TABLES + _TABLES_PER_WEIGHT * weights:
+        return (
+            f"context_length={config.context_length} of {config.num_layers} layers, and {config.rotary_dim} values"
+            f" per position in the tables of each: it has {weights} weights"
+        )
+    return ""
+
+
 def expected_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all that the ``state_dict`` of a GPT holds."""
-    with torch.device("meta"):
-        model = GPT(config)
+    """Name -> shape of all that the ``state_dict`` of a GPT holds.
+
+    Raises:
+        WeightsError: torch has no tensors of such sizes.
+    """
+    try:
+        with torch.device("meta"):
+            model = GPT(config)
+    except (TypeError, OverflowError, RuntimeError) as error:
+        raise WeightsError(f"no model can be made of {config}: {str(error).splitlines()[0]}") from error
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 

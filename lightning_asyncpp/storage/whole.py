@@ -13,13 +13,14 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 
-from lightning_asyncpp.storage.durable import make_folder, replace_durably
+from lightning_asyncpp.storage.durable import make_folder, name_of_opened, replace_durably, size_of
+from lightning_asyncpp.storage.limits import LimitError, check_calls, check_content, check_entries
 from lightning_asyncpp.storage.names import StorageError, aside_of, beside, check_replaceable, remove, remove_leftovers
 
 _MARK = b"CRC-32 of the rest: %08x"
@@ -29,6 +30,9 @@ _END_BYTES, _END = 22, b"PK\5\6"  # of a zip archive without a comment; its last
 _LENGTH = struct.pack("<H", _MARK_BYTES)
 _READ_BYTES = 2**20
 _ARCHIVE, _PICKLE = b"PK\3\4", b"\x80"
+_NO_MEMORY = "can't allocate memory"  # says torch
+_SAFETENSORS = ".safetensors"
+_PICKLES = 4  # of a file of before there were archives: what it is, and then what it holds
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 Done = Callable[[int], object]
 
@@ -48,24 +52,45 @@ def save_file(content: Any, path: Path, done: Done = lambda num_bytes: None) -> 
         write_sealed(content, partial, done)
 
 
-def load_file(path: Path, weights_only: bool | None = None, map_location: Any = "cpu") -> Any:
-    """Read a checkpoint; its tensors are mapped into memory, and copied when they are used.
+def read_opened(file: BinaryIO, path: Path, weights_only: bool | None = None) -> Any:
+    """Read a checkpoint from a file that is open; its tensors are mapped into memory, and copied when they are used.
 
     Args:
-        path: the file.
+        file: all that is read is read from it: another may have its name by now.
+        path: its name, for messages.
         weights_only: False runs code that the file may hold; anything else refuses it.
-        map_location: as in ``torch.load``.
 
     Raises:
-        StorageError: it is none, is damaged, or holds code.
+        StorageError: it is none, is damaged, holds code, or would take more memory than its size accounts for.
     """
-    if not path.exists():
-        raise missing(path)
     safe = weights_only is not False
     try:
-        return torch.load(path, map_location=map_location, weights_only=safe, mmap=_is_archive(path) or None)
+        if path.suffix == _SAFETENSORS:
+            return _read_safetensors(file, path)
+        file.seek(0)
+        is_archive = _is_archive(file)
+        pickle_bytes = size_of(file)
+        if is_archive and safe:
+            pickle_bytes = check_entries(file)
+        elif safe:
+            check_calls(file, _PICKLES)
+        again = name_of_opened(file)
+        file.seek(0)
+        content = torch.load(
+            again or file, map_location="cpu", weights_only=safe, mmap=(is_archive and again is not None) or None
+        )
+        if safe:
+            check_content(content, size_of(file), pickle_bytes)
+        return content
     except Exception as error:  # a damaged file may be taken for any sequence of the unpickler's instructions
-        raise unreadable_file(path, error) from error
+        raise unreadable_file(file, path, error) from error
+
+
+def _read_safetensors(file: BinaryIO, path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = load_file(name_of_opened(file) or path)
+    return tensors
 
 
 @contextmanager
@@ -113,7 +138,7 @@ def write_sealed(content: Any, path: Path, done: Done = lambda num_bytes: None) 
             file.write(_LENGTH + _MARK % summed.crc32)
 
 
-def damage_of(path: Path) -> str:
+def damage_of(file: BinaryIO) -> str:
     """What is wrong with a file of ``torch.save``, as far as checksums say; nothing if none does.
 
     One that has no checksum of its own is compared with those of the archive.
@@ -122,16 +147,16 @@ def damage_of(path: Path) -> str:
         OSError: it cannot be read.
         zipfile.BadZipFile: it cannot be taken apart.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(max(size - _MARK_BYTES - len(_LENGTH), 0))
-        end = file.read()
-        if marked := _MARKED.fullmatch(end[len(_LENGTH) :]):
-            found = b"%08x" % _sum_of(file, size - len(end))
-            return "" if (found, end[: len(_LENGTH)]) == (marked[1], _LENGTH) else _differs(found, marked[1])
-    if not zipfile.is_zipfile(path):
+    size = size_of(file)
+    file.seek(max(size - _MARK_BYTES - len(_LENGTH), 0))
+    end = file.read()
+    if marked := _MARKED.fullmatch(end[len(_LENGTH) :]):
+        found = b"%08x" % _sum_of(file, size - len(end))
+        return "" if (found, end[: len(_LENGTH)]) == (marked[1], _LENGTH) else _differs(found, marked[1])
+    if not zipfile.is_zipfile(file):
         return ""
-    with zipfile.ZipFile(path) as archive:
+    check_entries(file)
+    with zipfile.ZipFile(file) as archive:
         if archive.comment:
             return "its checksum cannot be read"
         entry = archive.testzip()
@@ -157,6 +182,10 @@ def missing(path: Path) -> StorageError:
 
 def unreadable(path: Path, error: BaseException) -> StorageError:
     """The error to raise where a checkpoint could not be read."""
+    if isinstance(error, LimitError):
+        return StorageError(f"{path} is damaged or no checkpoint: {error}")
+    if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
+        return StorageError(f"{path} is damaged or no checkpoint: it asks for more memory than this machine gives")
     reason = next(iter(_COLOURS.sub("", str(error)).strip().splitlines()), repr(error))
     if isinstance(error, pickle.UnpicklingError):
         return StorageError(
@@ -166,11 +195,12 @@ def unreadable(path: Path, error: BaseException) -> StorageError:
     return StorageError(f"{path} is damaged or no checkpoint: {type(error).__name__}: {reason}")
 
 
-def unreadable_file(path: Path, error: BaseException) -> StorageError:
+def unreadable_file(file: BinaryIO, path: Path, error: BaseException) -> StorageError:
     """The error to raise where a file of torch could not be read, in words if it is none, or not all of one."""
     # Of a text torch would advise to run its code, and of other things it says what its unpickler stumbled over.
-    if reason := _looks_wrong(path):
-        return StorageError(f"{path} is damaged or no checkpoint: {reason}")
+    with suppress(OSError):  # then nothing can be read of it
+        if not isinstance(error, LimitError) and (reason := _looks_wrong(file)):
+            return StorageError(f"{path} is damaged or no checkpoint: {reason}")
     return unreadable(path, error)
 
 
@@ -210,19 +240,19 @@ def _sum_of(file: BinaryIO, size: int) -> int:
     return zlib.crc32(bytes(len(_LENGTH)), value)
 
 
-def _is_archive(path: Path) -> bool:
+def _is_archive(file: BinaryIO) -> bool:
     try:
-        return zipfile.is_zipfile(path)
+        return zipfile.is_zipfile(file)
     except zipfile.BadZipFile:  # it is one, of which a byte changed
         return True
 
 
-def _looks_wrong(path: Path) -> str:
+def _looks_wrong(file: BinaryIO) -> str:
     """Why a file is neither a zip archive nor a pickle, which are what torch writes; nothing if it looks like one."""
-    with path.open("rb") as file:
-        start = file.read(len(_ARCHIVE))
+    file.seek(0)
+    start = file.read(len(_ARCHIVE))
     if not start:
         return "it is empty"
-    if start[:1] == _PICKLE or _is_archive(path):
+    if start[:1] == _PICKLE or _is_archive(file):
         return ""
     return "its end is missing" if start == _ARCHIVE else "it does not begin as a file of torch does"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -20,11 +21,16 @@ from lightning_asyncpp.models.execution import ActivationCheckpointing, executio
 from lightning_asyncpp.models.opening import start_problems
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.optimizers.steps import watch_steps
+from lightning_asyncpp.trainer.checkpoint.saved_arguments import instead_of_saved
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 
 IGNORED = -100
 _COOL_DOWN = 0.2
 """Of the updates after the warm-up, those in which a learning rate that was constant falls."""
+if TYPE_CHECKING:
+    _class_method = classmethod
+else:  # Lightning's, which nobody can call on an instance by mistake
+    _class_method = type(vars(LightningModule)["load_from_checkpoint"])
 
 
 def default_optimizer(parameters: Any) -> Optimizer:
@@ -64,6 +70,11 @@ class GPTModule(PipelineModule):
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"warmup_steps", "decay", "min_lr_ratio", "total_steps"})
     """Arguments that may be others as ``asyncpp fit --ckpt_path`` goes on with a run: it can be made longer."""
 
+    never_from_a_checkpoint: ClassVar[frozenset[str]] = frozenset(
+        {"optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"}
+    )
+    """Arguments that are in no checkpoint, and that are taken from none: they name what is called, compiled or read."""
+
     def __init__(
         self,
         config: GPTConfig,
@@ -91,8 +102,32 @@ class GPTModule(PipelineModule):
             raise ValueError("GPTModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
         # A checkpoint holds plain values only: it can then be read without unpickling code. How the blocks are computed
         # is no part of what was trained, and it has weights of its own, wherever those are that training began with.
-        self.save_hyperparameters(ignore=["optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"])
+        self.save_hyperparameters(ignore=sorted(GPTModule.never_from_a_checkpoint))
         self.hparams["config"] = asdict(self.config)
+
+    @_class_method
+    def load_from_checkpoint(
+        cls,  # noqa: N805
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Make a module from a file, as Lightning does, but for what the file names to be imported, called or compiled.
+
+        Arguments of :attr:`never_from_a_checkpoint` have their defaults, or are given here.
+
+        Raises:
+            StorageError: the file cannot be read without running code, and ``weights_only`` is not False.
+            ConfigurationError: others name something to import.
+        """
+        if weights_only is not False:
+            weights_only = True
+            if hparams_file is None:
+                kwargs |= instead_of_saved(cls, checkpoint_path, kwargs)
+        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
 
     def build_model(self) -> nn.Module:
         """Return the GPT."""

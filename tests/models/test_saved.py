@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -118,6 +119,30 @@ def test_weights_that_are_not_those_of_the_config(tmp_path: Path) -> None:
     assert "lacks: head.norm.weight" in str(caught.value)
     assert "embedding.token.weight has the shape (96, 32) instead of (96, 64)" in str(caught.value)
     assert "more shapes" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_layers": 10**9}, "num_layers=1000000000, and it has"),
+        ({"context_length": 10**12}, "context_length=1000000000000 of 3 layers"),
+        ({"vocab_size": 10**30}, "no model can be made of GPTConfig"),
+    ],
+)
+def test_sizes_that_no_weights_account_for(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """Nothing is made of them: it would take all memory, or for ever."""
+    content = {"model": GPT(CONFIG).state_dict(), "config": {**asdict(CONFIG), **changed}}
+    torch.save(content, tmp_path / "a.ckpt")
+    with pytest.raises(WeightsError, match=said):
+        open_saved(tmp_path / "a.ckpt").check()
+
+
+def test_layers_that_no_folder_has(tmp_path: Path) -> None:
+    exported(CONFIG, tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 10**9}))
+    with pytest.raises(WeightsError, match="num_layers=1000000000, and the files have"):
+        open_saved(tmp_path)
 
 
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:

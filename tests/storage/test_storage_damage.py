@@ -20,7 +20,6 @@ from lightning_asyncpp.storage.durable import checksum
 from lightning_asyncpp.storage.loading import load, verify
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.sharded import Shard, index_bytes, read_index
-from lightning_asyncpp.storage.whole import load_file
 from tests.storage.saves import SAVES, content, version_of
 from tests.workers import worker_context
 
@@ -211,7 +210,7 @@ def test_a_file_that_holds_code(how: str, tmp_path: Path) -> None:
     assert verify(path)
     assert not trap.exists()
     if how != "bare pickle":  # else the test could not fail
-        load_file(path, weights_only=False)
+        load(path, weights_only=False)
         assert trap.exists()
 
 

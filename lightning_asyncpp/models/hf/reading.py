@@ -40,6 +40,8 @@ class HFTensors(Mapping[str, Tensor]):
     def __init__(
         self, config: GPTConfig, architecture: Architecture, files: Mapping[str, Path], left_out: tuple[str, ...] = ()
     ) -> None:
+        if config.num_layers > len(files):
+            raise WeightsError(f"num_layers={config.num_layers}, and the files have {len(files)} tensors")
         self._files = {name: path for name, path in files.items() if not name.startswith(left_out)}
         self._names = {name: _name_there(architecture, name, config) for name in expected_shapes(config)}
         self.shapes = self._read_shapes(architecture)

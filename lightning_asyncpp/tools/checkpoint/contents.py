@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT, PIPEL
 from lightning_asyncpp.pipeline.checkpoint.state import MASTERS, OLDER, with_staleness
 from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
-from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.storage.sharded import files_of, is_sharded, read_index
+from lightning_asyncpp.storage.opened import opened
+from lightning_asyncpp.storage.sharded import files_of
 
 _STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
 _OF_STRATEGY = (
@@ -139,7 +140,8 @@ def describe(path: Path) -> dict[str, Any]:
     Raises:
         StorageError: it cannot be read.
     """
-    content = load(path)
+    with opened(path) as checkpoint:
+        content, index = checkpoint.load(), checkpoint.index
     contents = contents_of(content)
     entries = content if isinstance(content, Mapping) else {}
     manifest = Manifest.of_plain(contents.strategy.get(MANIFEST))
@@ -149,7 +151,7 @@ def describe(path: Path) -> dict[str, Any]:
         elements[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     return {
         "path": str(path),
-        "form": "sharded" if path.is_dir() else "full",
+        "form": "full" if index is None else "sharded",
         "description": contents.origin.description,
         "writer": contents.origin.writer or None,
         "strategy": contents.origin.strategy or None,
@@ -160,7 +162,7 @@ def describe(path: Path) -> dict[str, Any]:
         "dtypes": dict(elements.most_common()),
         "lightning_version": _plain(entries.get(_LIGHTNING)),
         "manifest": manifest.as_plain() if manifest else None,
-        **_of_index(path),
+        **_of_index(path, index),
         "bytes": {name: _num_bytes(part) for name, part in contents.parts.items()},
         "bytes_on_disk": size_on_disk(path),
     }
@@ -168,8 +170,11 @@ def describe(path: Path) -> dict[str, Any]:
 
 def size_on_disk(path: Path) -> int:
     """Bytes of a file, or of all files in a folder; 0 if it is not there."""
-    files = path.iterdir() if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    total = 0
+    for file in path.iterdir() if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):  # a run may remove it right now
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def table(facts: Mapping[str, Any]) -> str:
@@ -211,10 +216,9 @@ def _of_strategy(contents: Contents) -> dict[str, Any]:
     return facts
 
 
-def _of_index(path: Path) -> dict[str, Any]:
-    if not is_sharded(path):
+def _of_index(path: Path, index: Mapping[str, Any] | None) -> dict[str, Any]:
+    if index is None:
         return {"format_version": None, "files": None}
-    index = read_index(path)
     run, shards = files_of(index, path)
     files = {file.name: {"file": file.file, "bytes": file.num_bytes, "crc32": file.crc32} for file in (run, *shards)}
     return {"format_version": index["version"], "files": files}

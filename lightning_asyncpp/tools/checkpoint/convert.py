@@ -12,15 +12,14 @@ from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 
 from lightning_asyncpp.storage.durable import usual_mode
-from lightning_asyncpp.storage.loading import damages, load, verify
+from lightning_asyncpp.storage.loading import load, verify
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.nested import STORED, put_together, stored_in, take_apart
+from lightning_asyncpp.storage.opened import opened
 from lightning_asyncpp.storage.sharded import (
     commit,
     give_up,
-    is_sharded,
     new_target,
-    read_index,
     shard_name,
     without_aliases,
     write_shard,
@@ -70,9 +69,10 @@ def convert(request: Request, written: Written = lambda num_bytes, total: None) 
     output = request.output
     if os.path.lexists(output) and not request.force:
         raise StorageError(f"{output} exists already; name another, or give --force to replace it")
-    content = load(request.source)
-    if problems := damages(request.source):  # or the copy would have checksums that say it is whole
-        raise StorageError("; ".join(problems))
+    with opened(request.source) as checkpoint:
+        content, index = checkpoint.load(), checkpoint.index
+        if problems := checkpoint.damages():  # or the copy would have checksums that say it is whole
+            raise StorageError("; ".join(problems))
     contents = contents_of(content)
     if request.form == "weights":
         weights: Any = model_of(contents, request.entry)
@@ -85,7 +85,8 @@ def convert(request: Request, written: Written = lambda num_bytes, total: None) 
         total = sum(tensor.nbytes for tensor in tensors_of(content))
         save_file(content, output, lambda num_bytes: written(num_bytes, total))
     else:
-        _write_sharded(request, content, contents, written)
+        about = {name: contents.strategy[name] for name in _OF_INDEX if name in contents.strategy}
+        _write_sharded(request, content, contents, about if index is None else index["about"], written)
     if problems := verify(output):
         raise StorageError("; ".join(problems))
     check_equal(output, content, load(output))
@@ -119,7 +120,9 @@ def _load_weights(path: Path) -> Any:
     return load_file(path)
 
 
-def _write_sharded(request: Request, content: Mapping[str, Any], contents: Contents, written: Written) -> None:
+def _write_sharded(
+    request: Request, content: Mapping[str, Any], contents: Contents, about: Mapping[str, Any], written: Written
+) -> None:
     stages = request.stages or _stages_of(contents)
     try:
         skeleton, tensors = take_apart(content)
@@ -135,7 +138,7 @@ def _write_sharded(request: Request, content: Mapping[str, Any], contents: Conte
             own = {name: tensor for name, tensor in tensors.items() if shards_of[name] == stage}
             shards.append(write_shard(target, shard_name(stage), own))
             written(sum(tensor.nbytes for tensor in own.values()), total)
-        commit(target, shards, skeleton, _about(request, contents))
+        commit(target, shards, skeleton, about)
     except BaseException:
         give_up(target)
         raise
@@ -154,12 +157,6 @@ def _divided(tensors: Mapping[str, Tensor], stages: int) -> dict[str, int]:
 def _stages_of(contents: Contents) -> int:
     stages = contents.strategy.get("num_stages")
     return stages if isinstance(stages, int) and stages > 0 else 1
-
-
-def _about(request: Request, contents: Contents) -> dict[str, Any]:
-    if is_sharded(request.source):
-        return dict(read_index(request.source)["about"])
-    return {name: contents.strategy[name] for name in _OF_INDEX if name in contents.strategy}
 
 
 def _differences(expected: Any, found: Any, place: str = "") -> Iterator[str]:

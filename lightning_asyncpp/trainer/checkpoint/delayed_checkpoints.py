@@ -20,7 +20,7 @@ from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
 from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.storage.names import local_path
-from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
+from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, processes_of
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import TrainerCheckpoints
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 
@@ -78,8 +78,8 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        check_whole(checkpoint_path, self.checkpoint_io, None)
-        content = super().load_checkpoint(checkpoint_path, weights_only)
+        with held_whole(checkpoint_path, self.checkpoint_io, processes_of(self)):
+            content = super().load_checkpoint(checkpoint_path, weights_only)
         every = content.get(DELAYED_GRADIENT, {}).get(PROGRESS)
         if every is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
             change = (

@@ -35,7 +35,7 @@ from lightning_asyncpp.pipeline.cut.tied_state import check_copies
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
 from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.strategy_parts.checkpoint_io import check_whole
+from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, ranks_of
 from lightning_asyncpp.trainer.checkpoint.kept_apart import Given, hand_back, unite_stages
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 from lightning_asyncpp.trainer.checkpoint.superseded import SUPERSEDED, Superseded
@@ -166,8 +166,8 @@ class PipelineCheckpoints(TrainerCheckpoints):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.checkpoints.settle()
-        check_whole(checkpoint_path, self.checkpoint_io, self.session.mesh)
-        content = super().load_checkpoint(checkpoint_path, weights_only)
+        with held_whole(checkpoint_path, self.checkpoint_io, ranks_of(self.session.mesh)):
+            content = super().load_checkpoint(checkpoint_path, weights_only)
         partition = facts(self.session)["partition"]
         hand_back(self.session.running().mesh, self._names_in(content), content, partition)
         if self.session.optimizer is not None:
