@@ -42,7 +42,13 @@ from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.collectives import Collectives
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
 from lightning_asyncpp.trainer.hooks.stale_reads import StaleReads
-from lightning_asyncpp.trainer.identity import checkpoint_folders, hyper_parameters, schedulers_section
+from lightning_asyncpp.trainer.identity import (
+    checkpoint_folders,
+    comparable,
+    data_section,
+    hyper_parameters,
+    schedulers_section,
+)
 from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
@@ -221,6 +227,9 @@ class PipelineStrategy(
         super().on_train_start()
         self.progress.draw_as_before()
         accumulate_as_scheduled(self._module.trainer)
+        data = data_section(self.progress.loaders)
+        self.session.agree("data", comparable(data, self._mesh.replica))
+        self.session.manifest.keep("data", data)
         if self.is_global_zero:
             self.superseded.remove_left(self._module.trainer, self.remove_checkpoint)
 

@@ -41,6 +41,7 @@ from lightning_asyncpp.trainer.checkpoint.validation_randomness import drawing_f
 from lightning_asyncpp.trainer.hooks.batch_ends import ModuleFirst
 from lightning_asyncpp.trainer.identity import (
     checkpoint_folders,
+    data_section,
     hyper_parameters,
     schedulers_section,
     trainer_section,
@@ -215,6 +216,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         super().on_train_start()
         self.progress.draw_as_before()
         accumulate_as_scheduled(self._module.trainer)
+        self.manifest.keep("data", data_section(self.progress.loaders))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ SHARED = (
     "gradient_clip_val", "gradient_clip_algorithm", "reload_dataloaders_every_n_epochs", "precision",
 )  # fmt: skip
 """Arguments of a Trainer that all ranks must share."""
+_HELD = ("contents", "files", "tokens", "index")
 _OF_A_PROCESS = re.compile("rank|device|host|node|port")
 
 
@@ -51,6 +52,36 @@ def schedulers_section(trainer: L.Trainer) -> dict[str, Any]:
     steps = [[config.interval, config.frequency, config.monitor] for config in configs]
     told = schedule([config.scheduler for config in configs])
     return {**told, "interval, frequency and monitor": steps} if steps else {}
+
+
+def data_section(loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is known of the training data and its order.
+
+    Args:
+        loaders: what each of them says of itself.
+    """
+    return {
+        f"loader {number}: {name}" if len(loaders) > 1 else name: value
+        for number, loader in enumerate(loaders)
+        for name, value in loader.items()
+        if value is not None
+    }
+
+
+def comparable(data: Mapping[str, Any], replica: int) -> dict[str, Any]:
+    """A data section as ranks compare it: replicas may each have been given data of their own, stages may not.
+
+    What has the same name is the same replica's, or is dealt out to replicas from the same data.
+
+    Args:
+        data: of :func:`data_section`.
+        replica: of this rank.
+    """
+    last = {name: name.rpartition(" ")[2] for name in data}
+    held = " ".join(str(value) for name, value in data.items() if last[name].rpartition(".")[2] in _HELD)
+    dealt_out = all(value == "DistributedSampler" for name, value in data.items() if last[name] == "sampler")
+    of_data = {f"{name} of {held}": value for name, value in data.items() if held and dealt_out}
+    return {**of_data, **{f"{name} in replica {replica}": value for name, value in data.items()}}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

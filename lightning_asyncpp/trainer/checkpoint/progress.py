@@ -177,6 +177,11 @@ class Progress:
         return states
 
     @property
+    def loaders(self) -> list[Mapping[str, Any]]:
+        """What the training loaders say of themselves, as ``loader_identity`` gives it."""
+        return [loader.identity for loader in self._loaders]
+
+    @property
     def goes_on(self) -> bool:
         """Whether a training that is about to begin goes on from a checkpoint."""
         return self._state is not None

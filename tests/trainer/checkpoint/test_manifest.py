@@ -69,6 +69,7 @@ def test_the_name_of_a_run(pools: Pools, tmp_path: Path, options: dict[str, Any]
     assert sections["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert sections["trainer"]["max_epochs"] == 1
     assert sections["strategy"]["micro_batches"] == 2
+    assert sections["data"]["batch_size"] == 8
     assert "Linear" in sections["model"]["layers"]
     shown = table(again)
     assert f"name of the run       {first['manifest']['run']}, started 2 time(s)" in shown
@@ -83,6 +84,7 @@ def test_under_a_delayed_gradient(pools: Pools, tmp_path: Path) -> None:
     first, again = (describe(tmp_path / name / "step=4.ckpt")["manifest"] for name in "ab")
     assert (again["run"], first["attempt"], again["attempt"]) == (first["run"], 1, 2)
     assert first["sections"]["strategy"]["micro_batches"] == 2
+    assert first["sections"]["data"]["rows"] == 37
     assert not list(tmp_path.rglob(".*")), "the lease was given up"
 
 

@@ -10,14 +10,16 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_asyncpp.strategy_parts import identity, mixin
 from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, fit
+from tests.trainer.runs import Net, Run, Samples, fit, make_trainer
 
 
 class Told(Net):
@@ -195,3 +197,23 @@ def train_replica_by_name(name: str) -> None:
     """As :func:`train_by_name`, with two replicas."""
     other = OTHER[name][0] if os.environ["RANK"] == "1" else {}
     train({"options": {"data_parallel_size": 2}, **other})
+
+
+def train_replica_on(what: str) -> None:
+    """Two replicas of one stage, of which the second has a seed, or data, of its own."""
+    other = os.environ["RANK"] == "1"
+    L.seed_everything(6 if other and what == "seed" else 5, verbose=False)
+    run = Run(Net, samples=16, shuffle=what != "own data", options={"data_parallel_size": 2, "micro_batches": 1})
+    data = Samples(run.samples, seed=int(other and what != "seed"))
+    make_trainer(run).fit(Net(run), DataLoader(data, batch_size=4, shuffle=what == "seed"))
+
+
+def test_replicas_that_deal_out_data_in_other_orders(pools: Pools) -> None:
+    """Rows would be seen twice, and others never."""
+    for outcome in pools.outcomes(2, train_replica_on, "seed"):
+        assert outcome.error == "ConfigurationError"
+        assert re.search(r"data seed of \w+: it is 5 on rank 0 .stage 0. and 6 on rank 1", outcome.message)
+
+
+def test_replicas_with_data_of_their_own(pools: Pools) -> None:
+    pools.run(2, train_replica_on, "own data")
