@@ -14,12 +14,14 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 MANIFEST = "manifest"
 """Entry of a checkpoint's state of a strategy in which it is."""
 Section = Mapping[str, Any]
 _MOST_CHARACTERS = 2**16  # of one value
+_LEVELS = 20  # of values in each other, which may also hold themselves
 _NOTHING = object()
 
 
@@ -39,7 +41,7 @@ class Manifest:
 
     def keep(self, name: str, section: Section) -> dict[str, Any]:
         """Keep what is plain of a section, and return it."""
-        kept = {key: value for key, given in section.items() if (value := plain(given)) is not _NOTHING}
+        kept = {key: value for key, given in section.items() if (value := _plain_or_nothing(given)) is not _NOTHING}
         self.sections[name] = kept
         return kept
 
@@ -57,23 +59,36 @@ class Manifest:
         return cls(str(saved.get("run", "")), attempt if type(attempt) is int else 1, sections)
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it; ``plain(object())`` of what is none."""
+def plain(value: Any, levels: int = _LEVELS) -> Any:
+    """A value as JSON has it, of Python's own types, which checkpoints hold; ``plain(object())`` of what is none.
+
+    Args:
+        value: anything.
+        levels: how many containers in each other are looked into.
+    """
     if isinstance(value, Enum):
         value = value.value
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 and not value.is_meta else _NOTHING
+    if isinstance(value, (Tensor, np.generic)):
+        value = _NOTHING if isinstance(value, Tensor) and (value.numel() != 1 or value.is_meta) else value.item()
     if isinstance(value, timedelta):
         return value.total_seconds()
-    if isinstance(value, str):
-        return value[:_MOST_CHARACTERS]
-    if value is None or isinstance(value, (bool, int, float)):
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, Mapping):
-        return {str(key): found for key, child in value.items() if (found := plain(child)) is not _NOTHING}
-    if isinstance(value, (list, tuple)):
-        return [found for child in value if (found := plain(child)) is not _NOTHING]
+    for kind in (int, float, str):  # of a class that is derived from one, too
+        if isinstance(value, kind):
+            return getattr(kind, f"__{kind.__name__}__")(value[:_MOST_CHARACTERS] if isinstance(value, str) else value)
+    if levels and isinstance(value, Mapping):
+        return {str(k): found for k, child in value.items() if (found := plain(child, levels - 1)) is not _NOTHING}
+    if levels and isinstance(value, (list, tuple)):
+        return [found for child in value if (found := plain(child, levels - 1)) is not _NOTHING]
     return _NOTHING
+
+
+def _plain_or_nothing(value: Any) -> Any:
+    try:
+        return plain(value)
+    except Exception:  # of a container of somebody else's, such as one that looks its values up
+        return _NOTHING
 
 
 def text_of(value: Any) -> str:

@@ -11,7 +11,7 @@ from lightning_asyncpp.pipeline.optimizers.configured import name_of
 
 # Names and tensors, and how a step is computed, which goes by the device.
 _NO_OPTIONS = frozenset(("params", "param_names", "name", "initial_lr", "fused", "foreach", "capturable"))
-_OF_GROUPS = frozenset(("base_lrs", "lr_lambdas", "last_epoch"))  # of a scheduler: a stage has its own
+_OF_GROUPS = frozenset(("base_lrs", "lr_lambdas", "last_epoch", "max_lrs"))  # of a scheduler: a stage has its own
 
 
 def rule(optimizer: Optimizer) -> dict[str, Any]:
@@ -56,8 +56,18 @@ def schedule(schedulers: Sequence[Any]) -> dict[str, Any]:
         prefix = f"{index}: " if len(schedulers) > 1 else ""
         found[f"{prefix}class"] = type(scheduler).__name__
         state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
-        found |= {f"{prefix}{key}": value for key, value in _told(state).items()}
+        groups = len(getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
+        is_torchs = type(scheduler).__module__.startswith("torch.")
+        told = _told(state).items() if is_torchs else _of_no_group(_told(state), groups).items()
+        found |= {f"{prefix}{key}": value for key, value in told}
     return found
+
+
+def _of_no_group(told: Mapping[str, Any], groups: int) -> dict[str, Any]:
+    """What of somebody else's scheduler is not a value for every group, of which a stage has its own."""
+    return {
+        key: value for key, value in told.items() if not (isinstance(value, (list, tuple)) and len(value) == groups)
+    }
 
 
 def _told(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

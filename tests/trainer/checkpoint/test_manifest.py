@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.pipeline.checkpoint import resumed
+from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
 from lightning_asyncpp.pipeline.manifest import Manifest, changes, in_words, plain
 from lightning_asyncpp.storage import lease
 from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.tools.checkpoint.contents import describe, table
+from lightning_asyncpp.trainer.identity import checkpoint_folders
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Run, fit, fit_and_hear, make_scheduler
@@ -160,6 +165,50 @@ def test_plain_values() -> None:
     assert Manifest.of_plain({"sections": 3}) is None
     assert Manifest.of_plain(None) is None
     assert plain({1: float("inf")}) == {"1": float("inf")}
+
+
+class Unreadable(dict[str, Any]):
+    """Looks its values up, and finds none."""
+
+    def items(self) -> Any:
+        raise LookupError("???")
+
+
+def test_values_of_other_types_become_pythons_own() -> None:
+    """A checkpoint is read by what knows no others."""
+    given = [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a"), [np.float64(0.5)]]
+    assert [type(value) for value in plain(given)] == [float, float, int, bool, str, list]
+    holds_itself: dict[str, Any] = {"a": 1}
+    holds_itself["it"] = holds_itself
+    kept = Manifest().keep("x", {"loop": holds_itself, "lookup": Unreadable(a=1), "z": torch.tensor(1j), "w": 1j})
+    assert kept["loop"]["it"]["it"]["a"] == 1
+    assert kept.keys() == {"loop"}
+    json.dumps(kept)
+
+
+def test_a_hyper_parameter_of_numpy(pools: Pools, tmp_path: Path) -> None:
+    run = replace(run_of(tmp_path), module=OfNumpy)
+    pools.run(2, fit, run)
+    saved = load(tmp_path / "step=2.ckpt", weights_only=False)
+    assert type(saved["hyper_parameters"]["rate"]) is np.float64
+    assert type(saved[PIPELINE]["manifest"]["sections"]["hyper-parameters"]["rate"]) is float
+
+
+def test_folders_of_callbacks_that_save(tmp_path: Path) -> None:
+    """A folder into which nothing is written need not be writable, nor anybody's own."""
+    keeping: list[Any] = [{"save_top_k": 0}, {"save_top_k": 0, "save_last": True}, {"save_top_k": 1}]
+    saving = []
+    for number, options in enumerate(keeping):
+        (tmp_path / str(number)).mkdir()
+        saving.append(ModelCheckpoint(tmp_path / str(number), **options))
+    trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=list(saving))
+    assert {folder.name for folder in checkpoint_folders(trainer)} == {"1", "2"}
+
+
+class OfNumpy(ResumableNet):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.save_hyperparameters({"rate": np.float64(0.5)})
 
 
 def test_differences() -> None:

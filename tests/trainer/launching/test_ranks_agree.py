@@ -17,7 +17,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_asyncpp.pipeline.optimizers.described import schedule
 from lightning_asyncpp.strategy_parts import identity, mixin
+from lightning_asyncpp.trainer.identity import hyper_parameters
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, Samples, fit, make_trainer
 
@@ -137,6 +139,38 @@ def test_other_versions(pools: Pools) -> None:
         assert outcome.error == "ConfigurationError"
         assert f"versions torch: it is {torch.__version__.partition('+')[0]}" in outcome.message.replace("'", "")
         assert "2.11.9" in outcome.message
+
+
+def test_hyper_parameters_that_a_process_makes() -> None:
+    """Every rank runs the script by itself, which may draw names, and look at the clock."""
+    own = {
+        "started": "2026-11-26 17:15:31.331461", "start_time": 1795713334.03, "run_id": "k3j9x2ab", "name": "happy-owl",
+        "tag": "try-bd140731", "run_name": "17-15-40-5377", "pid": 5520, "gpu": 1, "outputs": ["/scratch/1/a"],
+        "log_dir": "logs1", "more": [{"local_rank": 1, "width": 3}], "uuid": "15c0f5b2-5296-4f7a-9c71-4303d4b9a033",
+    }  # fmt: skip
+    kept = {"lr": 0.1, "width": 3, "model_name": "vit", "activation": "relu", "pad_token_id": 3, "seed": 7, "t": [1, 2]}
+    module = L.LightningModule()
+    module.save_hyperparameters({**own, **kept})
+    assert hyper_parameters(module) == {**kept, "outputs": [], "more": [{"width": 3}]}
+
+
+def test_a_schedulers_value_for_every_group() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizers = [torch.optim.AdamW([{"params": [p], "lr": lr} for p, lr in zip(parameters, lrs)]) for lrs in
+                  ([0.1, 0.2, 0.3], [0.4, 0.5])]  # fmt: skip
+    assert schedule([Kept(optimizers[0])]) == schedule([Kept(optimizers[1])]) != schedule([Kept(optimizers[1], 2)])
+
+
+class Kept(torch.optim.lr_scheduler.LRScheduler):
+    """Keeps the rates of all groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, period: int = 1) -> None:
+        self.period = period
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return self.rates
 
 
 class ByLayer(Net):
