@@ -6,6 +6,7 @@ A dataset is never asked for a sample: that may draw random numbers, count, or o
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections import UserDict
 from collections.abc import Iterator
@@ -29,9 +30,13 @@ _BLOCKS, _BLOCK = 64, 64  # of an array's values
 _ITEMS, _ITEMS_BELOW, _FILES = 64, 16, 16  # of a list, of one in it, of one of paths
 _MOST = 10_000  # things that are looked at
 _FILLED = ("cache", "buffer", "memo")  # in the names of attributes that are filled while a dataset is read
+_OF_A_PROCESS = re.compile("(^|_)(rank|local_rank|global_rank|device|host|hostname|pid)$")  # as keys
+_TIME = re.compile("(^|_)(time|timestamp|now|start|started|created|t0)(_|$)", re.IGNORECASE)
+_FIRST_TIME = 1e9  # seconds, in 2001
 _WRITTEN = (".log", ".lock", ".tmp", ".pid")  # endings of files that are written while a run reads others
 _Part = tuple[str, bytes]
 _known: dict[int, tuple[ReferenceType[Any], dict[str, str | None]]] = {}
+_known_parts: dict[tuple[int, int], tuple[ReferenceType[Any], list[_Part]]] = {}  # of those in others, by depth
 
 
 def contents_of(dataset: Any) -> dict[str, str | None]:
@@ -41,8 +46,9 @@ def contents_of(dataset: Any) -> dict[str, str | None]:
     the attributes of the dataset and of datasets in it, tensors and NumPy arrays, lists and dictionaries of them or of
     plain values, and files that text or a path names. Of large ones a bounded sample is taken, evenly spread; of
     files the size and the ends. A ``fingerprint`` of a dataset, or the one of Hugging Face's, stands for all of it.
-    Single values are left out, since they may count, and so is what is called a cache or a buffer. A dataset that was
-    seen before in this process holds what it held then: what it has read meanwhile may have filled others.
+    Single values are left out, since they may count, and so is what is called a cache or a buffer, and in a dictionary
+    the rank, the device and the time of a process. A dataset that was seen before in this process, by itself or in
+    another one, holds what it held then: what it has read meanwhile may have filled others.
 
     Args:
         dataset: of a loader, before it is read.
@@ -61,6 +67,10 @@ def contents_of(dataset: Any) -> dict[str, str | None]:
 
 def _forget(key: int, _: ReferenceType[Any]) -> None:
     _known.pop(key, None)
+
+
+def _forget_parts(key: tuple[int, int], _: ReferenceType[Any]) -> None:
+    _known_parts.pop(key, None)
 
 
 def _told(dataset: Any) -> dict[str, str | None]:
@@ -92,11 +102,24 @@ class _Walk:
         elif (stated := _fingerprint(dataset)) is not None:
             yield "value", b"fingerprint" + stated.encode(errors="surrogatepass")
         else:
-            self._above.append(id(dataset))
-            for name, value in list(getattr(dataset, "__dict__", {}).items()):
-                if not _counts(value) and not any(word in name.lower() for word in _FILLED):
-                    yield from self._value(value, depth - 1)
-            self._above.pop()
+            yield from self._attributes(dataset, depth)
+
+    def _attributes(self, dataset: Any, depth: int) -> list[_Part]:
+        key = id(dataset), depth
+        known = _known_parts.get(key)
+        if known is not None and known[0]() is dataset:
+            return known[1]
+        self._above.append(id(dataset))
+        parts = [
+            part
+            for name, value in list(getattr(dataset, "__dict__", {}).items())
+            if not _counts(value) and not any(word in name.lower() for word in _FILLED)
+            for part in self._value(value, depth - 1)
+        ]
+        self._above.pop()
+        with suppress(TypeError):
+            _known_parts[key] = ref(dataset, partial(_forget_parts, key)), parts
+        return parts
 
     def _value(self, value: Any, depth: int, listed: bool = False) -> Iterator[_Part]:
         """What an attribute shows, or a thing in a list or a dictionary."""
@@ -123,6 +146,8 @@ class _Walk:
         if len(values) > _MOST or not all(isinstance(key, str) for key in values):
             return  # it may be a cache, by index
         for key, value in sorted(dict.items(values), key=lambda item: item[0]):
+            if _is_of_a_process(key, value):
+                continue
             name = key.encode(errors="surrogatepass")
             yield from ((kind, name + part) for kind, part in self._value(value, depth - 1, listed=True))
 
@@ -149,6 +174,14 @@ def _counts(value: Any) -> bool:
     if isinstance(value, (Tensor, np.ndarray)):
         return _size(value) <= 1
     return isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], (bool, int, float))
+
+
+def _is_of_a_process(key: str, value: Any) -> bool:
+    """Whether an entry of settings is a process's own, which runs the script by itself."""
+    if not isinstance(value, (bool, int, float, str)):
+        return False
+    is_time = isinstance(value, (int, float)) and value >= _FIRST_TIME and _TIME.search(key) is not None
+    return is_time or _OF_A_PROCESS.search(key) is not None
 
 
 def _text(value: str | Path, listed: bool) -> Iterator[_Part]:

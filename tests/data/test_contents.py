@@ -131,6 +131,24 @@ def test_what_was_filled_while_it_was_read() -> None:
     assert contents_of(dataset) == before == contents_of(Holding(x=rows(), loaded=None, seen=[]))
 
 
+def test_what_was_filled_while_it_was_read_through_another() -> None:
+    """One that is made anew around a dataset that was read."""
+    dataset = Holding(x=rows(), loaded=None)
+    before = contents_of(Subset(dataset, [0, 1]))
+    dataset.loaded = rows(3)
+    assert contents_of(Subset(dataset, [0, 1])) == before == contents_of(Subset(Holding(x=rows(), loaded=None), [0, 1]))
+    assert contents_of(Subset(dataset, [0, 2])) != before
+    assert contents_of(Subset(Holding(x=rows(), loaded=rows(3)), [0, 1])) != before
+
+
+def test_settings_of_a_process() -> None:
+    first, second = (
+        {"local_rank": rank, "device": f"cuda:{rank}", "start_time": 1.7e9 + rank, "size": 3} for rank in range(2)
+    )
+    assert contents_of(Holding(settings=first)) == contents_of(Holding(settings=second))
+    assert contents_of(Holding(settings=first)) != contents_of(Holding(settings={**first, "size": 4}))
+
+
 def test_another_dataset_is_not_taken_for_one_that_is_gone() -> None:
     told = {contents_of(Holding(x=rows(change)))["contents"] for change in range(20)}
     assert len(told) == 20
