@@ -15,7 +15,8 @@ from pathlib import Path
 
 LEASE = ".lease"
 """Name of the file."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+# The last one: of files that are only read, as NFS has it.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _EVERY_SECONDS = 0.2
 _of_this_process: set[Path] = set()
 
@@ -54,7 +55,12 @@ class FolderLock:
         _of_this_process.discard(self._folder)
 
     def _try(self, about: Callable[[], bytes]) -> bool:
-        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except PermissionError:  # what another user's run left there; it is locked as well if it is only read
+            if not self._file.is_file() or not os.access(self._folder, os.W_OK):
+                raise
+            descriptor = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.fstat(descriptor).st_nlink:  # who had it removed it meanwhile
@@ -67,7 +73,7 @@ class FolderLock:
             if isinstance(error, BlockingIOError):
                 return False
             raise
-        with suppress(OSError):  # a full disk, of which whoever writes next will tell
+        with suppress(OSError):  # another user's, or a full disk, of which whoever writes next will tell
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, about(), 0)
         self._descriptor = descriptor

@@ -166,6 +166,31 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         Leases().hold(tmp_path / "file" / "x")
 
 
+def test_what_another_users_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that several users share, its file cannot be written to."""
+    opened = os.open
+
+    def of_another_user(path: Any, flags: int, *mode: int) -> int:
+        if path == tmp_path / LEASE and flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, flags, *mode)
+
+    (tmp_path / LEASE).write_text("{}")
+    monkeypatch.setattr(os, "open", of_another_user)
+    leases = Leases()
+    leases.begin({})
+    with another_run(tmp_path), monkeypatch.context() as patch:
+        patch.setattr(lease, "PATIENCE_SECONDS", 0.3)
+        with pytest.raises(StorageError, match="where another run writes"):
+            leases.hold(tmp_path)
+    (tmp_path / LEASE).write_text("{}")
+    leases.hold(tmp_path)
+    leases.end()
+    assert not (tmp_path / LEASE).exists()
+    with pytest.raises(StorageError, match="no checkpoint can be written"):
+        leases.hold(tmp_path)
+
+
 def test_who_has_it_may_not_say_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with another_run(tmp_path):
         (tmp_path / LEASE).write_text("garbage")
