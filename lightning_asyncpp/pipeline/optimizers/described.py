@@ -11,7 +11,7 @@ from lightning_asyncpp.pipeline.optimizers.configured import name_of
 
 # Names and tensors, and how a step is computed, which goes by the device.
 _NO_OPTIONS = frozenset(("params", "param_names", "name", "initial_lr", "fused", "foreach", "capturable"))
-_OF_GROUPS = frozenset(("base_lrs", "lr_lambdas", "last_epoch", "max_lrs"))  # of a scheduler: a stage has its own
+_OF_GROUPS = frozenset(("base_lrs", "lr_lambdas", "last_epoch"))  # of a scheduler: a stage has its own
 
 
 def rule(optimizer: Optimizer) -> dict[str, Any]:
@@ -56,27 +56,28 @@ def schedule(schedulers: Sequence[Any]) -> dict[str, Any]:
         prefix = f"{index}: " if len(schedulers) > 1 else ""
         found[f"{prefix}class"] = type(scheduler).__name__
         state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
-        groups = len(getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
-        is_torchs = type(scheduler).__module__.startswith("torch.")
-        told = _told(state).items() if is_torchs else _of_no_group(_told(state), groups).items()
-        found |= {f"{prefix}{key}": value for key, value in told}
+        found |= {f"{prefix}{key}": value for key, value in _told(scheduler, state).items()}
     return found
 
 
-def _of_no_group(told: Mapping[str, Any], groups: int) -> dict[str, Any]:
-    """What of somebody else's scheduler is not a value for every group, of which a stage has its own."""
-    return {
-        key: value for key, value in told.items() if not (isinstance(value, (list, tuple)) and len(value) == groups)
-    }
-
-
-def _told(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _told(scheduler: Any, state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Its plain entries, and those of schedulers in it, which are a list."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         if key == "_schedulers":
-            for index, inner in enumerate(value):
-                found |= _told(inner, f"{prefix}{index}: ")
-        elif key not in _OF_GROUPS and (not key.startswith("_") or key == "_milestones"):
-            found[f"{prefix}{key.lstrip('_')}"] = value
+            for index, (inner, of_inner) in enumerate(zip(getattr(scheduler, key, ()), value)):
+                found |= _told(inner, of_inner, f"{prefix}{index}: ")
+        elif key == "_milestones":
+            found[f"{prefix}milestones"] = value
+        elif key not in _OF_GROUPS and not key.startswith("_") and (shared := _of_all_groups(scheduler, value)):
+            found[f"{prefix}{key}"] = shared[0]
     return found
+
+
+def _of_all_groups(scheduler: Any, value: Any) -> list[Any]:
+    """What of an entry is no group's own, since stages have other groups: it; of one for every group what is equal."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    if not isinstance(value, (list, tuple)) or not value or len(value) != len(groups):
+        return [value]
+    is_torchs = type(scheduler).__module__.startswith("torch.")  # which has numbers there that all groups share
+    return [[value[0]]] if is_torchs and all(other == value[0] for other in value) else []

@@ -200,7 +200,7 @@ def test_folders_of_callbacks_that_save(tmp_path: Path) -> None:
     saving = []
     for number, options in enumerate(keeping):
         (tmp_path / str(number)).mkdir()
-        saving.append(ModelCheckpoint(tmp_path / str(number), **options))
+        saving.append(ModelCheckpoint(tmp_path / str(number), every_n_epochs=number + 1, **options))
     trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=list(saving))
     assert {folder.name for folder in checkpoint_folders(trainer)} == {"1", "2"}
 

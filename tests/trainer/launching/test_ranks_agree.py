@@ -159,6 +159,16 @@ def test_a_schedulers_value_for_every_group() -> None:
     optimizers = [torch.optim.AdamW([{"params": [p], "lr": lr} for p, lr in zip(parameters, lrs)]) for lrs in
                   ([0.1, 0.2, 0.3], [0.4, 0.5])]  # fmt: skip
     assert schedule([Kept(optimizers[0])]) == schedule([Kept(optimizers[1])]) != schedule([Kept(optimizers[1], 2)])
+    plateaus = [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=0.01) for optimizer in optimizers]
+    other = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], min_lr=0.02)
+    assert schedule(plateaus[:1]) == schedule(plateaus[1:]) != schedule([other])
+    first, second = (
+        torch.optim.lr_scheduler.SequentialLR(optimizer, [Kept(optimizer), Kept(optimizer, 2)], [3])
+        for optimizer in optimizers
+    )
+    assert schedule([first]) == schedule([second])
+    assert schedule([first])["milestones"] == [3]
+    assert schedule([first])["1: period"] == 2
 
 
 class Kept(torch.optim.lr_scheduler.LRScheduler):
