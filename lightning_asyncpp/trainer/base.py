@@ -55,6 +55,7 @@ from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
     HiddenExample,
     grouping_of,
+    groups_of_whole,
     leave_alone,
     modules_example,
     warn_of_state_dict,
@@ -181,7 +182,13 @@ class PipelineStrategy(
         agree_on_problems(self._mesh, unfit + grouping.problems)
         optimizer = self.optimizers[0]
         self.session.agree("optimizer", described.rule(optimizer))
-        self.session.agree("optimizer's", described.options(optimizer, grouping.of_whole, stage.index))
+        try:
+            self.session.agree("optimizer's", described.options(optimizer, grouping.of_whole, stage.index))
+        except ConfigurationError:  # on all ranks; stages may have one group each, and be right
+            whole = groups_of_whole(self._module, stage)
+            told = described.options(optimizer, whole, stage.index)
+            named = told if whole is not None else {f"stage {stage.index}: {key}": told[key] for key in told}
+            self.session.agree("optimizer's", named)
         self.session.agree("scheduler", schedulers_section(trainer))
 
     def _attach_optimizer(self, trainer: L.Trainer) -> None:

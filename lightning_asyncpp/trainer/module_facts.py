@@ -125,6 +125,22 @@ def grouping_of(optimizers: Sequence[Optimizer], module: LightningModule, stage:
     return Grouping(problems, again[0].param_groups if again else None)
 
 
+def groups_of_whole(module: LightningModule, stage: Stage) -> Sequence[Mapping[str, Any]] | None:
+    """The groups that the whole model's optimizer would have, of a stage that has one; None if nobody knows.
+
+    Args:
+        module: with the stage in it; its configure_optimizers is called.
+        stage: as it was cut.
+    """
+    if not stage.layers_elsewhere:
+        return None
+    try:
+        again = asked_again(module, stage.model, stage.layers_elsewhere, module.configure_optimizers)
+    except Exception:  # it may be called once alone
+        return None
+    return again[0].param_groups if again else None
+
+
 @contextmanager
 def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
     """Hide a network that was refused before it was materialised: moving it to the CPU would hide the reason."""

@@ -11,7 +11,7 @@ from lightning_asyncpp.pipeline.optimizers.configured import name_of
 
 # Names and tensors, and how a step is computed, which goes by the device.
 _NO_OPTIONS = frozenset(("params", "param_names", "name", "initial_lr", "fused", "foreach", "capturable"))
-_OF_GROUPS = frozenset(("base_lrs", "lr_lambdas", "last_epoch"))  # of a scheduler: a stage has its own
+_OF_GROUPS = frozenset(("base_lrs", "lr_lambdas", "last_epoch", "max_lrs"))  # of a scheduler: a stage has its own
 
 
 def rule(optimizer: Optimizer) -> dict[str, Any]:

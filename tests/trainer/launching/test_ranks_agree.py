@@ -197,6 +197,25 @@ class ByLayer(Net):
         return torch.optim.AdamW(groups)
 
 
+class GroupOfALayer(ByLayer):
+    """Has as many layers with parameters as stages, so that a stage has one group."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+
+
+class AskedOnce(GroupOfALayer):
+    """Cannot say what groups the whole model would have."""
+
+    asked = False
+
+    def configure_optimizers(self) -> Any:
+        assert not self.asked
+        self.asked = True
+        return super().configure_optimizers()
+
+
 class Printed(nn.Module):
     """Shows where it is in the memory of a process."""
 
@@ -225,7 +244,7 @@ class WithUnprintable(ByLayer):
         self.model = nn.Sequential(*self.model, Unprintable())
 
 
-@pytest.mark.parametrize("module", [ByLayer, WithPrinted, WithUnprintable])
+@pytest.mark.parametrize("module", [ByLayer, GroupOfALayer, AskedOnce, WithPrinted, WithUnprintable])
 def test_what_a_process_may_have_of_its_own(pools: Pools, module: Any) -> None:
     pools.run(2, fit, Run(module, samples=16, options={"micro_batches": 2}))
 
