@@ -30,8 +30,10 @@ _BLOCKS, _BLOCK = 64, 64  # of an array's values
 _ITEMS, _ITEMS_BELOW, _FILES = 64, 16, 16  # of a list, of one in it, of one of paths
 _MOST = 10_000  # things that are looked at
 _FILLED = ("cache", "buffer", "memo")  # in the names of attributes that are filled while a dataset is read
-_OF_A_PROCESS = re.compile("(^|_)(rank|local_rank|global_rank|device|host|hostname|pid)$")  # as keys
-_TIME = re.compile("(^|_)(time|timestamp|now|start|started|created|t0)(_|$)", re.IGNORECASE)
+_OF_A_PROCESS = re.compile(  # as keys
+    "(^|_)(rank|device|host|hostname|pid|gpu|gpu_id|process_index|run_name|run_id|(log|output|save|checkpoint)_dir)$"
+)
+_TIME = re.compile("(^|_)(time|timestamp|now|start|started|created|t|t0)(_|$)", re.IGNORECASE)
 _FIRST_TIME = 1e9  # seconds, in 2001
 _WRITTEN = (".log", ".lock", ".tmp", ".pid")  # endings of files that are written while a run reads others
 _Part = tuple[str, bytes]

@@ -143,7 +143,8 @@ def test_what_was_filled_while_it_was_read_through_another() -> None:
 
 def test_settings_of_a_process() -> None:
     first, second = (
-        {"local_rank": rank, "device": f"cuda:{rank}", "start_time": 1.7e9 + rank, "size": 3} for rank in range(2)
+        {"local_rank": rank, "device": f"cuda:{rank}", "start_time": 1.7e9 + rank, "log_dir": f"logs/{rank}", "size": 3}
+        for rank in range(2)
     )
     assert contents_of(Holding(settings=first)) == contents_of(Holding(settings=second))
     assert contents_of(Holding(settings=first)) != contents_of(Holding(settings={**first, "size": 4}))
