@@ -6,6 +6,7 @@ themselves, as in data loaders on a file system that does not answer.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +22,15 @@ _LATE_SECONDS = 5.0  # after which a wait that should have ended by itself count
 _LOOKS_PER_LIMIT = 50
 _LONGEST_LOOK = 1.0
 _WRITTEN_BYTES = 2**20  # so much more of a checkpoint is progress
+_COMPUTES, _COMPUTING_COUNTS = 0.01, 0.1  # a thread that uses so much of a processor has ten times as long
 
 
 class ProgressWatch:
     """Looks at the counter of progress now and then, while the script is where progress is due.
 
     It counts the time in which it ran itself: where the whole process was stopped, or the machine slept, nothing was
-    due.
+    due. Time in which the script computes, as a hook that evaluates something at length, counts a tenth: what hangs
+    uses no processor.
 
     Args:
         limit: seconds without progress.
@@ -80,11 +83,13 @@ class ProgressWatch:
             self._due.discard(where)
 
     def _run(self, ended: threading.Event) -> None:
-        idle, written, before, said = 0.0, 0, time.monotonic(), 0
+        idle, written, before, said, used = 0.0, 0, time.monotonic(), 0, 0.0
         known: tuple[int, int] | None = None
         while not ended.wait(self._look):
             now = time.monotonic()
-            idle += min(now - before, self._look + _LONGEST_LOOK)
+            passed, used_now = min(now - before, self._look + _LONGEST_LOOK), _processor_seconds(self.thread)
+            idle += passed * (_COMPUTING_COUNTS if used_now - used > _COMPUTES * passed else 1.0)
+            used = used_now
             before, present = now, (PROGRESS.made, self._entered)
             if present != known or not self._due:
                 idle, known, said = 0.0, present, 0
@@ -97,6 +102,17 @@ class ProgressWatch:
                     continue
                 is_late, said = said == 1, 1 if account.waits and not said else 2
                 self._on_standstill(account._replace(waits=account.waits and not is_late))
+
+
+def _processor_seconds(thread: int) -> float:
+    """Time for which a thread has had a processor; 0 where nobody counts it, or there is no such thread."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)
+    if clock_of is None or thread not in sys._current_frames():
+        return 0.0
+    try:
+        return time.clock_gettime(clock_of(thread))
+    except OSError:
+        return 0.0
 
 
 def _written(thread: int) -> int:

@@ -65,6 +65,29 @@ def test_nothing_is_told_where_there_is_progress_or_none_is_due(kind: str) -> No
         assert found == []
 
 
+def computes(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def test_who_computes_has_ten_times_as_long() -> None:
+    """A hook that evaluates something at length; but not for ever, for it may wait for a device in a loop."""
+    with watched() as (watch, found), watch.within("here"):
+        computes(LONG)
+        assert found == []
+        computes(10 * LIMIT)
+        assert len(found) == 1
+
+
+def test_who_looks_now_and_then_whether_something_has_come_does_not_compute() -> None:
+    """As torch's loader does while its workers hang."""
+    with watched() as (watch, found), watch.within("here"):
+        for _ in range(30):
+            time.sleep(LONG / 30)
+        assert len(found) == 1
+
+
 def test_a_debugger_at_its_prompt_holds_nobody_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def prompt() -> None:
         time.sleep(LONG)
