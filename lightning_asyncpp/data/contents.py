@@ -32,6 +32,7 @@ _FILLED = ("cache", "buffer", "memo")  # in the names of attributes that are fil
 _WRITTEN = (".log", ".lock", ".tmp", ".pid")  # endings of files that are written while a run reads others
 _Part = tuple[str, bytes]
 _known: dict[int, tuple[ReferenceType[Any], dict[str, str | None]]] = {}
+_walked: dict[int, tuple[ReferenceType[Any], int, list[_Part]]] = {}  # datasets, those in others too, and how deep
 
 
 def contents_of(dataset: Any) -> dict[str, str | None]:
@@ -42,7 +43,8 @@ def contents_of(dataset: Any) -> dict[str, str | None]:
     plain values, and files that text or a path names. Of large ones a bounded sample is taken, evenly spread; of
     files the size and the ends. A ``fingerprint`` of a dataset, or the one of Hugging Face's, stands for all of it.
     Single values are left out, since they may count, and so is what is called a cache or a buffer. A dataset that was
-    seen before in this process holds what it held then: what it has read meanwhile may have filled others.
+    seen before in this process, by itself or in another, holds what it held then: what it has read meanwhile may have
+    filled others.
 
     Args:
         dataset: of a loader, before it is read.
@@ -55,12 +57,12 @@ def contents_of(dataset: Any) -> dict[str, str | None]:
     except Exception:  # somebody else's class: unknown
         told = {"contents": None, "files": None}
     with suppress(TypeError):  # of a list there is none
-        _known[id(dataset)] = ref(dataset, partial(_forget, id(dataset))), told
+        _known[id(dataset)] = ref(dataset, partial(_forget, _known, id(dataset))), told
     return told
 
 
-def _forget(key: int, _: ReferenceType[Any]) -> None:
-    _known.pop(key, None)
+def _forget(known: dict[int, Any], key: int, _: ReferenceType[Any]) -> None:
+    known.pop(key, None)
 
 
 def _told(dataset: Any) -> dict[str, str | None]:
@@ -92,11 +94,22 @@ class _Walk:
         elif (stated := _fingerprint(dataset)) is not None:
             yield "value", b"fingerprint" + stated.encode(errors="surrogatepass")
         else:
-            self._above.append(id(dataset))
-            for name, value in list(getattr(dataset, "__dict__", {}).items()):
-                if not _counts(value) and not any(word in name.lower() for word in _FILLED):
-                    yield from self._value(value, depth - 1)
-            self._above.pop()
+            yield from self._attributes(dataset, depth)
+
+    def _attributes(self, dataset: Any, depth: int) -> list[_Part]:
+        walked = _walked.get(id(dataset))
+        if walked is not None and walked[0]() is dataset and walked[1] >= depth:
+            return walked[2]
+        self._above.append(id(dataset))
+        parts: list[_Part] = []
+        for name, value in list(getattr(dataset, "__dict__", {}).items()):
+            if not _counts(value) and not any(word in name.lower() for word in _FILLED):
+                parts += self._value(value, depth - 1)
+        self._above.pop()
+        if self._left:
+            with suppress(TypeError):
+                _walked[id(dataset)] = ref(dataset, partial(_forget, _walked, id(dataset))), depth, parts
+        return parts
 
     def _value(self, value: Any, depth: int, listed: bool = False) -> Iterator[_Part]:
         """What an attribute shows, or a thing in a list or a dictionary."""
