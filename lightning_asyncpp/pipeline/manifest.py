@@ -6,6 +6,7 @@ not compared: what is not known is no difference.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +53,7 @@ class Manifest:
         """What :meth:`as_plain` returned; None of anything else, such as what an older release wrote."""
         if not isinstance(saved, Mapping) or not isinstance(saved.get("sections"), Mapping):
             return None
-        sections = {str(name): dict(part) for name, part in saved["sections"].items() if isinstance(part, Mapping)}
+        sections = {str(name): plain(part) for name, part in saved["sections"].items() if isinstance(part, Mapping)}
         attempt = saved.get("attempt")
         return cls(str(saved.get("run", "")), attempt if type(attempt) is int else 1, sections)
 
@@ -66,7 +67,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, str):
-        return value[:_MOST_CHARACTERS]
+        return value if len(value) <= _MOST_CHARACTERS else _shortened(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Mapping):
@@ -74,6 +75,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [found for child in value if (found := plain(child)) is not _NOTHING]
     return _NOTHING
+
+
+def _shortened(text: str) -> str:
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return f"{text[:_MOST_CHARACTERS]}\n... {len(text)} characters of SHA-256 {digest[:16]}"
 
 
 def text_of(value: Any) -> str:

@@ -36,7 +36,10 @@ def trainer_section(trainer: L.Trainer) -> dict[str, Any]:
 
 def checkpoint_folders(trainer: L.Trainer) -> list[Path]:
     """Where its callbacks will write, as far as that is known, on this machine, and there."""
-    given = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    if getattr(trainer, "fast_dev_run", False):  # it saves nothing
+        return []
+    saving = [c for c in trainer.checkpoint_callbacks if getattr(c, "save_top_k", 1) or getattr(c, "save_last", True)]
+    given = [getattr(callback, "dirpath", None) for callback in saving]
     local = [local_path(folder) for folder in given if folder is not None]
     return [folder for folder in local if folder is not None and folder.is_dir()]
 
