@@ -44,8 +44,8 @@ class Superseded:
         """What a save that is about to be made takes the place of; all earlier ones are there."""
         before, self._kept = self._kept, _kept_by_callbacks(trainer)
         gone = set() if before is None else before - self._kept
-        needed = _resumed_from(trainer)  # which Lightning never removes
-        found = {path: _stamp(path) for path in sorted(gone) if os.path.realpath(path) not in needed}
+        needed = os.path.abspath(str(trainer.ckpt_path)) if trainer.ckpt_path else ""  # Lightning never removes it
+        found = {path: _stamp(path) for path in sorted(gone) if os.path.abspath(path) != needed}
         return {path: stamp for path, stamp in found.items() if stamp is not None and _is_in_place(trainer, path)}
 
     def remove_left(self, trainer: L.Trainer, run: str, remove: Callable[[str], None]) -> None:
@@ -58,7 +58,8 @@ class Superseded:
         """
         left, self._left = self._left, {}
         self._kept = _kept_by_callbacks(trainer)
-        needed = {os.path.realpath(path) for path in self._kept} | _resumed_from(trainer)
+        resumed_from = [str(trainer.ckpt_path)] if trainer.ckpt_path else []
+        needed = {os.path.realpath(path) for path in (*self._kept, *resumed_from)}
         for path, stamp in left.items():
             is_same = (found := _stamp(path)) is not None and found == stamp
             is_free = is_same and _is_in_place(trainer, path) and os.path.realpath(path) not in needed
@@ -68,10 +69,6 @@ class Superseded:
 
 def _callbacks(trainer: L.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-
-
-def _resumed_from(trainer: L.Trainer) -> set[str]:
-    return {os.path.realpath(str(trainer.ckpt_path))} if trainer.ckpt_path else set()
 
 
 def _is_in_place(trainer: L.Trainer, path: str) -> bool:
