@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
@@ -172,3 +173,23 @@ def test_who_has_it_may_not_say_who_it_is(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(lease, "SAVE_SECONDS", 0.0)
         with pytest.raises(StorageError, match="it does not say who it is"):
             Leases().hold(tmp_path)
+
+
+def test_a_process_that_was_forked_does_not_keep_it(tmp_path: Path) -> None:
+    """It may outlive the run, whose folder would be nobody's."""
+    forked, told = os.pipe()
+    if (run := os.fork()) == 0:
+        Leases().hold(tmp_path)
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.write(told, str(child).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    child = int(os.read(forked, 100))
+    os.waitpid(run, 0)
+    try:
+        Leases().hold(tmp_path)()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(forked)
+        os.close(told)
