@@ -6,7 +6,7 @@ One that is still there may mean something else in another release: who uses one
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -41,7 +41,7 @@ def untested_versions(installed: Mapping[str, str] | None = None) -> str:
     Args:
         installed: package -> version; default: what is installed.
     """
-    versions = _installed() if installed is None else installed
+    versions = installed_versions(WARNED_OF) if installed is None else installed
     found = [_untested(package, text) for package, text in versions.items()]
     if not any(found):
         return ""
@@ -52,12 +52,13 @@ def untested_versions(installed: Mapping[str, str] | None = None) -> str:
     )
 
 
-def _installed() -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Package -> version; without those that are imported from elsewhere."""
     versions = {}
-    for package in WARNED_OF:
+    for package in packages:
         try:
             versions[package] = version(package)
-        except PackageNotFoundError:  # it was imported from elsewhere
+        except PackageNotFoundError:
             continue
     return versions
 

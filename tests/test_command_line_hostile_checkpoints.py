@@ -143,7 +143,7 @@ def test_what_a_checkpoint_names_is_not_imported(
 
 
 @pytest.mark.parametrize("subcommand", ["fit", "validate", "test", "predict"])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_another_class_is_not_imported(
     subcommand: str, sharded: bool, trap: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,15 +199,21 @@ def test_a_run_gets_back_what_it_was_begun_with(model: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("cls", ["Typed", "Passing"])
+GIVEN = [
+    [],
+    [f"--model.loss={HERE}.Loss", "--model.loss.inner=torch.nn.ReLU", "--model.kind=torch.nn.GELU"],
+    ["--optimizer=AdamW", "--optimizer.lr=0.5", "--model.either=torch.nn.ReLU", "--model.anything=[1, a.b]"],
+    [f"--model.kinds=[{HERE}.Loss]", f"--model.sizes.layer={HERE}.Loss", "--model.texts={a: b.c}"],
+    ["--optimizer=lightning_asyncpp.optim.ErrorFeedback", "--optimizer.base=lightning_asyncpp.optim.MuonAdamW"],
+]
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("cls", "given"),
     [
-        [],
-        [f"--model.loss={HERE}.Loss", "--model.loss.inner=torch.nn.ReLU", "--model.kind=torch.nn.GELU"],
-        ["--optimizer=AdamW", "--optimizer.lr=0.5", "--model.either=torch.nn.ReLU", "--model.anything=[1, a.b]"],
-        [f"--model.kinds=[{HERE}.Loss]", f"--model.sizes.layer={HERE}.Loss", "--model.texts={a: b.c}"],
-        ["--optimizer=lightning_asyncpp.optim.ErrorFeedback", "--optimizer.base=lightning_asyncpp.optim.MuonAdamW"],
+        pytest.param(cls, given, marks=[pytest.mark.slow] if bool(number % 2) is (cls == "Typed") else [])
+        for cls in ("Typed", "Passing")
+        for number, given in enumerate(GIVEN)
     ],
     ids=str,
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torch import nn
 
 from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
 
 _PACKAGES = ("lightning_asyncpp", "lightning", "torch")
@@ -20,13 +20,7 @@ _OF_A_PROCESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")
 
 def versions() -> dict[str, Any]:
     """Package -> version, of those that decide what is computed and what is sent."""
-    found: dict[str, Any] = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # a folder in the path
-            continue
-    return found
+    return {"python": f"{sys.version_info.major}.{sys.version_info.minor}", **installed_versions(_PACKAGES)}
 
 
 def arguments_of(strategy: object, arguments: PipelineArguments, settings: PipelineSettings) -> dict[str, Any]:

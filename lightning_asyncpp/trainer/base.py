@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.averages import averages_in
+from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.cut.partition_choice import Example
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers import described
@@ -116,7 +117,7 @@ class PipelineStrategy(
         leave_alone(module)
         weight_dtype = self.session.settings.weight_dtype
         agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
-        if self.session.stage is None or self.session.stage.model is not self._network():  # else it was compared whole
+        if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
             self.session.agree("model", described_model(self._network()))
         self.session.agree("hyper-parameters", hyper_parameters(module))
         self._cut(

@@ -19,9 +19,10 @@ import torch
 
 from lightning_asyncpp.storage import lease
 from lightning_asyncpp.storage.lease import Leases
+from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.lock import LEASE, FolderLock, is_locked_by_another
 from lightning_asyncpp.storage.names import StorageError, beside
-from lightning_asyncpp.storage.whole import load_file, save_file
+from lightning_asyncpp.storage.whole import save_file
 from tests.workers import end_with_parent, worker_context
 
 
@@ -126,7 +127,7 @@ def test_what_another_run_is_writing_is_not_removed(tmp_path: Path) -> None:
         partial.write_text("half of it")
         save_file({"x": torch.ones(2)}, path)  # such as `asyncpp checkpoint convert`
         assert partial.exists()
-        assert load_file(path)["x"].tolist() == [1, 1]
+        assert load(path)["x"].tolist() == [1, 1]
     save_file({"x": torch.zeros(2)}, path)
     assert not partial.exists()
 
