@@ -101,6 +101,10 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a function": {"optimizer": "trap.call"}, "a class": {"optimizer": SPECIFIED}, "a layer": {"loss": "trap.Model"},
     "a layer's class": {"loss": SPECIFIED}, "a type": {"kind": "trap.Model"}, "one of two": {"either": "trap.Model"},
     "anything": {"anything": SPECIFIED}, "anything as text": {"anything": "{class_path: trap.Model}"},
+    "anything as escaped text": {"anything": '{"class\\x5fpath": trap.Model}'},
+    "escaped text without a type": {"untyped": '{"class\\u005fpath": "trap.Model"}'},
+    "escaped text below": {"options": {"a": '{"class\\x5fpath": trap.Model}'}},
+    "options as escaped text": {"options": '{"a": {"class\\x5fpath": trap.Model}}'},
     "without a type": {"untyped": SPECIFIED}, "below": {"options": {"a": {"b": [SPECIFIED]}}},
     "in a list": {"kinds": ["trap.Model"]}, "a list as text": {"kinds": "[trap.Model]"},
     "a field": {"sizes": {"layer": "trap.Model"}}, "a dataclass": {"sizes": SPECIFIED},
@@ -241,6 +245,13 @@ def test_what_the_recipe_names_too_is_taken(model: Any, capsys: pytest.CaptureFi
     assert f"loss: it names '{HERE}.Loss'" in refusal(capsys, *of_typed())
     found = model(*of_typed(f"--model.loss={HERE}.Loss"))["init_args"]
     assert found["loss"]["init_args"]["scale"] == 3.0
+
+
+def test_texts_that_stay_texts_may_hold_escapes(model: Any) -> None:
+    text = 'say: "a\\tb"'
+    typed(name=text, texts={"a": text})
+    found = model(*of_typed(subcommand="validate"))["init_args"]
+    assert (found["name"], found["texts"]) == (text, {"a": text})
 
 
 def test_a_class_may_have_two_names(model: Any) -> None:

@@ -38,7 +38,7 @@ _FIRST_TIME = 1e9  # seconds, in 2001
 _WRITTEN = (".log", ".lock", ".tmp", ".pid")  # endings of files that are written while a run reads others
 _Part = tuple[str, bytes]
 _known: dict[int, tuple[ReferenceType[Any], dict[str, str | None]]] = {}
-_known_parts: dict[tuple[int, int], tuple[ReferenceType[Any], list[_Part]]] = {}  # of those in others, by depth
+_known_parts: dict[int, tuple[ReferenceType[Any], int, list[_Part]]] = {}  # of those in others, too, and how deep
 
 
 def contents_of(dataset: Any) -> dict[str, str | None]:
@@ -63,16 +63,12 @@ def contents_of(dataset: Any) -> dict[str, str | None]:
     except Exception:  # somebody else's class: unknown
         told = {"contents": None, "files": None}
     with suppress(TypeError):  # of a list there is none
-        _known[id(dataset)] = ref(dataset, partial(_forget, id(dataset))), told
+        _known[id(dataset)] = ref(dataset, partial(_forget, _known, id(dataset))), told
     return told
 
 
-def _forget(key: int, _: ReferenceType[Any]) -> None:
-    _known.pop(key, None)
-
-
-def _forget_parts(key: tuple[int, int], _: ReferenceType[Any]) -> None:
-    _known_parts.pop(key, None)
+def _forget(known: dict[Any, Any], key: Any, _: ReferenceType[Any]) -> None:
+    known.pop(key, None)
 
 
 def _told(dataset: Any) -> dict[str, str | None]:
@@ -107,10 +103,9 @@ class _Walk:
             yield from self._attributes(dataset, depth)
 
     def _attributes(self, dataset: Any, depth: int) -> list[_Part]:
-        key = id(dataset), depth
-        known = _known_parts.get(key)
-        if known is not None and known[0]() is dataset:
-            return known[1]
+        known = _known_parts.get(id(dataset))
+        if known is not None and known[0]() is dataset and known[1] >= depth:
+            return known[2]
         self._above.append(id(dataset))
         parts = [
             part
@@ -119,8 +114,9 @@ class _Walk:
             for part in self._value(value, depth - 1)
         ]
         self._above.pop()
-        with suppress(TypeError):
-            _known_parts[key] = ref(dataset, partial(_forget_parts, key)), parts
+        if self._left:
+            with suppress(TypeError):
+                _known_parts[id(dataset)] = ref(dataset, partial(_forget, _known_parts, id(dataset))), depth, parts
         return parts
 
     def _value(self, value: Any, depth: int, listed: bool = False) -> Iterator[_Part]:

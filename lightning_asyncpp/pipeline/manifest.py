@@ -6,6 +6,7 @@ not compared: what is not known is no difference.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ class Manifest:
         """What :meth:`as_plain` returned; None of anything else, such as what an older release wrote."""
         if not isinstance(saved, Mapping) or not isinstance(saved.get("sections"), Mapping):
             return None
-        sections = {str(name): dict(part) for name, part in saved["sections"].items() if isinstance(part, Mapping)}
+        sections = {str(name): plain(part) for name, part in saved["sections"].items() if isinstance(part, Mapping)}
         attempt = saved.get("attempt")
         return cls(str(saved.get("run", "")), attempt if type(attempt) is int else 1, sections)
 
@@ -76,7 +77,7 @@ def plain(value: Any, levels: int = _LEVELS) -> Any:
         return value
     for kind in (int, float, str):  # of a class that is derived from one, too
         if isinstance(value, kind):
-            return getattr(kind, f"__{kind.__name__}__")(value[:_MOST_CHARACTERS] if isinstance(value, str) else value)
+            return getattr(kind, f"__{kind.__name__}__")(_shortened(value) if isinstance(value, str) else value)
     if levels and isinstance(value, Mapping):
         return {str(k): found for k, child in value.items() if (found := plain(child, levels - 1)) is not _NOTHING}
     if levels and isinstance(value, (list, tuple)):
@@ -89,6 +90,14 @@ def _plain_or_nothing(value: Any) -> Any:
         return plain(value)
     except Exception:  # of a container of somebody else's, such as one that looks its values up
         return _NOTHING
+
+
+def _shortened(text: str) -> str:
+    """A text, of a very long one the beginning and a digest."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return f"{text[:_MOST_CHARACTERS]}\n... {len(text)} characters of SHA-256 {digest[:16]}"
 
 
 def text_of(value: Any) -> str:

@@ -7,7 +7,8 @@ class Progress:
     """Counts what was done.
 
     Attributes:
-        made: number of batches that were fetched, and of forwards and backwards of micro-batches.
+        made: number of batches that were fetched, of forwards and backwards of micro-batches, and of messages with
+            what a checkpoint holds.
     """
 
     __slots__ = ("made",)

@@ -6,8 +6,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +25,46 @@ _locks: dict[Path, FolderLock] = {}  # of this process, which does not compete w
 
 
 class Leases:
-    """The folders that a run writes into: taken until it ends, or where nobody says when that is, for single saves."""
+    """The folders that a run writes into. Its own are taken until it ends, and others for single saves."""
 
     def __init__(self) -> None:
         self._about: dict[str, Any] | None = None
-        self._folders: set[Path] = set()
+        self._own: set[Path] = set()
+        self._held: set[Path] = set()
 
-    def begin(self, about: Mapping[str, Any]) -> None:
-        """The run begins, and says when it ends.
+    def begin(self, about: Mapping[str, Any], folders: Iterable[Path]) -> None:
+        """The run begins, and takes those of its folders that are there; the others when it first writes there.
 
         Args:
             about: what others are told of it.
-        """
-        self._about = dict(about)
-
-    def hold(self, folder: Path) -> Callable[[], None]:
-        """Take a folder, until the run ends, or what is returned is called; it is made if need be.
+            folders: in which it replaces and removes checkpoints by itself.
 
         Raises:
-            StorageError: the run of another process has it, or it cannot be made.
+            StorageError: the run of another process has one of them.
+        """
+        self._about, self._own = dict(about), {folder.resolve() for folder in folders}
+        for folder in self._own:
+            if folder.is_dir():
+                self.hold(folder)
+
+    def hold(self, folder: Path) -> Callable[[], None]:
+        """Take a folder, one of the run's until that ends, else until what is returned is called; it is made.
+
+        A single save goes on where another run has the folder: who names a file there means it.
+
+        Raises:
+            StorageError: the run of another process has one of this run's, or it cannot be made.
         """
         folder = folder.resolve()
+        is_own = folder in self._own
         if folder in _locks:
             return _nothing
         try:
             make_folder(folder)
-            lock = self._lock(folder)
+            lock = self._lock(folder, is_own)
         except BlockingIOError as error:
+            if not is_own:
+                return _nothing
             raise StorageError(
                 f"{folder} is where another run writes its checkpoints ({_in_words(folder)}), and each would replace or"
                 " remove the other's: give this run another folder, for instance another dirpath of ModelCheckpoint, or"
@@ -59,32 +73,35 @@ class Leases:
         except OSError as error:
             raise StorageError(f"no checkpoint can be written into {folder}: {error}") from error
         _locks[folder] = lock
-        if self._about is None:
+        if not is_own:
             return lambda: _release(folder)
-        self._folders.add(folder)
+        self._held.add(folder)
         return _nothing
 
-    def _lock(self, folder: Path) -> FolderLock:
-        """Wait for a single save to its end, for a run not."""
-        deadline = time.monotonic() + SAVE_SECONDS
+    def _lock(self, folder: Path, is_own: bool) -> FolderLock:
+        """Wait for a single save to its end; for a run that may be about to end some seconds, if this is one, too."""
+        deadline, about = time.monotonic() + SAVE_SECONDS, partial(_said, self._about if is_own else None)
         while True:
+            is_of_run = not is_own and _RUN in _who(folder)
             try:
-                return FolderLock(folder, self._said, PATIENCE_SECONDS)
+                return FolderLock(folder, about, 0.0 if is_of_run else PATIENCE_SECONDS)
             except BlockingIOError:
                 if _RUN in _who(folder) or time.monotonic() > deadline:
                     raise
 
     def end(self) -> None:
         """The run ends; may be called twice."""
-        for folder in self._folders:
+        for folder in self._held:
             _release(folder)
-        self._folders.clear()
+        self._held.clear()
+        self._own.clear()
         self._about = None
 
-    def _said(self) -> bytes:
-        about = {} if self._about is None else {_RUN: self._about.get(_RUN, ""), **self._about}
-        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return json.dumps({**about, "host": socket.gethostname(), "process": os.getpid(), "since": since}).encode()
+
+def _said(about: Mapping[str, Any] | None) -> bytes:
+    of_run = {} if about is None else {_RUN: about.get(_RUN, ""), **about}
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return json.dumps({**of_run, "host": socket.gethostname(), "process": os.getpid(), "since": since}).encode()
 
 
 def _release(folder: Path) -> None:

@@ -18,7 +18,7 @@ LEASE = ".lease"
 # The last one: of files that are only read, as NFS has it.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _EVERY_SECONDS = 0.2
-_of_this_process: set[Path] = set()
+_of_this_process: dict[Path, FolderLock] = {}
 
 
 class FolderLock:
@@ -43,7 +43,7 @@ class FolderLock:
             if time.monotonic() >= deadline:
                 raise BlockingIOError(errno.EAGAIN, "another process has the lock", str(self._file))
             time.sleep(_EVERY_SECONDS)
-        _of_this_process.add(self._folder)
+        _of_this_process[self._folder] = self
 
     def release(self) -> None:
         """Give it up, and remove the file."""
@@ -52,7 +52,13 @@ class FolderLock:
                 self._file.unlink()
             os.close(self._descriptor)
             self._descriptor = None
-        _of_this_process.discard(self._folder)
+        _of_this_process.pop(self._folder, None)
+
+    def leave_to_parent(self) -> None:
+        """This process was forked: the lock is its parent's, and is lifted when that one ends."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def _try(self, about: Callable[[], bytes]) -> bool:
         try:
@@ -98,3 +104,11 @@ def is_locked_by_another(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _after_fork() -> None:
+    for lock in _of_this_process.values():
+        lock.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

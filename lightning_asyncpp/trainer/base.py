@@ -130,7 +130,7 @@ class PipelineStrategy(
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
         self.progress.forget()
-        self.superseded.begin(())
+        self.superseded.begin({})
         hooks = UserHooks.of(module, forward_context=self.precision_plugin.forward_context)
         self.session.start(hooks, self.root_device, training)
         rank_zero_info(f"Pipeline: {self.session.describe()}")
@@ -239,7 +239,7 @@ class PipelineStrategy(
         self.session.agree("data", comparable(data, self._mesh.replica))
         self.session.manifest.keep("data", data)
         if self.is_global_zero:
-            self.superseded.remove_left(self._module.trainer, self.remove_checkpoint)
+            self.superseded.remove_left(self._module.trainer, self.session.manifest.run, self.remove_checkpoint)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

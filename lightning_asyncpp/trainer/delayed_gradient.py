@@ -175,9 +175,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self.manifest.keep("scheduler", schedulers_section(module.trainer))
         go_on_from(self.manifest, (self._loaded_state or {}).get(MANIFEST))
         if self.is_global_zero:
-            self.leases.begin({"run": self.manifest.run})
-            for folder in checkpoint_folders(module.trainer):
-                self.leases.hold(folder)
+            self.leases.begin({"run": self.manifest.run}, checkpoint_folders(module.trainer))
 
     def _drawing_at_batch_end(self) -> AbstractContextManager[None]:
         """What hooks draw there is no part of what the training draws, as in a pipeline."""

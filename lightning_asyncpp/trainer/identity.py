@@ -43,10 +43,12 @@ def trainer_section(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def checkpoint_folders(trainer: L.Trainer) -> list[Path]:
-    """Where its callbacks will write, as far as that is known, on this machine, and there."""
+    """Where its callbacks will write, as far as that is known, on this machine."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # it saves nothing
+        return []
     given = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks if _saves(callback)]
     local = [local_path(folder) for folder in given if folder is not None]
-    return [folder for folder in local if folder is not None and folder.is_dir()]
+    return [folder for folder in local if folder is not None]
 
 
 def _saves(callback: Checkpoint) -> bool:

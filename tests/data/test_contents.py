@@ -30,6 +30,11 @@ class Holding(Dataset):
         raise AssertionError("its length was asked for")
 
 
+class Filled(Holding):
+    def __len__(self) -> int:
+        return 9
+
+
 class Stating(Holding):
     @property
     def fingerprint(self) -> str:
@@ -235,3 +240,23 @@ def test_a_split_by_another_seed() -> None:
     parts = [random_split(TensorDataset(rows()), [30, 20], torch.Generator().manual_seed(s))[0] for s in (1, 1, 2)]
     told = [contents_of(part) for part in parts]
     assert told[0] == told[1] != told[2]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (lambda inner: inner, lambda inner: Subset(inner, [2, 3])),
+        (lambda inner: Subset(inner, [0, 1]), lambda inner: Subset(inner, [2, 3])),
+        (lambda inner: ConcatDataset([inner]), lambda inner: ConcatDataset([inner, Subset(inner, [2, 3])])),
+    ],
+)
+def test_a_dataset_in_another_one_holds_what_it_held_when_it_was_seen_first(
+    first: Callable[[Any], Any], then: Callable[[Any], Any]
+) -> None:
+    """Folds of a cross-validation: reading one has filled what the next one is made of, and not on all stages."""
+    read, other = (Filled(x=rows(), samples=[None] * 9) for _ in range(2))
+    assert contents_of(first(read)) == contents_of(first(other))
+    read.samples[3] = "read"
+    assert contents_of(then(read)) == contents_of(then(other))
+    assert contents_of(Subset(read, [2, 3])) != contents_of(Subset(read, [2, 4]))
+    assert contents_of(Filled(x=rows(), samples=read.samples)) != contents_of(other)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
@@ -48,43 +49,51 @@ def _write_until_killed(folder: Path, said: Any, keeps: bool) -> None:
     end_with_parent()
     leases = Leases()
     if keeps:
-        leases.begin({"run": "3f2a"})
+        leases.begin({"run": "3f2a"}, [folder])
     leases.hold(folder)
     said.send("holds")
     signal.pause()
 
 
 def test_a_folder_of_another_run_is_refused_until_it_is_dead(tmp_path: Path) -> None:
-    own = Leases()
-    own.begin({"run": "b"})
-    with another_run(tmp_path) as other:
-        for _ in range(2):
-            with pytest.raises(
-                StorageError, match=rf"{tmp_path} is where another run .*run 3f2a, .*process {other.pid}"
-            ):
-                own.hold(tmp_path)
-        with pytest.raises(StorageError, match="another dirpath of ModelCheckpoint"):
-            Leases().hold(tmp_path)  # a single save's
-        own.hold(tmp_path / "beside")
+    own, refused = Leases(), rf"{tmp_path} is where another run .*run 3f2a, .*another dirpath of ModelCheckpoint"
+    with another_run(tmp_path):
+        with pytest.raises(StorageError, match=refused):
+            own.begin({"run": "b"}, [tmp_path, tmp_path / "later"])
+        with pytest.raises(StorageError, match=refused):
+            own.hold(tmp_path)
+        own.hold(tmp_path / "later")
     own.hold(tmp_path)  # killed, which leaves the file
     assert json.loads((tmp_path / LEASE).read_text())["run"] == "b"
     own.end()
-    assert os.listdir(tmp_path) == ["beside"]
-    assert not os.listdir(tmp_path / "beside")
+    assert os.listdir(tmp_path) == ["later"]
+    assert not os.listdir(tmp_path / "later")
+
+
+def test_a_file_that_somebody_names_is_written_beside_those_of_a_run(tmp_path: Path) -> None:
+    """Such as the last weights of one run in a folder where another one still trains: they are not lost."""
+    ended, going_on = Leases(), Leases()
+    going_on.begin({}, [tmp_path / "own"])
+    with another_run(tmp_path) as other:
+        for leases in (ended, going_on):
+            leases.hold(tmp_path)()
+        assert json.loads((tmp_path / LEASE).read_text())["process"] == other.pid
 
 
 def test_what_ends_meanwhile_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "PATIENCE_SECONDS", 20.0)
     with another_run(tmp_path) as other:
         monkeypatch.setattr("time.sleep", lambda seconds: other.kill())
-        Leases().hold(tmp_path)()
+        leases = Leases()
+        leases.begin({}, [tmp_path])
+        leases.end()
 
 
 def test_a_process_does_not_compete_with_itself(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     first, second = Leases(), Leases()
     for leases, name in ((first, "run"), (second, "link"), (first, "run/../link")):
-        leases.begin({})
+        leases.begin({}, [tmp_path / name])
         leases.hold(tmp_path / name)
     Leases().hold(tmp_path / "link")()
     assert not is_locked_by_another(tmp_path / "link")
@@ -138,8 +147,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(fcntl, "flock", flock)
     leases = Leases()
-    leases.begin({})
-    leases.hold(tmp_path)
+    leases.begin({}, [tmp_path])
     assert not is_locked_by_another(tmp_path)
     leases.end()
 
@@ -179,17 +187,16 @@ def test_what_another_users_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / LEASE).write_text("{}")
     monkeypatch.setattr(os, "open", of_another_user)
     leases = Leases()
-    leases.begin({})
     with another_run(tmp_path), monkeypatch.context() as patch:
         patch.setattr(lease, "PATIENCE_SECONDS", 0.3)
         with pytest.raises(StorageError, match="where another run writes"):
-            leases.hold(tmp_path)
+            leases.begin({}, [tmp_path])
     (tmp_path / LEASE).write_text("{}")
     leases.hold(tmp_path)
     leases.end()
     assert not (tmp_path / LEASE).exists()
     with pytest.raises(StorageError, match="no checkpoint can be written"):
-        leases.hold(tmp_path)
+        leases.begin({}, [tmp_path])
 
 
 def test_who_has_it_may_not_say_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,4 +204,26 @@ def test_who_has_it_may_not_say_who_it_is(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / LEASE).write_text("garbage")
         monkeypatch.setattr(lease, "SAVE_SECONDS", 0.0)
         with pytest.raises(StorageError, match="it does not say who it is"):
-            Leases().hold(tmp_path)
+            Leases().begin({}, [tmp_path])
+
+
+def test_a_process_that_was_forked_does_not_keep_it(tmp_path: Path) -> None:
+    """It may outlive the run, whose folder would be nobody's."""
+    forked, told = os.pipe()
+    if (run := os.fork()) == 0:
+        Leases().begin({}, [tmp_path])
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.write(told, str(child).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    child = int(os.read(forked, 100))
+    os.waitpid(run, 0)
+    leases = Leases()
+    try:
+        leases.begin({}, [tmp_path])
+    finally:
+        leases.end()
+        os.kill(child, signal.SIGKILL)
+        os.close(forked)
+        os.close(told)

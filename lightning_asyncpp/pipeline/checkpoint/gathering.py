@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_asyncpp.pipeline.errors import different_calls, lost_peers
 from lightning_asyncpp.pipeline.host_copies import as_bytes, on_host, pieces_on_host
+from lightning_asyncpp.pipeline.progress import PROGRESS
 from lightning_asyncpp.pipeline.ranks.agreement import exchange_bytes
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.storage.nested import (
@@ -52,6 +53,7 @@ def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
             for names in _bundles({name: tensor.nbytes for name, tensor in tensors.items()}):
                 for piece in _message([tensors[name] for name in names]):
                     dist.send(piece, 0, group=mesh.groups.host, tag=_TAG)
+                    PROGRESS.made += 1  # all of it may take longer than any wait may
     return []
 
 
@@ -110,6 +112,7 @@ def _receiver(mesh: Mesh, skeleton: Any, own: dict[str, Tensor]) -> Any:
         with lost_peers():
             for piece in pieces_on_host(message):  # of this very memory
                 dist.recv(piece, mesh.rank_of(stage, replica=0), group=mesh.groups.host, tag=_TAG)
+                PROGRESS.made += 1
         if len(parts) > 1:
             for part, sent in zip(parts, message.split([len(part) for part in parts])):
                 part.copy_(sent)

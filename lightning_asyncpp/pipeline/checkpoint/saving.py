@@ -113,18 +113,13 @@ class CheckpointWriter:
         """The run begins, and nobody else may write into its folders, until :meth:`close`; a collective call.
 
         Args:
-            folders: on rank 0, those that are known already. What saves add is taken with them.
+            folders: on rank 0, those that callbacks write into.
 
         Raises:
             StorageError: another run writes into one of them; on every rank, or a quotation.
         """
-        self.leases.begin({"run": self.session.manifest.run})
-
-        def hold() -> None:
-            for folder in folders:
-                self.leases.hold(folder)
-
-        _together(self._mesh, None, hold if self._mesh.rank == 0 else _nothing)
+        begin = partial(self.leases.begin, {"run": self.session.manifest.run}, folders)
+        _together(self._mesh, None, begin if self._mesh.rank == 0 else _nothing)
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove an older checkpoint, after what is being written now is there."""

@@ -146,7 +146,8 @@ class PipelineCheckpoints(TrainerCheckpoints):
         given, self._given = self._given, None
         apart = unite_stages(mesh, self._module.trainer, checkpoint, None if sharded else given)
         progress = gather_by_rank(mesh, self._progress_state()) if is_training else []
-        of_ranks = {PROGRESS: progress, **({APART: apart} if apart else {})}
+        of_ranks: dict[str, Any] = {PROGRESS: progress, **({APART: apart} if apart else {})}
+        self.checkpoints.settle()
         if is_training and self.is_global_zero:
             of_ranks[SUPERSEDED] = self.superseded.now(self._module.trainer)
         if sharded:
@@ -211,7 +212,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
             )
         own = state[PROGRESS][rank_to_follow(mesh, state)]
         self.progress.resume(own, content["loops"]["fit_loop"], changes)
-        self.superseded.begin(state.get(SUPERSEDED, ()))
+        self.superseded.begin(state.get(SUPERSEDED))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

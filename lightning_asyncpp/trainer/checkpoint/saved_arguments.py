@@ -180,7 +180,7 @@ def _of_value(value: Any, kinds: Sequence[Any], asked: Any, where: str) -> Itera
     if value == asked:
         return
     if isinstance(value, str):
-        if CLASS in value or not _is_text(kinds):
+        if CLASS in value or not _is_text(kinds) or (_has_escapes(value) and not _stays_text(kinds)):
             yield f"{where}: {_names(value)}"
     elif isinstance(value, (list, tuple)):
         is_alike = isinstance(asked, (list, tuple)) and len(asked) == len(value)
@@ -241,6 +241,17 @@ def _alternatives(kind: Any) -> list[Any]:
 def _is_text(kinds: Sequence[Any]) -> bool:
     """Whether a text stays one as a value of one of these types: with none of them anything is looked up."""
     return all(map(_is_text_of, kinds))
+
+
+def _stays_text(kinds: Sequence[Any]) -> bool:
+    """Whether no text is read as YAML for one of these types, which would find containers in it."""
+    origins = [get_origin(kind) or kind for kind in kinds]
+    return not any(origin is read for origin in origins for read in (*_OPEN, *_CONTAINERS))
+
+
+def _has_escapes(text: str) -> bool:
+    """Whether YAML may read a name in a text that is not in it letter by letter: ``{"class\\x5fpath": ...}``."""
+    return all(sign in text for sign in '\\":')
 
 
 def _is_text_of(kind: Any) -> bool:

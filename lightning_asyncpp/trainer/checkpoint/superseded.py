@@ -1,20 +1,27 @@
 """Older checkpoints that a callback removes once the newer one is there, also if the process ends in between.
 
 ``ModelCheckpoint`` forgets the older one before it saves: the newer one's state does not name it, and nobody would ever
-remove it. So a checkpoint says which one it is about to replace, and a run that goes on from it removes that one.
+remove it. So a checkpoint says which one it is about to replace, and a run that goes on from it removes that one: if it
+is still the same file, which nobody has written anew, and one of this run.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
+from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
+from lightning_asyncpp.storage.loading import load
+from lightning_asyncpp.storage.names import INDEX, StorageError
+
 SUPERSEDED = "superseded"
-"""Entry of a checkpoint's state of a strategy: the paths."""
+"""Entry of a checkpoint's state of a strategy: path -> size in bytes and time of its last change, in nanoseconds."""
 
 
 class Superseded:
@@ -22,41 +29,73 @@ class Superseded:
 
     def __init__(self) -> None:
         self._kept: set[str] | None = None
-        self._left: list[str] = []
+        self._left: dict[str, list[int]] = {}
 
-    def begin(self, left: Sequence[str]) -> None:
+    def begin(self, left: Any) -> None:
         """A run begins.
 
         Args:
             left: what the checkpoint names that it goes on from.
         """
-        self._kept, self._left = None, [path for path in left if isinstance(path, str)]
+        named = left if isinstance(left, Mapping) else {}
+        self._kept, self._left = None, {path: found for path, found in named.items() if isinstance(path, str)}
 
-    def now(self, trainer: L.Trainer) -> list[str]:
-        """What a save that is about to be made takes the place of."""
+    def now(self, trainer: L.Trainer) -> dict[str, list[int]]:
+        """What a save that is about to be made takes the place of; all earlier ones are there."""
         before, self._kept = self._kept, _kept_by_callbacks(trainer)
-        return [] if before is None else sorted(before - self._kept)
+        gone = set() if before is None else before - self._kept
+        needed = os.path.abspath(str(trainer.ckpt_path)) if trainer.ckpt_path else ""  # Lightning never removes it
+        found = {path: _stamp(path) for path in sorted(gone) if os.path.abspath(path) != needed}
+        return {path: stamp for path, stamp in found.items() if stamp is not None and _is_in_place(trainer, path)}
 
-    def remove_left(self, trainer: L.Trainer, remove: Callable[[str], None]) -> None:
+    def remove_left(self, trainer: L.Trainer, run: str, remove: Callable[[str], None]) -> None:
         """Remove what the run that ended had no time to remove, once callbacks know what they keep.
 
         Args:
             trainer: with the callbacks.
+            run: the name of this run.
             remove: does it.
         """
-        left, self._left = self._left, []
+        left, self._left = self._left, {}
         self._kept = _kept_by_callbacks(trainer)
         resumed_from = [str(trainer.ckpt_path)] if trainer.ckpt_path else []
         needed = {os.path.realpath(path) for path in (*self._kept, *resumed_from)}
-        folders = {Path(c.dirpath).resolve() for c in _callbacks(trainer) if c.dirpath is not None}
-        for path in left:
-            in_place = not folders.isdisjoint(Path(path).resolve().parents)  # it may have been moved, and is another's
-            if in_place and os.path.realpath(path) not in needed and os.path.lexists(path):
+        for path, stamp in left.items():
+            is_same = (found := _stamp(path)) is not None and found == stamp
+            is_free = is_same and _is_in_place(trainer, path) and os.path.realpath(path) not in needed
+            if is_free and _is_of_run(path, run):
                 remove(path)
 
 
 def _callbacks(trainer: L.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _is_in_place(trainer: L.Trainer, path: str) -> bool:
+    """Whether a callback writes there; what has been moved is another's."""
+    folders = {Path(c.dirpath).resolve() for c in _callbacks(trainer) if c.dirpath is not None}
+    return not folders.isdisjoint(Path(path).resolve().parents)
+
+
+def _stamp(path: str) -> list[int] | None:
+    """Tells a file, or the index of a folder, from one of the same name that was written later."""
+    file = os.path.join(path, INDEX) if os.path.isdir(path) else path
+    try:
+        found = os.stat(file)
+    except (OSError, ValueError):
+        return None
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _is_of_run(path: str, run: str) -> bool:
+    """Whether it is a checkpoint of a training of this run; of what is none, nothing is removed."""
+    try:
+        content = load(Path(path))
+    except StorageError:
+        return False
+    state = content.get(PIPELINE) if isinstance(content, Mapping) else None
+    manifest = Manifest.of_plain(state.get(MANIFEST)) if isinstance(state, Mapping) else None
+    return manifest is not None and manifest.run == run
 
 
 def _kept_by_callbacks(trainer: L.Trainer) -> set[str]:

@@ -134,16 +134,13 @@ def fit_impatiently(run: Run) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"state_dict_type": "sharded"}, {"async_checkpoints": True}])
-@pytest.mark.parametrize("is_there", [True, False], ids=["at-the-start", "at-the-first-save"])
-def test_a_folder_of_a_run_that_lives(pools: Pools, tmp_path: Path, options: dict[str, Any], is_there: bool) -> None:
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_of_a_run_that_lives(pools: Pools, tmp_path: Path, options: dict[str, Any], is_link: bool) -> None:
     own, folder = Leases(), tmp_path / "run"
-    own.begin({"run": "3f2a"})
-    if is_there:
-        own.hold(folder)
-    else:
-        (tmp_path / "elsewhere").mkdir()
-        folder.symlink_to(tmp_path / "elsewhere")  # it is there, and held only when the first save comes
-        own.hold(folder)
+    (tmp_path / "elsewhere" if is_link else folder).mkdir()
+    if is_link:
+        folder.symlink_to(tmp_path / "elsewhere")
+    own.begin({"run": "3f2a"}, [folder])
     try:
         outcomes = pools.outcomes(2, fit_impatiently, run_of(folder, **options))
     finally:
@@ -152,6 +149,20 @@ def test_a_folder_of_a_run_that_lives(pools: Pools, tmp_path: Path, options: dic
     for outcome in outcomes:
         assert f"run 3f2a, host {os.uname().nodename}, process {os.getpid()}" in outcome.message
     assert not list(folder.glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("changed", [{"fast_dev_run": 2}, {}], ids=["fast_dev_run", "save_top_k=0"])
+def test_who_saves_nothing_takes_no_folder(changed: dict[str, Any], pools: Pools, tmp_path: Path) -> None:
+    """Beside a run of the same recipe."""
+    own = Leases()
+    own.begin({"run": "3f2a"}, [tmp_path])
+    run = run_of(tmp_path)
+    callbacks = run.callbacks if changed else ((ModelCheckpoint, {"dirpath": tmp_path, "save_top_k": 0}),)
+    try:
+        pools.run(2, fit_impatiently, replace(run, callbacks=callbacks, trainer={**run.trainer, **changed}))
+    finally:
+        own.end()
+    assert not list(tmp_path.glob("*.ckpt"))
 
 
 def test_plain_values() -> None:
@@ -163,6 +174,12 @@ def test_plain_values() -> None:
     assert kept == {"tensor": 0.5, "t": [1, "a"]}
     assert Manifest.of_plain(manifest.as_plain()) == manifest
     assert Manifest.of_plain({"sections": 3}) is None
+    read = Manifest.of_plain({"sections": {"x": {"many": torch.ones(2), 3: b"a", "a": 1}}})
+    assert read is not None
+    assert read.sections == {"x": {"a": 1}}
+    long, other = (manifest.keep("x", {"a": "line\n" * 20_000 + end})["a"] for end in ("a", "b"))
+    assert len(long) < 70_000
+    assert long != other
     assert Manifest.of_plain(None) is None
     assert plain({1: float("inf")}) == {"1": float("inf")}
 

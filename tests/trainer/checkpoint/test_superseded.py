@@ -9,8 +9,11 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
+from lightning_asyncpp.trainer.checkpoint.superseded import SUPERSEDED
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Run, fit
@@ -80,3 +83,51 @@ def test_an_earlier_checkpoint_removes_nothing_of_later_ones(pools: Pools, tmp_p
     resumed = replace(run_of(tmp_path, kept={"save_top_k": 1, "filename": "new-{step}"}))
     pools.run(2, fit, replace(resumed, ckpt_path=str(tmp_path / "step=2.ckpt")))
     assert {f"step={step}.ckpt" for step in range(2, 6)} <= set(os.listdir(tmp_path))
+
+
+def names(folder: Path) -> set[str]:
+    return {name for name in os.listdir(folder) if not name.startswith(".")}
+
+
+def resumed(folder: Path, name: str, **kept: Any) -> Run:
+    return replace(run_of(folder, kept=kept or None), ckpt_path=str(folder / name))
+
+
+def until(run: Run, step: int) -> Run:
+    return replace(run, trainer={**run.trainer, "max_steps": step})
+
+
+def test_what_a_run_went_on_from_stays_for_the_next_one_too(pools: Pools, tmp_path: Path) -> None:
+    """Lightning never removes it: others may go on from it."""
+    pools.run(2, fit, until(run_of(tmp_path), 2))
+    pools.run(2, fit, until(resumed(tmp_path, "step=2.ckpt"), 3))
+    pools.run(2, fit, until(resumed(tmp_path, "step=3.ckpt"), 4))
+    assert names(tmp_path) == {"step=2.ckpt", "step=3.ckpt", "step=4.ckpt"}
+
+
+@pytest.mark.parametrize("ckpt_path", ["", "step=1.ckpt"])
+def test_what_another_run_has_written_under_the_name_stays(pools: Pools, tmp_path: Path, ckpt_path: str) -> None:
+    """One that began anew, or from the same checkpoint."""
+    pools.run(2, fit, until(run_of(tmp_path, kept={"save_top_k": -1}), 1))
+    first, second = (resumed(tmp_path, "step=1.ckpt", save_top_k=k) for k in (1, -1))
+    pools.run(2, fit, until(first, 3))
+    assert names(tmp_path) == {"step=1.ckpt", "step=3.ckpt"}
+    pools.run(2, fit, until(replace(second, ckpt_path=str(tmp_path / ckpt_path) if ckpt_path else None), 2))
+    assert (tmp_path / "step=2.ckpt").exists()
+    pools.run(2, fit, until(resumed(tmp_path, "step=3.ckpt", save_top_k=-1), 4))
+    assert (tmp_path / "step=2.ckpt").exists()
+
+
+def test_a_checkpoint_names_nothing_else_to_remove(pools: Pools, tmp_path: Path) -> None:
+    """It is data, and may be anybody's."""
+    pools.run(2, fit, until(run_of(tmp_path), 2))
+    content = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    text, other = tmp_path / "text", tmp_path / "other.ckpt"
+    text.write_text("mine")
+    torch.save({"state_dict": {}}, other)
+    stamps = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in (text, other)}
+    content[PIPELINE][SUPERSEDED] = {**stamps, "\0": [1, 1], str(tmp_path): None}
+    torch.save(content, tmp_path / "hostile.ckpt")
+    pools.run(2, fit, until(resumed(tmp_path, "hostile.ckpt"), 3))
+    assert text.exists()
+    assert other.exists()
