@@ -6,7 +6,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from lightning_asyncpp.storage.durable import make_folder
 from lightning_asyncpp.storage.lock import LEASE, FolderLock
-from lightning_asyncpp.storage.names import StorageError
+from lightning_asyncpp.storage.names import StorageError, local_path
 
 PATIENCE_SECONDS = 15.0
 """How long a run waits for one that is about to end: workers of its loader outlive it for some seconds."""
@@ -77,6 +78,20 @@ class Leases:
             return lambda: _release(folder)
         self._held.add(folder)
         return _nothing
+
+    @contextmanager
+    def writing(self, path: Any) -> Iterator[None]:
+        """Hold the folder of a file while it is written; of a file in no file system of this machine there is none.
+
+        Raises:
+            StorageError: as for :meth:`hold`.
+        """
+        local = local_path(path)
+        release = _nothing if local is None else self.hold(local.parent)
+        try:
+            yield
+        finally:
+            release()
 
     def _lock(self, folder: Path, is_own: bool) -> FolderLock:
         """Wait for a single save to its end; for a run that may be about to end some seconds, if this is one, too."""

@@ -17,7 +17,8 @@ from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 IDENTITY = "identity"
 """Entry of a loader's state in a checkpoint: what :func:`loader_identity` returned."""
 Plain = str | int | float | bool | None
-_HELD = ("contents", "files", "tokens", "index", "chunks")
+HELD = ("contents", "files", "tokens", "index")
+"""What of it says what the data is, wherever it lies."""
 _SAME_PLACES = {"contents", "files", "tokens", "chunks"}  # the order of the epoch is what it was
 _ELASTIC = RequirementCache("litdata>=0.2.69")
 """Deals out the rest of an epoch anew to batches of another size, or to another number of workers."""
@@ -153,6 +154,6 @@ def _plain(value: Any) -> Plain:
 
 
 def _in_words(name: str, now: Plain, saved: Plain) -> str:
-    held = name.rpartition(".")[2] in _HELD
+    held = name.rpartition(".")[2] in (*HELD, "chunks")
     what = f"other training data ({name}={now})" if held else f"{name}={now}"
     return f"{what}, and the checkpoint was written with {saved}"

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
 from lightning_asyncpp.pipeline.optimizers.described import schedule
 from lightning_asyncpp.storage.names import local_path
+from lightning_asyncpp.strategy_parts.loader_identity import HELD
 
 SHARED = (
     "max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches", "limit_val_batches",
@@ -22,7 +23,6 @@ SHARED = (
     "gradient_clip_val", "gradient_clip_algorithm", "reload_dataloaders_every_n_epochs", "precision",
 )  # fmt: skip
 """Arguments of a Trainer that all ranks must share."""
-_HELD = ("contents", "files", "tokens", "index")
 _OF_A_PROCESS = re.compile(r"rank|device|host|node|port|gpu|cuda|process_(index|id)|uuid|(^|_)pid$|is_(main|master)")
 _PLACE = re.compile(r"(^|_)(path|dir|directory|folder|file|filename)s?$", re.IGNORECASE)
 _NAME_OF_A_RUN = re.compile(r"^name$|(^|_)(run|exp|experiment|trial|job|wandb)_?(name|id)?$|(^|_)id$", re.IGNORECASE)
@@ -97,7 +97,7 @@ def comparable(data: Mapping[str, Any], replica: int) -> dict[str, Any]:
         replica: of this rank.
     """
     last = {name: name.rpartition(" ")[2] for name in data}
-    held = " ".join(str(value) for name, value in data.items() if last[name].rpartition(".")[2] in _HELD)
+    held = " ".join(str(value) for name, value in data.items() if last[name].rpartition(".")[2] in HELD)
     dealt_out = all(value == "DistributedSampler" for name, value in data.items() if last[name] == "sampler")
     of_data = {f"{name} of {held}": value for name, value in data.items() if held and dealt_out}
     return {**of_data, **{f"{name} in replica {replica}": value for name, value in data.items()}}

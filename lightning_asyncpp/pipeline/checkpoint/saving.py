@@ -175,12 +175,8 @@ class CheckpointWriter:
         self._pending.append(self._executor.submit(job, mesh, group))
 
     def _write_file(self, path: Any, write: Callable[[], None]) -> None:
-        local = local_path(path)
-        release = _nothing if local is None else self.leases.hold(local.parent)
-        try:
+        with self.leases.writing(path):
             write()
-        finally:
-            release()
 
     def _agreed_target(self, mesh: Mesh, folder: Path, held: ExitStack) -> Target:
         """Where a save goes, chosen on rank 0."""

@@ -15,11 +15,11 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lightning_asyncpp.pipeline.ranks.interfaces import LOOPBACK, address_of
+from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.tools.plan.devices import GIB, host_memory_gib
 from lightning_asyncpp.tools.processes import run_limited
 
@@ -177,12 +177,7 @@ def used_interface(machine: Machine) -> str:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    found = installed_versions(PACKAGES)
     if "triton" not in found and importlib.util.find_spec("triton") is not None:
         found["triton"] = "of another package"
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
 from lightning_asyncpp.storage.lease import Leases
-from lightning_asyncpp.storage.names import local_path
 from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, processes_of
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import TrainerCheckpoints
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
@@ -63,10 +62,7 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
             own = self.progress.state(self._module.trainer, self._module, {})
             state = {MANIFEST: self.manifest.as_plain(), PROGRESS: self._of_all_ranks(own)}
             checkpoint[DELAYED_GRADIENT] = {**self.emulator.state_dict(), **state}
-        local = local_path(filepath) if self.is_global_zero else None
-        with ExitStack() as held:
-            if local is not None:
-                held.callback(self.leases.hold(local.parent))
+        with self.leases.writing(filepath) if self.is_global_zero else nullcontext():
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
