@@ -33,7 +33,7 @@ from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.manifest import Manifest, Section
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems, version_problems
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
-from lightning_asyncpp.pipeline.ranks.manifests import agree_on_run, agree_on_section
+from lightning_asyncpp.pipeline.ranks.manifests import agree_on_run, agree_on_section, differences_between_ranks
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
@@ -101,6 +101,10 @@ class PipelineSession:
             ConfigurationError: ranks differ; every rank finds the same.
         """
         agree_on_section(self._connected(), name, self.manifest.keep(name, section))
+
+    def compare(self, name: str, section: Section) -> list[str]:
+        """As :meth:`agree`, for what may be right in either way: in what ranks differ, in words."""
+        return differences_between_ranks(self._connected(), name, self.manifest.keep(name, section))
 
     def _agree_at_first(self, mesh: Mesh, group: dist.ProcessGroup) -> None:
         """Compare what was kept before there was a connection."""

@@ -44,6 +44,7 @@ from lightning_asyncpp.trainer.hooks.collectives import Collectives
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
 from lightning_asyncpp.trainer.hooks.stale_reads import StaleReads
 from lightning_asyncpp.trainer.identity import (
+    OWN_HYPER_PARAMETERS,
     checkpoint_folders,
     comparable,
     data_section,
@@ -120,7 +121,8 @@ class PipelineStrategy(
         agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
         if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
             self.session.agree("model", described_model(self._network()))
-        self.session.agree("hyper-parameters", hyper_parameters(module))
+        if own := self.session.compare("hyper-parameters", hyper_parameters(module)):
+            rank_zero_warn(OWN_HYPER_PARAMETERS.format("; ".join(own)))
         self._cut(
             self._network(), root=module, example=self._example(),
             averages=tuple(averages_in(trainer.callbacks)),  # type: ignore[attr-defined]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,11 @@ SHARED = (
     "gradient_clip_val", "gradient_clip_algorithm", "reload_dataloaders_every_n_epochs", "precision",
 )  # fmt: skip
 """Arguments of a Trainer that all ranks must share."""
-_OF_A_PROCESS = re.compile(r"rank|device|host|node|port|gpu|cuda|process_(index|id)|uuid|(^|_)pid$|is_(main|master)")
-_PLACE = re.compile(r"(^|_)(path|dir|directory|folder|file|filename)s?$", re.IGNORECASE)
-_NAME_OF_A_RUN = re.compile(r"^name$|(^|_)(run|exp|experiment|trial|job|wandb)_?(name|id)?$|(^|_)id$", re.IGNORECASE)
-_TIME = re.compile(r"(^|_)(time|timestamp|date|datetime|now|start|started|created|at)(_|$)", re.IGNORECASE)
-_STAMPED = re.compile(  # with a date, a time, or a random number in hexadecimal digits
-    r"\d{4}[-_./]\d\d[-_./]\d\d|\d\d[-_.:h]\d\d[-_.:m]\d\d|(?<![0-9A-Za-z])(?=[a-f]*\d)[0-9a-f]{6,}(?![0-9A-Za-z])"
+OWN_HYPER_PARAMETERS = (
+    "{}. Every rank trains with its own: right for what a process makes for itself (a name, a folder, a time),"
+    " wrong for what decides about the training"
 )
-_FIRST_TIME = 1e9  # seconds, in 2001; a number under that name that is as large tells a time
-_LEVELS = 20  # of values in each other, which may also hold themselves
+"""Of a warning."""
 
 
 def trainer_section(trainer: L.Trainer) -> dict[str, Any]:
@@ -58,11 +52,11 @@ def _saves(callback: Checkpoint) -> bool:
 
 
 def hyper_parameters(module: LightningModule) -> dict[str, Any]:
-    """What ``save_hyperparameters`` kept, but what may be a process's own: every rank runs the script by itself.
-
-    That are names of ranks and devices, paths, names of runs, and times and random numbers that go into those.
-    """
-    return dict(_flat(module.hparams, _LEVELS))
+    """What ``save_hyperparameters`` kept."""
+    try:
+        return dict(module.hparams)
+    except Exception:  # of somebody else's class, such as one that looks its values up
+        return {}
 
 
 def schedulers_section(trainer: L.Trainer) -> dict[str, Any]:
@@ -101,34 +95,3 @@ def comparable(data: Mapping[str, Any], replica: int) -> dict[str, Any]:
     dealt_out = all(value == "DistributedSampler" for name, value in data.items() if last[name] == "sampler")
     of_data = {f"{name} of {held}": value for name, value in data.items() if held and dealt_out}
     return {**of_data, **{f"{name} in replica {replica}": value for name, value in data.items()}}
-
-
-def _flat(values: Mapping[str, Any], levels: int, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    try:
-        pairs = [(str(name), value) for name, value in values.items()]
-    except Exception:  # of somebody else's class, such as one that looks its values up
-        return
-    for name, value in pairs:
-        if isinstance(value, Mapping):
-            if levels:
-                yield from _flat(value, levels - 1, f"{prefix}{name}.")
-        elif isinstance(value, (list, tuple)):
-            yield f"{prefix}{name}", [kept for child in value for kept in _shared(name, child, levels)]
-        else:
-            yield from ((f"{prefix}{name}", kept) for kept in _shared(name, value, levels))
-
-
-def _shared(name: str, value: Any, levels: int) -> Iterator[Any]:
-    """What of a value all ranks have in common: it, or nothing."""
-    if isinstance(value, Mapping):
-        yield dict(_flat(value, levels - 1)) if levels else {}
-    elif not (_OF_A_PROCESS.search(name) or _is_of_a_process(name, value)):
-        yield value
-
-
-def _is_of_a_process(name: str, value: Any) -> bool:
-    if isinstance(value, str):
-        return os.sep in value or any(
-            pattern.search(text) for pattern, text in ((_PLACE, name), (_NAME_OF_A_RUN, name), (_STAMPED, value))
-        )
-    return isinstance(value, (int, float)) and value >= _FIRST_TIME and _TIME.search(name) is not None

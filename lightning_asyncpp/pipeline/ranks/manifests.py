@@ -20,8 +20,6 @@ SAME = "all ranks of a run must be started with the same script, recipe, argumen
 def agree_on_section(mesh: Mesh, name: str, section: Section, group: dist.ProcessGroup | None = None) -> None:
     """Refuse to go on where ranks differ in a section of their manifests; a blocking collective.
 
-    They exchange digests, and the whole only if these differ.
-
     Args:
         mesh: this rank's place.
         name: of the section.
@@ -31,12 +29,21 @@ def agree_on_section(mesh: Mesh, name: str, section: Section, group: dist.Proces
     Raises:
         ConfigurationError: on every rank, with all differences, side by side.
     """
+    if problems := differences_between_ranks(mesh, name, section, group):
+        raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}; {SAME}"])
+
+
+def differences_between_ranks(
+    mesh: Mesh, name: str, section: Section, group: dist.ProcessGroup | None = None
+) -> list[str]:
+    """In what ranks differ in a section of their manifests, in words: the same on all; a blocking collective.
+
+    They exchange digests, and the whole only if these differ. Arguments as for :func:`agree_on_section`.
+    """
     mine = text_of(section)
     if len(set(exchange(mesh, hashlib.sha256(mine.encode()).hexdigest(), group))) == 1:
-        return
-    by_rank = [json.loads(text) for text in exchange(mesh, mine, group)]
-    if problems := _problems(mesh, name, by_rank):
-        raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}; {SAME}"])
+        return []
+    return _problems(mesh, name, [json.loads(text) for text in exchange(mesh, mine, group)])
 
 
 def agree_on_run(mesh: Mesh, run: str, group: dist.ProcessGroup | None = None) -> str:

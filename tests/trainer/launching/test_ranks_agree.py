@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -19,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp.pipeline.optimizers.described import schedule
 from lightning_asyncpp.strategy_parts import identity, mixin
-from lightning_asyncpp.trainer.identity import hyper_parameters
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, Samples, fit, make_trainer
 
@@ -75,7 +76,6 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "scheduler": ({"period": 4}, "scheduler step_size: it is 3 on .* and 4 on"),
     "its steps": ({"interval": "epoch"}, "scheduler interval, frequency and monitor"),
     "layer": ({"activation": nn.Dropout(0.2)}, r"model layers: it is '\(\d\): Dropout\(p=0.1.*' on .*Dropout\(p=0.2"),
-    "hyper-parameter": ({"hyper_parameters": {"width": 8}}, "hyper-parameters width: it is 4 on .* and 8 on"),
     "clipping": ({"trainer": {"gradient_clip_val": 0.5}}, "trainer gradient_clip_val: it is None on .* and 0.5 on"),
     "accumulation": ({"trainer": {"accumulate_grad_batches": 2}}, "trainer accumulate_grad_batches: it is 1 on"),
     "sanity": ({"trainer": {"num_sanity_val_steps": 2}}, "trainer num_sanity_val_steps: it is 0 on .* and 2 on"),
@@ -99,7 +99,6 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
 SAME: dict[str, dict[str, Any]] = {  # what both are told, for the other to be one of the same kind
     "a group": {"groups": True},
     "layer": {"activation": nn.Dropout(0.1)},
-    "hyper-parameter": {"hyper_parameters": {"width": 4}},
 }
 
 
@@ -141,17 +140,30 @@ def test_other_versions(pools: Pools) -> None:
         assert "2.11.9" in outcome.message
 
 
-def test_hyper_parameters_that_a_process_makes() -> None:
-    """Every rank runs the script by itself, which may draw names, and look at the clock."""
-    own = {
-        "started": "2026-11-26 17:15:31.331461", "start_time": 1795713334.03, "run_id": "k3j9x2ab", "name": "happy-owl",
-        "tag": "try-bd140731", "run_name": "17-15-40-5377", "pid": 5520, "gpu": 1, "outputs": ["/scratch/1/a"],
-        "log_dir": "logs1", "more": [{"local_rank": 1, "width": 3}], "uuid": "15c0f5b2-5296-4f7a-9c71-4303d4b9a033",
-    }  # fmt: skip
-    kept = {"lr": 0.1, "width": 3, "model_name": "vit", "activation": "relu", "pad_token_id": 3, "seed": 7, "t": [1, 2]}
-    module = L.LightningModule()
-    module.save_hyperparameters({**own, **kept})
-    assert hyper_parameters(module) == {**kept, "outputs": [], "more": [{"width": 3}]}
+def train_with_own_hyper_parameters() -> list[str]:
+    """What rank 1 makes for itself is another width, which may matter, and the name of a run, which may not."""
+    rank = os.environ["RANK"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train({"hyper_parameters": {"width": 4 + int(rank), "name": f"owl-{rank}", "same": 1, "odd": Odd()}})
+    return [str(warning.message) for warning in caught if "Every rank trains with its own" in str(warning.message)]
+
+
+class Odd(UserDict[str, Any]):
+    """Of somebody else's class, which looks its values up."""
+
+    def items(self) -> Any:
+        raise KeyError("missing")
+
+
+def test_hyper_parameters_of_a_process(pools: Pools) -> None:
+    """Every rank runs the script by itself, and may draw names: only the user knows which of them matter."""
+    said, other = pools.run(2, train_with_own_hyper_parameters)
+    assert not other
+    assert len(said) == 1
+    assert "hyper-parameters width: it is 4 on rank 0 (stage 1) and 5 on rank 1 (stage 0)" in said[0]
+    assert "hyper-parameters name: it is 'owl-0' on rank 0" in said[0]
+    assert "same" not in said[0]
 
 
 def test_a_schedulers_value_for_every_group() -> None:
