@@ -184,9 +184,8 @@ class PipelineStrategy(
         agree_on_problems(self._mesh, unfit + grouping.problems)
         optimizer = self.optimizers[0]
         self.session.agree("optimizer", described.rule(optimizer))
-        try:
-            self.session.agree("optimizer's", described.options(optimizer, grouping.of_whole, stage.index))
-        except ConfigurationError:  # on all ranks; stages may have one group each, and be right
+        if self.session.compare("optimizer's", described.options(optimizer, grouping.of_whole, stage.index)):
+            # On all ranks. Stages may have one group each, and be right.
             whole = groups_of_whole(self._module, stage)
             told = described.options(optimizer, whole, stage.index)
             named = told if whole is not None else {f"stage {stage.index}: {key}": told[key] for key in told}
