@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.trainer.idioms import data, optimization, steps
 from tests.trainer.idioms.entry import Idiom
 
-PAGE = Path(__file__).parents[3] / "docs" / "idioms.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "idioms.md"
 SECTIONS: dict[str, list[Idiom]] = {
     "Steps and hooks": steps.IDIOMS,
     "Optimization": optimization.IDIOMS,
@@ -25,7 +25,7 @@ slow` two); do not edit. Callbacks have [their own table](callbacks.md).
 
 
 def page() -> str:
-    """The text of ``docs/idioms.md``."""
+    """The text of ``docs/reference/idioms.md``."""
     text = _INTRODUCTION
     for title, idioms in SECTIONS.items():
         rows = "\n".join(f"| {idiom.code} | {idiom.verdict} | {idiom.note} |" for idiom in idioms)
