@@ -1,4 +1,4 @@
-"""Every callback that Lightning exports, and what it does under a pipeline; ``docs/reference/callbacks.md`` is made from it.
+"""What every callback of Lightning does under a pipeline: the source of ``docs/reference/callbacks.md``.
 
 Run ``python -m tests.trainer.callbacks.callback_table`` to write the page.
 """
