@@ -12,6 +12,7 @@ import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -37,24 +38,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def relinked(text: str, page: str) -> str:
     """Links of a file at the root, as those of a page: to other pages, to pictures, and else to GitHub."""
+    return re.sub(r"\]\(([^)\s]+)\)", lambda found: f"]({_target(found[1], os.path.dirname(page))})", text)
 
-    def relative(path: str) -> str:
-        return os.path.relpath(path, os.path.dirname(page))
 
-    def site(found: re.Match[str]) -> str:
-        path, separator, heading = found[1].partition("#")
-        return "](" + relative(path.rstrip("/") + ".md") + separator + heading + ")"
-
-    def local(found: re.Match[str]) -> str:
-        path, separator, heading = found[1].partition("#")
-        if path.startswith("docs/"):
-            return f"]({relative(path.removeprefix('docs/'))}{separator}{heading})"
-        own = {source: name for name, source in PAGES.items()}.get(path)
-        return f"]({relative(own) if own else f'{REPOSITORY}/blob/main/{path}'}{separator}{heading})"
-
-    text = re.sub(rf"\]\({re.escape(SITE)}([\w/#-]+)\)", site, text)
-    text = text.replace(RAW + "docs/", "")
-    return re.sub(r"\]\((?!\w+:|#)([^)\s]+)\)", local, text)
+def _target(link: str, folder: str) -> str:
+    path, separator, heading = link.partition("#")
+    own = {source: name for name, source in PAGES.items()}
+    if path.startswith(SITE):
+        path = path.removeprefix(SITE).rstrip("/")
+        path = os.path.join(path, "index.md") if (ROOT / "docs" / path).is_dir() else path + ".md"
+    elif path.startswith(RAW + "docs/"):
+        path = path.removeprefix(RAW + "docs/")
+    elif not path or "://" in path:
+        return link
+    elif path.startswith("docs/"):
+        path = path.removeprefix("docs/")
+    elif path in own:
+        path = own[path]
+    else:
+        return f"{REPOSITORY}/blob/main/{link}"
+    return os.path.relpath(path, folder or ".") + separator + heading
 
 
 def command_line() -> str:
@@ -72,14 +75,7 @@ def help_of(tool: str) -> str:
     from lightning_asyncpp import cli
 
     printed = io.StringIO()
-    previous = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "100"
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    with mock.patch.dict(os.environ, COLUMNS="100"), contextlib.redirect_stdout(printed):
+        with contextlib.suppress(SystemExit):
             cli.main([tool, "--help"])
-    finally:
-        os.environ.pop("COLUMNS")
-        if previous is not None:
-            os.environ["COLUMNS"] = previous
     return printed.getvalue()
-
