@@ -17,6 +17,7 @@ from unittest import mock
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/lightning-asyncpp/lightning-asyncpp"
@@ -34,6 +35,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "reference/cli.md", content=command_line()))
     return files
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Roles of Sphinx in docstrings (``:class:`~package.Name` ``) become the name, as editors show them."""
+    return re.sub(r":\w+:<code>(?:~[\w.]*?)?(\w[\w.]*)</code>", r"<code>\1</code>", html)
 
 
 def relinked(text: str, page: str) -> str:
@@ -75,7 +81,7 @@ def help_of(tool: str) -> str:
     from lightning_asyncpp import cli
 
     printed = io.StringIO()
-    with mock.patch.dict(os.environ, COLUMNS="100"), contextlib.redirect_stdout(printed):
+    with mock.patch.dict(os.environ, COLUMNS="84"), contextlib.redirect_stdout(printed):
         with contextlib.suppress(SystemExit):
             cli.main([tool, "--help"])
     return printed.getvalue()
