@@ -85,6 +85,12 @@ def test_both_sides_of_a_diff_are_code(page: Path) -> None:
             ast.parse(side)
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_shell_scripts_are_read_by_a_shell(page: Path) -> None:
+    for script in re.findall(r"(?ms)^```bash\n(.*?)^```$", page.read_text(encoding="utf-8")):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
 def test_the_recipe_of_the_page_trains(tmp_path: Path) -> None:
     blocks = BLOCK.findall((START / "your-recipe.md").read_text(encoding="utf-8"))
     files = {title: code for _, _, title, code in blocks if title}
