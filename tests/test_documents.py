@@ -14,8 +14,8 @@ import lightning_asyncpp.fabric
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_asyncpp"
-INTERNALS = ROOT / "docs" / "internals.md"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+INTERNALS = ROOT / "docs" / "project" / "internals.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 PUBLIC = [
     value

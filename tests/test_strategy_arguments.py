@@ -51,7 +51,7 @@ WRONG: list[tuple[str, Any, str]] = [
 EMULATORS = [package.DelayedGradientStrategy for package in (pytorch, fabric)]
 OF_EVERY_STRATEGY = {"accelerator", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}
 OF_MODELS = {"split_batch", "micro_batch_weight", "loss_reduction", "example_input_array"}
-PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "strategies.md"
 
 
 def name_of(strategy: type) -> str:

@@ -13,7 +13,7 @@ class MoEConfig:
     """Which blocks have experts, how a token chooses among them, and what keeps their load even.
 
     Its values are checked by the :class:`~lightning_asyncpp.models.GPTConfig` around it, together with its own. The
-    formulas, and which settings are those of Mixtral and of GLM-4.5: docs/moe.md.
+    formulas, and which settings are those of Mixtral and of GLM-4.5: docs/guides/moe.md.
     """
 
     num_experts: int = 8

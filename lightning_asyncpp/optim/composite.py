@@ -116,7 +116,7 @@ class MatrixAdamW(ABC, Optimizer):
             if (saved := group.pop(key, value)) != value:
                 raise ValueError(
                     f"this state of {type(self).__name__} was saved with {key}={saved!r}, which there is no more: only"
-                    f" {value!r} can go on; docs/optimizers.md names the last commit that had the others"
+                    f" {value!r} can go on; docs/research/performance.md names the last commit that had the others"
                 )
 
     def _adopt_adamw(self) -> None:

@@ -28,7 +28,7 @@ class ErrorFeedback(DelayCorrection):
         W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1}))        no correction at the first update
 
     Where only the share phi of a gradient is an update old, as with the least staleness, a strategy scales strength by
-    phi, stage by stage (:meth:`set_delay`; docs/theory.md, section 7).
+    phi, stage by stage (:meth:`set_delay`; docs/research/theory.md, section 7).
 
     In words: the step at t-1 was computed from a stale gradient; one update later the step that it should have been is
     known, and the difference is fed back. It has nothing to do with the "error feedback" of the dion optimizers,

@@ -46,8 +46,8 @@ class GPTModule(PipelineModule):
     Tokens of -100 are padding: they are read as token 0 and do not count as targets.
 
     With experts, the loss that is differentiated has their auxiliary losses added; ``train_loss`` is without them. The
-    biases of the router learn once per update, and what it counted is logged (docs/moe.md): the strategies of this
-    package do both, and under any other one this module does.
+    biases of the router learn once per update, and what it counted is logged (docs/guides/moe.md): the strategies of
+    this package do both, and under any other one this module does.
 
     Args:
         config: the model's shape; a mapping of its fields will do.

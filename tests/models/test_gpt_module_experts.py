@@ -218,7 +218,7 @@ model:
 
 
 def test_the_example_of_the_documentation_is_a_model() -> None:
-    page = Path(__file__).parents[2] / "docs" / "moe.md"
+    page = Path(__file__).parents[2] / "docs" / "guides" / "moe.md"
     (example,) = re.findall(r"(?ms)^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"))
     arguments = yaml.safe_load(example)["model"]["init_args"]
     config = GPTModule(**arguments).config

@@ -1,4 +1,4 @@
-"""The tables of docs/theory.md. ``python -m tests.theory.tables`` prints them; a test compares the page with them."""
+"""The tables of docs/research/theory.md: ``python -m tests.theory.tables`` prints them, a test compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 6 of docs/theory.md: what can be shown of Adam under delay on a small example."""
+"""Section 6 of docs/research/theory.md: what can be shown of Adam under delay on a small example."""
 
 from __future__ import annotations
 

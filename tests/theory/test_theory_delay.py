@@ -1,4 +1,4 @@
-"""Sections 1 and 2 of docs/theory.md: the delayed iteration, and gradient descent on quadratics."""
+"""Sections 1 and 2 of docs/research/theory.md: the delayed iteration, and gradient descent on quadratics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 4 of docs/theory.md: what Error Feedback corrects, and what it costs in noise."""
+"""Section 4 of docs/research/theory.md: what Error Feedback corrects, and what it costs in noise."""
 
 from __future__ import annotations
 

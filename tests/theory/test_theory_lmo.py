@@ -1,4 +1,4 @@
-"""Section 5 of docs/theory.md: LMO methods (Muon with exact orthogonalisation, sign descent) under delay."""
+"""Section 5 of docs/research/theory.md: LMO methods (Muon with exact orthogonalisation, sign descent) under delay."""
 
 from __future__ import annotations
 

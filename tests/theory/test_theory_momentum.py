@@ -1,4 +1,4 @@
-"""Section 3 of docs/theory.md: momentum under delay, with and without Error Feedback, on quadratics."""
+"""Section 3 of docs/research/theory.md: momentum under delay, with and without Error Feedback, on quadratics."""
 
 from __future__ import annotations
 

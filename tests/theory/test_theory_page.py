@@ -1,4 +1,4 @@
-"""docs/theory.md: its numbers are recomputed, and the tests that it names exist."""
+"""docs/research/theory.md: its numbers are recomputed, and the tests that it names exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.theory.tables import TABLES, Table
 
 FOLDER = Path(__file__).parent
-PAGE = (FOLDER.parents[1] / "docs" / "theory.md").read_text()
+PAGE = (FOLDER.parents[1] / "docs" / "research" / "theory.md").read_text()
 
 
 def rows_of(name: str) -> Table:

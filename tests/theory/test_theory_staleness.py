@@ -1,4 +1,4 @@
-"""Section 7 of docs/theory.md: the least staleness, where only a part of each gradient is an update old."""
+"""Section 7 of docs/research/theory.md: the least staleness, where only a part of each gradient is an update old."""
 
 from __future__ import annotations
 

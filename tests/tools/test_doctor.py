@@ -319,7 +319,7 @@ def test_a_quick_examination_of_this_machine(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_page_explains_every_variable() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "gpus.md").read_text(encoding="utf-8")
     assert not [variable.name for variable in VARIABLES if not re.search(rf"`{variable.name}[`=]", page)]
 
 

@@ -1,6 +1,6 @@
 """Chains of runs drawn at random: a whole one, and others that go on from each other's checkpoints as other pipelines.
 
-What is drawn follows docs/checkpoints.md: no chain here may be refused, and of each the page says what comes of it.
+What is drawn follows docs/guides/checkpoints.md: no chain here may be refused; the page says what comes of each.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Optimizers and corrections that others published, for comparison: docs/evidence.md tells how they do."""
+"""Optimizers and corrections that others published, for comparison: docs/research/evidence.md tells how they do."""

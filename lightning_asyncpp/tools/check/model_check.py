@@ -85,7 +85,8 @@ def check_model(
         micro_batches: pieces that every batch is cut into; default: ``stages``.
         lookahead: as for the strategy.
         delay: 1 for ``async_pipeline``, 0 for ``sync_pipeline``.
-        staleness, slack: as for the strategy.
+        staleness: as for the strategy.
+        slack: as for the strategy.
         partition: as for the strategy; nothing is measured, numbers of parameters count instead.
         updates: number of mini-batches.
         optimizer: named parameters -> optimizer; default: SGD with a learning rate of 0.01.

@@ -132,7 +132,10 @@ def _check_that_delay_shows(
 def _fix_of(place: Place) -> str:
     """What to try where a pipeline did not come to its end."""
     if place.route == "nccl":
-        return "run it again with NCCL_DEBUG=INFO; a stack of each rank is in the log below; see docs/gpus.md"
+        return (
+            "run it again with NCCL_DEBUG=INFO; a stack of each rank is in the log below; see"
+            " https://lightning-asyncpp.github.io/lightning-asyncpp/research/gpus/"
+        )
     return "a stack of each rank is in the log below; report it with this file"
 
 

@@ -10,7 +10,7 @@ from docs.embed_tables import END, PageError, embed, embedded, main
 from lightning_asyncpp.tools.ablation.report.tables import DEFINITIONS
 from tests.tools.ablation.examples import run, write_results
 
-EVIDENCE = Path(__file__).parents[3] / "docs" / "evidence.md"
+EVIDENCE = Path(__file__).parents[3] / "docs" / "research" / "evidence.md"
 
 
 def make_page(folder, *lines):
@@ -92,6 +92,6 @@ def test_a_table_without_runs_is_named(data):
         embed(make_page(data, *marked("data/demo#delays")))
 
 
-@pytest.mark.skipif(not EVIDENCE.exists(), reason="there is no docs/evidence.md")
+@pytest.mark.skipif(not EVIDENCE.exists(), reason="there is no docs/research/evidence.md")
 def test_the_evidence_page_is_up_to_date():
     assert embedded(EVIDENCE) == EVIDENCE.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every callback that Lightning exports, and what it does under a pipeline; ``docs/callbacks.md`` is made from it.
+"""What every callback of Lightning does under a pipeline: the source of ``docs/reference/callbacks.md``.
 
 Run ``python -m tests.trainer.callbacks.callback_table`` to write the page.
 """
@@ -13,7 +13,7 @@ from lightning.pytorch import callbacks
 
 from tests.trainer.runs import ListLogger  # noqa: F401  (a worker that unpickles an entry has the loggers)
 
-PAGE = Path(__file__).parents[3] / "docs" / "callbacks.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "callbacks.md"
 WORKS, NOTE, REFUSED, BASE = "works", "works, with a note", "refused", "base class"
 
 
@@ -139,7 +139,7 @@ OF_YOURS = (
 
 
 def page() -> str:
-    """The text of ``docs/callbacks.md``."""
+    """The text of ``docs/reference/callbacks.md``."""
     lines = [
         "# Callbacks of Lightning under a pipeline",
         "",

@@ -1,4 +1,4 @@
-"""Write ``docs/idioms.md``: ``python -m tests.trainer.idioms``."""
+"""Write ``docs/reference/idioms.md``: ``python -m tests.trainer.idioms``."""
 
 from tests.trainer.idioms.page import PAGE, page
 

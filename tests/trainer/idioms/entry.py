@@ -15,7 +15,7 @@ WORKS, NOTE, REFUSED = "works", "works, with a note", "refused"
 
 @dataclass(frozen=True)
 class Idiom:
-    """One row of ``docs/idioms.md``.
+    """One row of ``docs/reference/idioms.md``.
 
     Attributes:
         code: as a user writes it.

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.trainer.idioms import data, optimization, steps
 from tests.trainer.idioms.entry import Idiom
 
-PAGE = Path(__file__).parents[3] / "docs" / "idioms.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "idioms.md"
 SECTIONS: dict[str, list[Idiom]] = {
     "Steps and hooks": steps.IDIOMS,
     "Optimization": optimization.IDIOMS,
@@ -16,16 +16,17 @@ SECTIONS: dict[str, list[Idiom]] = {
 TABLE = [idiom for section in SECTIONS.values() for idiom in section]
 _INTRODUCTION = """# Idioms of Lightning's documentation under a pipeline
 
-What *works* trains, bit by bit, what one process trains that cuts its batches alike
-(`DelayedGradientStrategy("least", stages=P, micro_batches=m)`), and logs the same. What is *refused* is refused on
-every rank, with the reason and a fix, before the update that it would have spoilt. Made from
-`tests/trainer/idioms/`, where every row is tested (`pytest tests/trainer/test_idioms.py`, three stages; with `-m
-slow` two); do not edit. Callbacks have [their own table](callbacks.md).
+*works*: it trains, bit for bit, what one process trains that cuts its batches alike
+(`DelayedGradientStrategy("least", stages=P, micro_batches=m)`), and logs the same. *refused*: on every rank, with the
+reason and a fix, before the update that it would have spoiled. Callbacks have [their own table](callbacks.md).
+
+Made from `tests/trainer/idioms/`, where every row is tested (`pytest tests/trainer/test_idioms.py`, three stages; with
+`-m slow` two); do not edit.
 """
 
 
 def page() -> str:
-    """The text of ``docs/idioms.md``."""
+    """The text of ``docs/reference/idioms.md``."""
     text = _INTRODUCTION
     for title, idioms in SECTIONS.items():
         rows = "\n".join(f"| {idiom.code} | {idiom.verdict} | {idiom.note} |" for idiom in idioms)

@@ -1,0 +1,66 @@
+"""The site of the documents builds without a warning: no dead link, no dead anchor, no page that is in no menu."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.site_hooks import RAW, REPOSITORY, SITE, relinked
+
+pytest.importorskip("mkdocs")
+
+ROOT = Path(__file__).parents[1]
+PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": PATH, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, _warnings(tmp_path, environment) or done.stderr[-2000:]
+    assert (tmp_path / "site" / "start" / "quickstart" / "index.html").exists()
+
+
+def _warnings(folder: Path, environment: dict[str, str]) -> str:
+    """What ``--quiet`` hid, which is worth a second build when the first has failed."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "again")]
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stderr
+    return "\n".join(line for line in said.splitlines() if line.startswith(("WARNING", "ERROR")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_absolute_links_to_this_repository_lead_to_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    ours = re.findall(rf"(?:{re.escape(REPOSITORY)}/(?:blob|tree)/main/|{re.escape(RAW)})([^)\s]+)", text)
+    assert not [path for path in ours if not (ROOT / path).exists()]
+    # Pages link to pages by relative links, whose headings are checked, too.
+    assert page.parent == ROOT or not [path for path in ours if path.startswith("docs/") and path.endswith(".md")]
+
+
+def test_the_readme_has_no_relative_link() -> None:
+    """PyPI shows it, too, and knows no other file of the repository."""
+    assert not re.findall(r"\]\((?!https://)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("link", "page", "expected"),
+    [
+        (f"{SITE}start/your-model/", "index.md", "start/your-model.md"),
+        (f"{SITE}research/performance/#time-to-a-loss", "index.md", "research/performance.md#time-to-a-loss"),
+        (f"{RAW}docs/img/ideal.svg", "index.md", "img/ideal.svg"),
+        ("docs/project/internals.md#words", "project/contributing.md", "internals.md#words"),
+        ("CONTRIBUTING.md", "project/changelog.md", "contributing.md"),
+        ("LICENSE", "project/changelog.md", f"{REPOSITORY}/blob/main/LICENSE"),
+        ("https://example.com", "index.md", "https://example.com"),
+    ],
+)
+def test_links_of_files_at_the_root_become_those_of_pages(link: str, page: str, expected: str) -> None:
+    assert relinked(f"[a]({link})", page) == f"[a]({expected})"
