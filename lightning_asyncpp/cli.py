@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import platform
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_asyncpp.lightning_cli.arguments import DESCRIPTION, SUBCOMMANDS, find_own_modules
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
+from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.tools.parsers import print_help
+from lightning_asyncpp.version import __version__
 
 if TYPE_CHECKING:
     from lightning_asyncpp.lightning_cli.command import AsyncppCLI, make_cli, read_configuration
@@ -42,10 +45,13 @@ TOOLS = {
     "import": "lightning_asyncpp.tools.saved.importing",
     "plan": "lightning_asyncpp.tools.plan.plan",
     "prepare": "lightning_asyncpp.tools.prepare.prepare",
+    "recipes": "lightning_asyncpp.tools.recipes",
     "trace": "lightning_asyncpp.tools.trace.trace",
 }
 
 _HELP = frozenset({"-h", "--help"})
+_VERSION = "--version"
+_LIGHT = frozenset({"recipes"})  # needs neither torch nor Lightning
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -80,7 +86,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     _check_subcommand(given)
     if given[0] in TOOLS:
         importlib.import_module(TOOLS[given[0]]).main(given[1:])
-    elif given[0] in _HELP:
+    elif given[0] in {*_HELP, _VERSION}:
         _parser().parse_args(given)
     else:
         importlib.import_module(_LIGHTNING).run()
@@ -89,8 +95,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def answer_help(given: Sequence[str]) -> None:
     """End with what can be said without torch and Lightning; return if there is more to do.
 
-    That is the help of the command and of its tools, and what is wrong with a subcommand's name; the help of
-    Lightning's own subcommands is Lightning's.
+    That is the help of the command and of its tools, its version, what is wrong with a subcommand's name, and all of
+    ``asyncpp recipes``; the help of Lightning's own subcommands is Lightning's.
 
     Args:
         given: what follows ``asyncpp``.
@@ -100,9 +106,12 @@ def answer_help(given: Sequence[str]) -> None:
     """
     try:
         _check_subcommand(given)
+        if given[0] in _LIGHT:
+            importlib.import_module(TOOLS[given[0]]).main(given[1:])
+            sys.exit()
     except ConfigurationError as error:
         _refuse(error)
-    if given[0] in _HELP:
+    if given[0] in {*_HELP, _VERSION}:
         _parser().parse_args(list(given))
     elif given[0] in TOOLS and _HELP.intersection(given):
         print_help(given[0], given[1:])
@@ -110,7 +119,9 @@ def answer_help(given: Sequence[str]) -> None:
 
 def _parser() -> ArgumentParser:
     """What LightningCLI would make of the command, without the options of its subcommands."""
-    parser = ArgumentParser(prog="asyncpp", description=DESCRIPTION, allow_abbrev=False)
+    versions = ", ".join(f"{name} {version}" for name, version in installed_versions(("torch", "lightning")).items())
+    version = f"{__version__} ({versions}, Python {platform.python_version()})"
+    parser = ArgumentParser(prog="asyncpp", description=DESCRIPTION, allow_abbrev=False, version=version)
     parser.add_argument("-c", "--config", action="config", help="Path to a configuration file in json or yaml format.")
     subcommands = parser.add_subcommands()
     for name, text in SUBCOMMANDS.items():
