@@ -17,7 +17,7 @@ from tests.fabric import failing_script
 from tests.trainer.pool import Pools, impatient
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = str(ROOT / "docs" / "examples" / "fabric_gpt.py")
+EXAMPLE = str(ROOT / "examples" / "fabric_gpt.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.trainer.runs import arrays, plain_metrics
 
-FOLDER = Path(__file__).parents[2] / "docs" / "examples"
+FOLDER = Path(__file__).parents[2] / "examples"
 
 
 def example(name: str) -> ModuleType:

@@ -1,6 +1,6 @@
 """Train a small GPT over pipeline stages with a hand-written Fabric loop.
 
-    python docs/examples/fabric_gpt.py --devices 2
+    python examples/fabric_gpt.py --devices 2
 
 The text is the source code of Python's standard library; a token is a byte.
 """

@@ -1,6 +1,6 @@
 """Train a ResNet of `torchvision` over pipeline stages with the Trainer.
 
-    python docs/examples/torchvision_resnet.py --devices 2
+    python examples/torchvision_resnet.py --devices 2
 
 The model is torchvision's ResNet, with one method more. The images are made up: stripes, whose direction is the class.
 """

@@ -1,6 +1,6 @@
 """Train a Llama of `transformers` over pipeline stages with the Trainer.
 
-    python docs/examples/transformers_llama.py --devices 2
+    python examples/transformers_llama.py --devices 2
 
 The model is LlamaForCausalLM itself, with one method more: its weights keep their names, and from_pretrained,
 save_pretrained and generate work. The text is the source code of Python's standard library; a token is a byte.
