@@ -50,8 +50,6 @@ TOOLS = {
 }
 
 _HELP = frozenset({"-h", "--help"})
-_VERSION = "--version"
-_LIGHT = frozenset({"recipes"})  # needs neither torch nor Lightning
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,10 +81,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
         sys.argv = [sys.argv[0], *arguments]
     find_own_modules()
     given = sys.argv[1:]
+    _answer_version(given)
     _check_subcommand(given)
     if given[0] in TOOLS:
         importlib.import_module(TOOLS[given[0]]).main(given[1:])
-    elif given[0] in {*_HELP, _VERSION}:
+    elif given[0] in _HELP:
         _parser().parse_args(given)
     else:
         importlib.import_module(_LIGHTNING).run()
@@ -104,24 +103,34 @@ def answer_help(given: Sequence[str]) -> None:
     Raises:
         SystemExit: it was said.
     """
+    _answer_version(given)
     try:
         _check_subcommand(given)
-        if given[0] in _LIGHT:
-            importlib.import_module(TOOLS[given[0]]).main(given[1:])
-            sys.exit()
+        _list_recipes(given)
     except ConfigurationError as error:
         _refuse(error)
-    if given[0] in {*_HELP, _VERSION}:
+    if given[0] in _HELP:
         _parser().parse_args(list(given))
     elif given[0] in TOOLS and _HELP.intersection(given):
         print_help(given[0], given[1:])
 
 
+def _answer_version(given: Sequence[str]) -> None:
+    if list(given[:1]) == ["--version"]:
+        others = {**installed_versions(("torch", "lightning")), "Python": platform.python_version()}
+        print(f"asyncpp {__version__} ({', '.join(f'{name} {version}' for name, version in others.items())})")
+        sys.exit()
+
+
+def _list_recipes(given: Sequence[str]) -> None:
+    if given[0] == "recipes":
+        importlib.import_module(TOOLS["recipes"]).main(given[1:])
+        sys.exit()
+
+
 def _parser() -> ArgumentParser:
     """What LightningCLI would make of the command, without the options of its subcommands."""
-    versions = ", ".join(f"{name} {version}" for name, version in installed_versions(("torch", "lightning")).items())
-    version = f"{__version__} ({versions}, Python {platform.python_version()})"
-    parser = ArgumentParser(prog="asyncpp", description=DESCRIPTION, allow_abbrev=False, version=version)
+    parser = ArgumentParser(prog="asyncpp", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("-c", "--config", action="config", help="Path to a configuration file in json or yaml format.")
     subcommands = parser.add_subcommands()
     for name, text in SUBCOMMANDS.items():

@@ -12,7 +12,10 @@ from packaging.version import Version
 
 PINNED = dict(re.findall(r"^(\w+)==(\S+)$", Path(__file__).with_name("floors.txt").read_text(), re.MULTILINE))
 # Tools of who works on this package, and an interface to a service that only its newest versions reach.
-UNBOUND = {"pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "import-linter", "lightning-sdk"}
+UNBOUND = {
+    "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "import-linter", "hatchling", "nbclient",
+    "ipykernel", "lightning-sdk",
+}  # fmt: skip
 
 
 def test_floors_are_those_of_the_package() -> None:

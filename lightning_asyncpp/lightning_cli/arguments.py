@@ -18,7 +18,7 @@ DESCRIPTION = (
     " `asyncpp fit --trace` recorded; asyncpp prepare tokenises documents into shards to train on; asyncpp generate and"
     " asyncpp evaluate let a checkpoint write, and measure it; asyncpp checkpoint info|convert|verify looks into one,"
     " writes it in another form, and says whether it is whole; asyncpp export and asyncpp import exchange models with"
-    " Hugging Face transformers; asyncpp recipes lists the recipes that come with the package, and copies one."
+    " Hugging Face transformers."
 )
 """Of the command, for its help."""
 SUBCOMMANDS = {

@@ -57,7 +57,9 @@ def unknown_recipe(given: str, name: str, recipes: Iterable[str]) -> Configurati
     same = [recipe for recipe in recipes if recipe.rpartition("/")[2] == name]
     nearest = same or difflib.get_close_matches(name, list(recipes))
     hint = f"the nearest of the package's: {', '.join(nearest)}; " if nearest else ""
-    return ConfigurationError(f"there is no recipe {given}, neither a file nor a name ({hint}`asyncpp recipes` lists them)")
+    return ConfigurationError(
+        f"there is no recipe {given}, neither a file nor a name ({hint}`asyncpp recipes` lists them)"
+    )
 
 
 def with_recipe_paths(arguments: Sequence[str]) -> list[str]:
