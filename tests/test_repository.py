@@ -14,11 +14,11 @@ from lightning_asyncpp import __version__
 
 ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
-TOOLS = {"pip", "python", "pytest", "ruff", "mypy", "lint-imports", "twine", "test"}
+TOOLS = {"pip", "python", "pytest", "ruff", "mypy", "lint-imports", "twine", "mkdocs", "test"}
 # Where actions run code of others with this repository's rights.
 ACTIONS = {
     "actions/checkout", "actions/setup-python", "actions/upload-artifact", "actions/download-artifact",
-    "pypa/gh-action-pypi-publish",
+    "actions/upload-pages-artifact", "actions/deploy-pages", "pypa/gh-action-pypi-publish",
 }  # fmt: skip
 
 
