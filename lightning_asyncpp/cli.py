@@ -106,9 +106,9 @@ def answer_help(given: Sequence[str]) -> None:
     _answer_version(given)
     try:
         _check_subcommand(given)
-        _list_recipes(given)
     except ConfigurationError as error:
         _refuse(error)
+    _answer_recipes(given)
     if given[0] in _HELP:
         _parser().parse_args(list(given))
     elif given[0] in TOOLS and _HELP.intersection(given):
@@ -122,10 +122,14 @@ def _answer_version(given: Sequence[str]) -> None:
         sys.exit()
 
 
-def _list_recipes(given: Sequence[str]) -> None:
-    if given[0] == "recipes":
+def _answer_recipes(given: Sequence[str]) -> None:
+    if given[0] != "recipes":
+        return
+    try:
         importlib.import_module(TOOLS["recipes"]).main(given[1:])
-        sys.exit()
+    except ConfigurationError as error:
+        _refuse(error)
+    sys.exit()
 
 
 def _parser() -> ArgumentParser:
