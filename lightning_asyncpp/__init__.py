@@ -26,6 +26,7 @@ from lightning_asyncpp.trainer import (
     TokensPerSecond,
 )
 from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
+from lightning_asyncpp.version import __version__
 
 if TYPE_CHECKING:
     from lightning_asyncpp.tools.check import check_model
@@ -64,6 +65,7 @@ __all__ = [
     "SampleText",
     "SyncPipelineStrategy",
     "TokensPerSecond",
+    "__version__",
     "after_own_update",
     "apply_layers",
     "check_model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import platform
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_asyncpp.lightning_cli.arguments import DESCRIPTION, SUBCOMMANDS, find_own_modules
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
+from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.tools.parsers import print_help
+from lightning_asyncpp.version import __version__
 
 if TYPE_CHECKING:
     from lightning_asyncpp.lightning_cli.command import AsyncppCLI, make_cli, read_configuration
@@ -42,6 +45,7 @@ TOOLS = {
     "import": "lightning_asyncpp.tools.saved.importing",
     "plan": "lightning_asyncpp.tools.plan.plan",
     "prepare": "lightning_asyncpp.tools.prepare.prepare",
+    "recipes": "lightning_asyncpp.tools.recipes",
     "trace": "lightning_asyncpp.tools.trace.trace",
 }
 
@@ -77,6 +81,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         sys.argv = [sys.argv[0], *arguments]
     find_own_modules()
     given = sys.argv[1:]
+    _answer_version(given)
     _check_subcommand(given)
     if given[0] in TOOLS:
         importlib.import_module(TOOLS[given[0]]).main(given[1:])
@@ -89,8 +94,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def answer_help(given: Sequence[str]) -> None:
     """End with what can be said without torch and Lightning; return if there is more to do.
 
-    That is the help of the command and of its tools, and what is wrong with a subcommand's name; the help of
-    Lightning's own subcommands is Lightning's.
+    That is the help of the command and of its tools, its version, what is wrong with a subcommand's name, and all of
+    ``asyncpp recipes``; the help of Lightning's own subcommands is Lightning's.
 
     Args:
         given: what follows ``asyncpp``.
@@ -98,14 +103,33 @@ def answer_help(given: Sequence[str]) -> None:
     Raises:
         SystemExit: it was said.
     """
+    _answer_version(given)
     try:
         _check_subcommand(given)
     except ConfigurationError as error:
         _refuse(error)
+    _answer_recipes(given)
     if given[0] in _HELP:
         _parser().parse_args(list(given))
     elif given[0] in TOOLS and _HELP.intersection(given):
         print_help(given[0], given[1:])
+
+
+def _answer_version(given: Sequence[str]) -> None:
+    if list(given[:1]) == ["--version"]:
+        others = {**installed_versions(("torch", "lightning")), "Python": platform.python_version()}
+        print(f"asyncpp {__version__} ({', '.join(f'{name} {version}' for name, version in others.items())})")
+        sys.exit()
+
+
+def _answer_recipes(given: Sequence[str]) -> None:
+    if given[0] != "recipes":
+        return
+    try:
+        importlib.import_module(TOOLS["recipes"]).main(given[1:])
+    except ConfigurationError as error:
+        _refuse(error)
+    sys.exit()
 
 
 def _parser() -> ArgumentParser:

@@ -101,7 +101,10 @@ def test_a_missing_subcommand_is_answered_with_all_there_are(capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [(["--config", "nothere.yaml"], "nothere.yaml"), ([*RECIPE, "--trainer.max_step=3"], "--trainer.max_step=3")],
+    [
+        ([*RECIPE, "--trainr.max_steps=3"], "--trainr.max_steps=3"),
+        ([*RECIPE, "--trainer.max_step=3"], "--trainer.max_step=3"),
+    ],
 )
 def test_what_is_wrong_comes_first(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("fit", *arguments) == 2
@@ -129,6 +132,7 @@ SHORTENED = [
     ["import", "x", "--outpu=y"],
     ["plan", RECIPE[1], "--device-per-node=2"],
     ["prepare", "x", "--output", "y", "--tokenizer", "byte", "--num-worker=0"],
+    ["recipes", "--cop=quickstart"],
     ["trace", "x", "--htm=y"],
 ]
 

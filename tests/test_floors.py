@@ -14,7 +14,7 @@ PINNED = dict(re.findall(r"^(\w+)==(\S+)$", Path(__file__).with_name("floors.txt
 # Tools of who works on this package, and an interface to a service that only its newest versions reach.
 UNBOUND = {
     "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "import-linter", "mkdocs-material",
-    "mkdocstrings", "lightning-sdk",
+    "mkdocstrings", "hatchling", "nbclient", "ipykernel", "lightning-sdk",
 }  # fmt: skip
 
 

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from lightning_asyncpp.lightning_cli.recipe_names import with_recipe_paths
+
 DESCRIPTION = (
     "Asynchronous pipeline parallelism for PyTorch Lightning. Besides the subcommands below: asyncpp bench"
     " schedule|compute|optimizer|network|time-to-loss|draw measures pipelines; asyncpp plan says what a recipe needs on"
@@ -41,8 +43,12 @@ def find_own_modules() -> None:
 
 
 def written_out(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a subcommand of LightningCLI, without this command's shorthands."""
-    return with_trace(_with_optimizer(arguments))
+    """The arguments of a subcommand of LightningCLI, without this command's shorthands.
+
+    Raises:
+        ConfigurationError: there is no recipe that they name.
+    """
+    return with_recipe_paths(with_trace(_with_optimizer(arguments)))
 
 
 def _with_optimizer(arguments: Sequence[str]) -> list[str]:

@@ -12,15 +12,17 @@ from torch import nn
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
+from lightning_asyncpp.version import __version__
 
-_PACKAGES = ("lightning_asyncpp", "lightning", "torch")
+_PACKAGES = ("lightning", "torch")
 _SHARED = ("state_dict_type", "async_checkpoints", "inexact_resume", "timeout")
 _OF_A_PROCESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")
 
 
 def versions() -> dict[str, Any]:
     """Package -> version, of those that decide what is computed and what is sent."""
-    return {"python": f"{sys.version_info.major}.{sys.version_info.minor}", **installed_versions(_PACKAGES)}
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return {"python": python, "lightning_asyncpp": __version__, **installed_versions(_PACKAGES)}
 
 
 def arguments_of(strategy: object, arguments: PipelineArguments, settings: PipelineSettings) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ from lightning_asyncpp.pipeline.recording.trace import Beside, Follower, Recorde
 from lightning_asyncpp.pipeline.recording.trace_file import PATTERN, Meta, SpanFile, file_name
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.pipeline.settings import is_whole
+from lightning_asyncpp.version import __version__
 
 WRITE_EVERY = 0.25
 """Seconds between two writes: what a killed run may lose."""
@@ -212,7 +212,7 @@ class Recorder:
         meta = Meta(
             mesh.rank, mesh.stage, mesh.replica, mesh.num_stages, mesh.num_replicas, settings.micro_batches,
             settings.lookahead, rule.delay, host_name().split()[0], time.perf_counter(), offset.seconds,
-            offset.error, time.time(), _package_version(), torch.__version__, rule.synchronous_start,
+            offset.error, time.time(), __version__, torch.__version__, rule.synchronous_start,
             len(self._engine.runner.stage.units), rule.held, schedule.staleness, schedule.slack, schedule.shares_with,
         )  # fmt: skip
         file, error = None, None
@@ -259,10 +259,3 @@ def unused(folder: Path) -> Path:
 def _close(reference: weakref.ref[Recorder]) -> None:
     if (recorder := reference()) is not None:
         recorder.close()
-
-
-def _package_version() -> str:
-    try:
-        return metadata.version("lightning-asyncpp")
-    except metadata.PackageNotFoundError:
-        return "unknown"

@@ -34,7 +34,7 @@ _CHECK = "Print how the model is cut and how near the results are; what is to be
 def ablate_parser() -> ArgumentParser:
     """Of ``asyncpp ablate``."""
     parser = ArgumentParser(allow_abbrev=False, prog="asyncpp ablate", description=_ABLATE)
-    parser.add_argument("recipe", type=str, help="YAML file with the grid")
+    parser.add_argument("recipe", type=str, help="YAML file with the grid, or its name among `asyncpp recipes`")
     parser.add_argument("--output", type=str | None, default=None, help="folder for the results of all recipes")
     parser.add_argument(
         "--workers", type=PositiveInt | None, default=None, help="trainings at once (default: cores / threads)"
@@ -146,7 +146,7 @@ def plan_parser() -> argparse.ArgumentParser:
         " for `asyncpp fit`.",
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", help="recipe of `asyncpp fit`")
+    parser.add_argument("recipe", help="recipe of `asyncpp fit`: a file or a name")
     parser.add_argument("--devices", type=int, help="number of devices, on all nodes; default: the recipe's")
     parser.add_argument("--device", default="h100", help=f"kind: {', '.join(DEVICES)} (default: h100)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone or in a file")
@@ -199,6 +199,19 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def recipes_parser() -> argparse.ArgumentParser:
+    """Of ``asyncpp recipes``."""
+    parser = argparse.ArgumentParser(
+        "asyncpp recipes",
+        description="List the recipes that come with the package, or copy one for editing. Commands take their names"
+        " as they take files: asyncpp fit --config quickstart",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--copy", metavar="NAME", help="write this recipe to a file")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where --copy writes (default: here)")
+    return parser
+
+
 def trace_parser() -> ArgumentParser:
     """Of ``asyncpp trace``."""
     parser = ArgumentParser(
@@ -235,6 +248,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "import": saved.import_parser,
     "plan": plan_parser,
     "prepare": prepare_parser,
+    "recipes": recipes_parser,
     "trace": trace_parser,
 }
 """By what follows ``asyncpp``."""

@@ -113,7 +113,7 @@ def test_further_pipelines_have_settings_of_their_own(system: str, expected: dic
         (["--steps", "60", "--synchronous-start", "60"], "of 60 updates none would have a delay"),
         (["--also", "1f1b"], "--also 1f1b: unknown; there are async+2bw"),
         (["--also", "async+2bw", "async+2bw"], "named more than once"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["--config", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
     ],
 )
 def test_wrong_arguments_are_refused(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from typing import TextIO
 
 from jsonargparse import Namespace
 
+from lightning_asyncpp.lightning_cli.recipe_names import recipe_path
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.recipe.cell_config import LEFT_OUT
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
@@ -77,7 +78,7 @@ def _checked(arguments: Namespace, gpus: Sequence[str]) -> Recipe:
     Raises:
         ConfigurationError: with everything that is wrong with the recipe and the arguments.
     """
-    recipe, problems = read_recipe(Path(arguments.recipe))
+    recipe, problems = read_recipe(Path(recipe_path(arguments.recipe)))
     if gpus and arguments.workers is not None:
         problems.append(f"--workers={arguments.workers}: with --gpus there is one training per GPU named; leave it out")
     if arguments.gpus is not None and not gpus:

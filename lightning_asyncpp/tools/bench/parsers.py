@@ -164,7 +164,7 @@ def time_to_loss_parser() -> ArgumentParser:
     parser = ArgumentParser(
         allow_abbrev=False, prog="asyncpp bench time-to-loss", description="Wall-clock time to a validation loss."
     )
-    parser.add_argument("--config", type=str, default="recipes/quickstart.yaml", help="recipe of `asyncpp fit`")
+    parser.add_argument("--config", type=str, default="quickstart", help="recipe of `asyncpp fit`: a file or a name")
     parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, one process each")
     parser.add_argument("--micro-batches", type=PositiveInt, default=4, help="micro-batches per mini-batch")
     parser.add_argument("--lookahead", type=NonNegativeInt | None, default=None, help="of async_pipeline")

@@ -31,6 +31,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_asyncpp.lightning_cli.recipe_names import recipe_path
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.bench.harness.comparison import machine
@@ -83,6 +84,7 @@ def _checked(parser: ArgumentParser, arguments: Namespace) -> dict[str, Any]:
         )
     recipe: dict[str, Any] = {}
     try:
+        arguments.config = recipe_path(arguments.config)
         recipe = read_yaml(Path(arguments.config))
         if None not in (arguments.sync_lr, arguments.async_lr):
             _set_learning_rate(copy.deepcopy(recipe), 1.0)

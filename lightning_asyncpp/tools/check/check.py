@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_asyncpp.lightning_cli.command import make_cli
+from lightning_asyncpp.lightning_cli.recipe_names import with_recipe_paths
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.check.model_check import check_model
 from lightning_asyncpp.tools.parsers import check_parser
@@ -20,7 +21,7 @@ from lightning_asyncpp.tools.parsers import check_parser
 def main(argv: Sequence[str] | None = None) -> None:
     """Print how the model is cut and how near the results are; what is to be mended ends with code 1."""
     own, rest = check_parser().parse_known_args(argv)
-    sys.argv[1:] = rest
+    sys.argv[1:] = with_recipe_paths(rest)
     cli = make_cli(run=False, save_config_callback=None)
     try:
         report = check_model(cli.model, _batches(cli, own.updates), **_shape(cli, own), seed=own.seed)

@@ -16,6 +16,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_asyncpp.lightning_cli.command import read_configuration
+from lightning_asyncpp.lightning_cli.recipe_names import recipe_path
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import PrivateNameError
 from lightning_asyncpp.tools.parsers import plan_parser
@@ -112,8 +113,10 @@ def _problems(own: Namespace) -> list[str]:
     if own.device not in DEVICES:
         problems.append(f"--device {own.device} is none of {', '.join(DEVICES)}: take the nearest, and give --memory,"
                         " --tflops, --bandwidth, --link and --network")  # fmt: skip
-    if not Path(own.recipe).is_file():
-        problems.append(f"there is no recipe {own.recipe}")
+    try:
+        own.recipe = recipe_path(own.recipe)
+    except ConfigurationError as error:
+        problems.append(str(error))
     for name in ("devices", "devices_per_node", "memory", "tflops", "bandwidth", "link", "network"):
         value = getattr(own, name)
         if value is not None and not 0 < value < math.inf:

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from lightning_asyncpp.data.token_dataset import (
 from lightning_asyncpp.storage.durable import checksum, replace_durably
 from lightning_asyncpp.tools.prepare.pieces import VALIDATION, Record, Work
 from lightning_asyncpp.tools.prepare.source_files import SourceFile
+from lightning_asyncpp.version import __version__
 
 ORIGIN = "prepared.json"
 READY = "ready"
@@ -175,5 +175,5 @@ def _origin(work: Work, total: Record) -> dict[str, Any]:
         "text_bytes": total.text_bytes,
         "vocab_size": work.tokenizer.vocab_size,
         "end_of_document": work.tokenizer.end_of_document,
-        "written_by": f"lightning-asyncpp {version('lightning-asyncpp')}",
+        "written_by": f"lightning-asyncpp {__version__}",
     }
