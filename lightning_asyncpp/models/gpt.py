@@ -204,7 +204,7 @@ class GPT(nn.Module):
         """
         return [self.embedding, *self.blocks, self.head]
 
-    pipeline_costs_unit = "FLOPs per token"
+    pipeline_costs_unit = "FLOPs/token"
     """What the numbers of :meth:`pipeline_costs` are, for the table of stages."""
 
     def pipeline_costs(self) -> list[float]:

@@ -159,7 +159,8 @@ class PipelineStrategy(
                     f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
                     " while an update is applied; look at them in on_before_optimizer_step"
                 )
-            show_stages(trainer)
+            if self._mesh.num_stages > 1:
+                show_stages(trainer)
             self.checkpoints.lease(checkpoint_folders(trainer))
             link_when_written(trainer, self.checkpoints.then)
             self.setup_optimizers(trainer)

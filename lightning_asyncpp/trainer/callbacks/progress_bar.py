@@ -7,11 +7,12 @@ from typing import Any
 import lightning as L
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from tqdm import tqdm
 
 _SHORT = {"train_loss": "loss", "tokens_per_second": "tok/s", "val_loss": "val"}
 _FIRST = ("loss", "tok/s", "bubble", "val")
-_LEAST_BAR = 4
+_LEAST_BAR = 8
 _TQDMS_BAR = 10
 """Columns of a bar in a line without a width."""
 
@@ -37,8 +38,9 @@ class PipelineProgressBar(TQDMProgressBar):
         """What is shown beside the bar, in its order."""
         shown = {_SHORT.get(name, name): _text(name, value) for name, value in trainer.progress_bar_metrics.items()}
         ordered = {name: shown[name] for name in (*_FIRST, *shown) if name in shown}
-        bar = self.train_progress_bar if trainer.training else None
-        return {**(ordered if bar is None else _fitting(bar, ordered))}
+        if trainer.state.fn == TrainerFn.FITTING:  # also in a validation of it, which ends with the training's bar
+            ordered = _fitting(self.train_progress_bar, ordered)
+        return {**ordered}
 
 
 def _text(name: str, value: Any) -> str:
@@ -46,7 +48,7 @@ def _text(name: str, value: Any) -> str:
         return str(value)
     if name == "tokens_per_second":
         return tqdm.format_sizeof(value) if value >= 1000 else f"{value:.0f}"
-    return f"{100 * value:.0f}%" if name in ("bubble", "mfu") else f"{value:.4g}"
+    return f"{100 * value:.0f}%" if name in ("bubble", "mfu") else f"{value:#.4g}"
 
 
 def _fitting(bar: tqdm, metrics: dict[str, str]) -> dict[str, str]:
