@@ -1,7 +1,8 @@
 """Asynchronous pipeline parallelism (PipeDream-2BW) for PyTorch Lightning and Fabric.
 
 Importing this package registers the strategy names ``"async_pipeline"``, ``"sync_pipeline"`` and ``"delayed_gradient"``
-for ``Trainer`` and for ``Fabric``; Fabric's classes are in :mod:`lightning_asyncpp.fabric`.
+for ``Trainer`` and for ``Fabric``, and for notebooks ``"async_pipeline_notebook"`` and ``"sync_pipeline_notebook"``.
+Fabric's classes are in :mod:`lightning_asyncpp.fabric`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from lightning_asyncpp.trainer import (
     GPTModule,
     PipelineModule,
     PipelineMonitor,
+    PipelineProgressBar,
     PipelineTrace,
     SampleText,
     SyncPipelineStrategy,
@@ -61,6 +63,7 @@ __all__ = [
     "GPTModule",
     "PipelineModule",
     "PipelineMonitor",
+    "PipelineProgressBar",
     "PipelineTrace",
     "SampleText",
     "SyncPipelineStrategy",

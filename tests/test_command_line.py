@@ -156,15 +156,14 @@ def test_fit_takes_another_optimizer_by_its_short_name(trained: Trained) -> None
 
 
 def test_progress_bar(trained: Trained) -> None:
-    """Loss, validation loss and throughput of the run, whichever of Lightning's two bars draws them."""
+    """Loss, validation loss, throughput and bubble of the run, under short names."""
     last = trained.printed[trained.printed.rindex("Epoch 0") : trained.printed.rindex("Done.")]
-    shown = {name: float(value) for name, value in re.findall(r"\b(\w+)[=:]\s*(\d[\d.]*\d)", last)}
-    assert shown["val_loss"] == pytest.approx(trained.val_loss, rel=0.01)
-    assert 4.5 < shown["train_loss"] < 6.5  # ln 256 = 5.55 before the first step
-    assert shown["tokens_per_second"] > 0
-    assert 0 < shown["bubble"] < 1
-    assert (shown["gradient_staleness_stage_0"], shown["gradient_staleness_stage_1"]) == (0.25, 0)
-    assert 0.1 < shown["gradient_staleness"] < 0.15  # half of the parameters are on each
+    shown = {name: float(value) for name, value in re.findall(r"([\w/]+)=(\d[\d.]*)", last)}
+    assert list(shown) == ["loss", "tok/s", "bubble", "val"]
+    assert shown["val"] == pytest.approx(trained.val_loss, rel=0.01)
+    assert 4.5 < shown["loss"] < 6.5  # ln 256 = 5.55 before the first step
+    assert shown["tok/s"] > 0
+    assert 0 < shown["bubble"] < 100
 
 
 @pytest.mark.parametrize("subcommand", ["validate", "test"])

@@ -10,7 +10,8 @@ from typing import Any
 
 import jsonargparse
 import yaml  # type: ignore[import-untyped, unused-ignore]
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -29,6 +30,7 @@ from lightning_asyncpp.lightning_cli.resumed_model import (
 from lightning_asyncpp.lightning_cli.yaml_limits import limit_yaml
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
+from lightning_asyncpp.trainer.callbacks.progress_bar import PipelineProgressBar
 
 
 class AsyncppCLI(LightningCLI):
@@ -130,6 +132,16 @@ class AsyncppCLI(LightningCLI):
         except (TypeError, ValueError) as error:
             cause = _first_cause(error)
             raise (ConfigurationError(str(cause)) if _is_refusal(cause) else cause) from None
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the Trainer, with a progress bar that fits a terminal where the recipe names none."""
+        subcommand = self.config_init.get("subcommand")
+        section = (self.config_init if subcommand is None else self.config_init[subcommand])["trainer"]
+        given = section["callbacks"]
+        callbacks = given if isinstance(given, list) else [] if given is None else [given]
+        if section["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
+            kwargs["callbacks"] = [*callbacks, PipelineProgressBar()]
+        return super().instantiate_trainer(**kwargs)
 
     def after_fit(self) -> None:
         """Name the checkpoint and the logs."""

@@ -204,6 +204,9 @@ class GPT(nn.Module):
         """
         return [self.embedding, *self.blocks, self.head]
 
+    pipeline_costs_unit = "FLOPs/token"
+    """What the numbers of :meth:`pipeline_costs` are, for the table of stages."""
+
     def pipeline_costs(self) -> list[float]:
         """Return what each unit costs, in floating-point operations per token: by it a pipeline balances its stages."""
         return unit_flops(self.config, self._recomputes_blocks)

@@ -190,10 +190,17 @@ class PipelineStrategyMixin:
 
 
 def register(registry: Any, **strategies: type) -> None:
-    """Make strategies known to one of Lightning's registries, under the names that they are given here."""
+    """Make strategies known to one of Lightning's registries, under the names that they are given here.
+
+    Those that start processes get a second name with ``_notebook``: these are forked, as ``ddp_notebook`` does it.
+    """
     for name, strategy in strategies.items():
+        description = (strategy.__doc__ or "").partition("\n")[0]
         if name not in registry:
-            registry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
+            registry.register(name, strategy, description=description)
+        notebook = f"{name}_notebook"
+        if issubclass(strategy, PipelineStrategyMixin) and notebook not in registry:
+            registry.register(notebook, strategy, description=f"{description} In notebooks.", start_method="fork")
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:

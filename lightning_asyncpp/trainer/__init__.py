@@ -2,6 +2,7 @@
 
 from lightning_asyncpp.trainer.callbacks.pipeline_monitor import PipelineMonitor
 from lightning_asyncpp.trainer.callbacks.pipeline_trace import PipelineTrace
+from lightning_asyncpp.trainer.callbacks.progress_bar import PipelineProgressBar
 from lightning_asyncpp.trainer.callbacks.sample_text import SampleText
 from lightning_asyncpp.trainer.callbacks.tokens_per_second import TokensPerSecond
 from lightning_asyncpp.trainer.delayed_gradient import DelayedGradientStrategy
@@ -15,6 +16,7 @@ __all__ = [
     "GPTModule",
     "PipelineModule",
     "PipelineMonitor",
+    "PipelineProgressBar",
     "PipelineTrace",
     "SampleText",
     "SyncPipelineStrategy",

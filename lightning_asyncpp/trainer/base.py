@@ -34,6 +34,7 @@ from lightning_asyncpp.strategy_parts.identity import described_model
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArguments
+from lightning_asyncpp.trainer.callbacks.stage_summary import show_stages
 from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
 from lightning_asyncpp.trainer.checkpoint.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
@@ -55,11 +56,12 @@ from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
     HiddenExample,
+    allow_state_dict,
     grouping_of,
     groups_of_whole,
-    leave_alone,
+    last_saved,
     modules_example,
-    warn_of_state_dict,
+    refuse_state_dict,
     without_meta_tensors,
 )
 from lightning_asyncpp.trainer.refusals import (
@@ -86,6 +88,10 @@ class PipelineStrategy(
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
     to the Trainer's hooks. Arguments: :class:`~lightning_asyncpp.trainer.arguments.TrainerArguments`.
+
+    Attributes:
+        gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
+        weight_seen: what the micro-batches of all applied updates weigh together, over the replicas.
     """
 
     # PipelineModule leaves its layers on the meta device for a strategy that says so.
@@ -107,6 +113,8 @@ class PipelineStrategy(
         self._stale_reads: StaleReads | None = None
         self._hidden_example: HiddenExample | None = None
         self._conductor: Conductor | None = None
+        self.gradient_norm: float | None = None
+        self.weight_seen = 0.0
         self._loss: Tensor = torch.zeros(())
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -116,7 +124,7 @@ class PipelineStrategy(
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
-        leave_alone(module)
+        allow_state_dict(module)
         weight_dtype = self.session.settings.weight_dtype
         agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
         if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
@@ -151,6 +159,8 @@ class PipelineStrategy(
                     f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
                     " while an update is applied; look at them in on_before_optimizer_step"
                 )
+            if self._mesh.num_stages > 1:
+                show_stages(trainer)
             self.checkpoints.lease(checkpoint_folders(trainer))
             link_when_written(trainer, self.checkpoints.then)
             self.setup_optimizers(trainer)
@@ -232,6 +242,11 @@ class PipelineStrategy(
         return self.step_metrics.batch_weight if self._mesh.is_last else None
 
     @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.last_saved = last_saved(self._module.trainer)
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self.progress.draw_as_before()
@@ -300,6 +315,8 @@ class PipelineStrategy(
 
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:
+            self.gradient_norm = update.message.norm
+            self.weight_seen += update.message.weight
             if not update.message.finite:
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
         self.step_metrics.updates.receive(updates)
@@ -370,6 +387,6 @@ class PipelineStrategy(
             if self.session.engine is not None and self.session.watch.failure is None:
                 self.session.engine.weights.to_host()
             if self.lightning_module is not None:
-                warn_of_state_dict(self.lightning_module)
+                refuse_state_dict(self.lightning_module, self.last_saved)
         finally:
             self.session.watch.guard.release()

@@ -198,7 +198,10 @@ class GPTModule(PipelineModule):
         assert self.model is not None
         optimizer = self.optimizer(self.model.named_parameters())
         scheduler = LambdaLR(optimizer, self._learning_rate_factor())
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "learning_rate"},
+        }
 
     @property
     def _counts_itself(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -13,19 +14,28 @@ from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
 from lightning_asyncpp.trainer.identity import trainer_section
 
+NOT_IN_NOTEBOOKS = (
+    "start_method={!r} runs a script again, and this session is interactive, a notebook or a prompt: give the Trainer"
+    " strategy='async_pipeline_notebook' (or 'sync_pipeline_notebook', or start_method='fork'), or run it as a script"
+)
+
 
 class Launching(PipelineCheckpoints, DDPStrategy):
     """Comes before Lightning's strategy.
 
     Attributes:
         whole_model_state: on rank 0, once it has trained, for the process that forked or spawned it.
+        last_saved: path of the checkpoint that a training left; empty if none is known.
     """
 
     whole_model_state: dict[str, Any] | None = None
+    last_saved = ""
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        if self.launcher is not None and not self.launcher.is_interactive_compatible and _is_interactive():
+            raise ConfigurationError(NOT_IN_NOTEBOOKS.format(private.start_method(self)))
         if (method := private.start_method(self)) != "popen":
             from lightning_asyncpp.trainer.main_process import MainProcessLauncher  # derived from a private class
 
@@ -50,7 +60,12 @@ class Launching(PipelineCheckpoints, DDPStrategy):
 
         In the process that forked or spawned the ranks it is the module's own, which took up what they trained.
         """
-        if self._started_others and getattr(self.launcher, "has_whole_model", False):
+        if self._started_others:
+            if not getattr(self.launcher, "has_whole_model", False):
+                raise ConfigurationError(
+                    f"start_method={private.start_method(self)!r}: no fit of this Trainer has come to its end, and this"
+                    " process has no weights but those of its own module: module.state_dict()"
+                )
             return dict(self._module.state_dict())
         return super().full_state_dict()
 
@@ -59,8 +74,9 @@ class Launching(PipelineCheckpoints, DDPStrategy):
         if self._started_others:
             raise ConfigurationError(
                 f"start_method={private.start_method(self)!r}: this process started those that train and has their"
-                " weights, but neither optimizer nor progress; let a ModelCheckpoint save during the training, and to"
-                " keep the weights alone, torch.save(module.state_dict(), path)"
+                " weights, but neither optimizer nor progress; let a ModelCheckpoint save during the training"
+                f"{f' (it saved {self.last_saved})' if self.last_saved else ''}, and to keep the weights alone,"
+                " torch.save(module.state_dict(), path)"
             )
         return super().lightning_module_state_dict()
 
@@ -68,3 +84,8 @@ class Launching(PipelineCheckpoints, DDPStrategy):
     def _started_others(self) -> bool:
         """Whether this process is no rank, but forks or spawns those that are."""
         return self.session.mesh is None and private.start_method(self) != "popen"
+
+
+def _is_interactive() -> bool:
+    """Whether there is no script to run again: as Lightning asks, whose own refusal names other strategies."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)

@@ -9,8 +9,11 @@ all else still works.
 
 from __future__ import annotations
 
+import pickle
 import shutil
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,12 +32,18 @@ from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
 from lightning_asyncpp.trainer import private
+from lightning_asyncpp.trainer.module_facts import allow_state_dict, last_saved
 
 if TYPE_CHECKING:
     from lightning_asyncpp.trainer.launching import Launching
 
 _WHOLE = "asyncpp_whole_model"
 _HOST = torch.device("cpu")
+NOT_PICKLED = (
+    "start_method='spawn' sends the module, its data and the callbacks to new processes by pickle, and one of them"
+    " cannot be pickled ({}): define what it holds at the top level of a file, without lambdas, or use"
+    " start_method='popen' or 'fork'"
+)
 _Launcher: Any = private.multiprocessing_launcher()
 
 
@@ -52,13 +61,19 @@ class MainProcessLauncher(_Launcher):
         """Run a function in the processes.
 
         Raises:
-            ConfigurationError: the whole model could not be given to this process afterwards.
+            ConfigurationError: the whole model could not be given to this process afterwards, or what spawned processes
+                need not to them.
         """
         if trainer is not None:
             if trainer.state.fn == TrainerFn.FITTING:
                 _check(trainer, self._strategy)
             function = partial(_run_in_child, trainer, self._strategy, function)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if not _happened_in(error, "multiprocessing.reduction"):
+                raise
+            raise ConfigurationError(NOT_PICKLED.format(error)) from None
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
         """On rank 0, what the starting process needs of it."""
@@ -73,6 +88,7 @@ class MainProcessLauncher(_Launcher):
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         """In the starting process, take up what rank 0 sent."""
         super().update_main_process_results(trainer, extra)
+        self._strategy.last_saved = last_saved(trainer)
         if (path := extra.get(_WHOLE)) is None:
             return
         try:
@@ -85,12 +101,18 @@ class MainProcessLauncher(_Launcher):
         self.has_whole_model = True
 
 
+def _happened_in(error: BaseException, module: str) -> bool:
+    return any(frame.f_globals.get("__name__") == module for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def _run_in_child(trainer: L.Trainer, strategy: Launching, function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run on every rank; Lightning tells a strategy of errors only where no launcher is in between."""
     try:
         results = function(*args, **kwargs)
         if trainer.state.fn == TrainerFn.FITTING:
             strategy.gather_whole_model()
+        if trainer is not None:
+            allow_state_dict(trainer.lightning_module)  # Lightning takes it on its way to the process that started this
     except BaseException as error:
         strategy.on_exception(error)
         raise
@@ -111,6 +133,13 @@ def _check(trainer: L.Trainer, strategy: Launching) -> None:
         problems.append(
             f"{chosen}: {type(module).__name__} has no self.model in this process, which takes up the trained weights:"
             " assign the network to it in __init__ or configure_model, or use start_method='popen'"
+        )
+    main = sys.modules["__main__"]
+    is_in_no_file = type(module).__module__ == "__main__" and getattr(main, "__file__", None) is None
+    if is_in_no_file and main.__spec__ is None and private.start_method(strategy) == "spawn":
+        problems.append(
+            f"{chosen}: {type(module).__name__} is defined at a prompt or in a notebook, where spawned processes cannot"
+            " import it from; put it into a file, or use start_method='fork'"
         )
     if problems:
         raise ConfigurationError.from_problems(problems)

@@ -11,11 +11,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
+import lightning as L
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, device, nn
 from torch.optim import Optimizer
 
@@ -31,9 +30,6 @@ from lightning_asyncpp.pipeline.optimizers.by_position import (
     position_problems,
 )
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
-
-_left_behind: WeakSet[nn.Module] = WeakSet()
-_hooked: WeakSet[nn.Module] = WeakSet()
 
 
 def modules_example(
@@ -155,35 +151,46 @@ def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
         module.model = network
 
 
-def warn_of_state_dict(module: LightningModule) -> None:
-    """From now on say what is missing when somebody takes the ``state_dict()`` of a cut module or its network; once."""
-    if not any(isinstance(layer, OtherStage) for layer in module.modules()):
-        return
-    for part in _parts(module):
-        if part not in _hooked:
-            part.register_state_dict_pre_hook(_warn)
-            _hooked.add(part)
-        _left_behind.add(part)
+def refuse_state_dict(module: LightningModule, checkpoint: str = "") -> None:
+    """From now on refuse the ``state_dict()`` of a cut module, its network or a copy: it would hold one stage.
 
-
-def leave_alone(module: LightningModule) -> None:
-    """Say nothing any more: a strategy takes care of the module again, or of all stages."""
-    for part in _parts(module):
-        _left_behind.discard(part)
-
-
-def _parts(module: LightningModule) -> list[nn.Module]:
-    network = getattr(module, "model", None)
-    return [module, network] if isinstance(network, nn.Module) else [module]
-
-
-def _warn(module: nn.Module, prefix: str, *_: Any) -> None:
-    """Before a ``state_dict()``; with a prefix it is part of another module's."""
-    if prefix or module not in _left_behind:
-        return
-    _left_behind.discard(module)
-    rank_zero_warn(
-        f"state_dict() of {type(module).__name__} holds the layers of this rank's pipeline stage alone: for all of them"
-        " call trainer.strategy.full_state_dict() on every rank, which gathers them on rank 0, or"
-        " trainer.save_checkpoint(path)"
+    Args:
+        module: that a training, or an evaluation, leaves behind.
+        checkpoint: that the training saved last, or best; empty if none.
+    """
+    saved = f", or load {checkpoint}, which holds all" if checkpoint else ""
+    text = (
+        f"state_dict() of {type(module).__name__}, or of a part of it, would hold the layers of this rank's pipeline"
+        " stage alone: call trainer.strategy.full_state_dict() on every rank, which gathers all layers on rank 0, or"
+        f" trainer.save_checkpoint(path) on every rank{saved}"
     )
+    for other in _others(module):
+        other.no_state_dict = text
+
+
+def last_saved(trainer: L.Trainer) -> str:
+    """Path of the checkpoint that a training saved best, or else last; empty if none."""
+    callback = trainer.checkpoint_callback
+    return str(getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", ""))
+
+
+def allow_state_dict(module: LightningModule) -> None:
+    """A strategy looks after the module again, and after all stages."""
+    for other in _others(module):
+        other.no_state_dict = None
+
+
+@contextmanager
+def with_state_dict(module: LightningModule) -> Iterator[None]:
+    """Give the ``state_dict()`` of a cut module meanwhile, to be gathered from all stages."""
+    before = {other: other.no_state_dict for other in _others(module)}
+    allow_state_dict(module)
+    try:
+        yield
+    finally:
+        for other, text in before.items():
+            other.no_state_dict = text
+
+
+def _others(module: LightningModule) -> list[OtherStage]:
+    return [part for part in module.modules() if isinstance(part, OtherStage)]

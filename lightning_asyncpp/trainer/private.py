@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary
 from lightning.pytorch.strategies import DDPStrategy, Strategy, launchers
 
 from lightning_asyncpp.private_names import required
@@ -312,6 +312,11 @@ def batches_ahead(trainer: Trainer) -> int:
     progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
     waiting = [] if fetcher is None else required(fetcher, "batches", purpose)  # none after the training
     return len(waiting) + int(progress["ready"]) - int(progress["processed"])
+
+
+def summary_depth(callback: ModelSummary) -> int:
+    """Down to which depth a model summary shows modules."""
+    return int(required(callback, "_max_depth", "show all stages in the place of the default summary"))
 
 
 def start_method(strategy: DDPStrategy) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.trainer.runs import arrays, plain_metrics
+from tests.trainer.runs import arrays, own_state, plain_metrics
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -30,7 +30,7 @@ def run_main(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     module = trainer.lightning_module
     return {
         "weights": arrays(dict(module.named_parameters())),
-        "buffers": arrays(dict(module.model.state_dict())),
+        "buffers": {name.removeprefix("model."): array for name, array in own_state(module).items()},
         "metrics": plain_metrics(trainer),
         "global_step": trainer.global_step,
     }

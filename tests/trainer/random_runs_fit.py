@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from tests.trainer.checkpoint.resumable import NumberedSamples, Showing, training_loader
 from tests.trainer.logging.evaluations import may_have_children
-from tests.trainer.runs import Run, Watch, arrays, make_trainer, plain_metrics
+from tests.trainer.runs import Run, Watch, make_trainer, own_state, plain_metrics
 
 Happened = dict[str, list[Any]]
 
@@ -57,7 +57,7 @@ def fit_drawn(run: Run, loader: str, folder: str) -> dict[str, Any]:
         trainer.fit(module, training_loader(run, loader, folder), vals, ckpt_path=run.ckpt_path)
     watch = next(c for c in trainer.callbacks if isinstance(c, Watch))  # type: ignore[attr-defined]
     return {
-        "weights": watch.full or arrays(dict(module.state_dict())), "happened": happened(trainer, module),
+        "weights": watch.full or own_state(module), "happened": happened(trainer, module),
         "at": counts.at, "after": counts.after, "metrics": plain_metrics(trainer), "epoch": trainer.current_epoch,
         "step": trainer.global_step,
     }  # fmt: skip

@@ -35,6 +35,7 @@ from lightning_asyncpp.optim import (
     NorMuonAdamW,
     WeightPrediction,
 )
+from lightning_asyncpp.trainer.module_facts import with_state_dict
 from tests.pipeline.cases import DIM, make_model
 
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -270,6 +271,12 @@ def make_trainer(run: Run, **more: Any) -> L.Trainer:
         accelerator="cpu", devices=devices, num_nodes=processes // devices, strategy=make_strategy(run),
         callbacks=callbacks, **arguments,
     )  # fmt: skip
+
+
+def own_state(module: L.LightningModule) -> dict[str, np.ndarray]:
+    """This rank's part of what a training leaves behind; users are refused it."""
+    with with_state_dict(module):
+        return arrays(dict(module.state_dict()))
 
 
 def fit(run: Run) -> dict[str, Any]:

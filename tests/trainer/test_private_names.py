@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, Strategy, launchers
 from lightning.pytorch.trainer.connectors.logger_connector import result
@@ -32,6 +32,7 @@ from lightning_asyncpp.trainer.checkpoint.epoch_metrics import (
 from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
 
 DDP = DDPStrategy()
+SUMMARY = ModelSummary()
 
 
 def replace_signal_handlers(trainer: L.Trainer) -> None:
@@ -86,6 +87,7 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_accelerator_connector": (lambda t: t, private.keep_samplers),
     "use_distributed_sampler": (lambda t: t._accelerator_connector, private.keep_samplers),
     "_skip_backward": (lambda t: t.fit_loop.epoch_loop.automatic_optimization, private.skips_backward),
+    "_max_depth": (lambda t: SUMMARY, lambda t: private.summary_depth(SUMMARY)),
     "_start_method": (lambda t: DDP, lambda t: private.start_method(DDP)),
     "_MultiProcessingLauncher": (lambda t: launchers, lambda t: private.multiprocessing_launcher()),
     "get_extra_results": (lambda t: launchers._MultiProcessingLauncher, lambda t: private.multiprocessing_launcher()),

@@ -32,6 +32,8 @@ from lightning_asyncpp.pipeline.wire.received import begin
 RUNS = 5
 """How often a unit is timed; the fastest counts, for what disturbs a run only ever makes it slower."""
 _WARM_UP = 2
+BY_SIZE = "numbers of parameters"
+"""What a cut goes by where nothing better is known."""
 Asked = Literal["auto", "uniform"] | Sequence[int]
 """What the user may ask for: a cut by costs, one by numbers of layers, or the number of layers of each stage."""
 
@@ -176,7 +178,7 @@ def _costs(model: nn.Module, units: Sequence[Unit], example: Example | None, see
     """The best that is known of what units cost."""
     if (known := _model_costs(model, units)) is not None:
         return known
-    sizes = _Costs(tuple(_size(unit) for unit in units), "numbers of parameters")
+    sizes = _Costs(tuple(_size(unit) for unit in units), BY_SIZE)
     if example is None:
         return sizes
     try:

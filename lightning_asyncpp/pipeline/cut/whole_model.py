@@ -134,6 +134,8 @@ class WholeModel:
         counts: number of units on each stage.
         has_parameters: of every unit, whether it holds some.
         num_trained: numbers in parameters that are trained, of every stage; what several stages share counts on each.
+        num_parameters: the same of all parameters.
+        names: of the units, in order.
         ties: parameters that several stages share.
         statistics: the layers that count, and where their counts stand in the control message.
         shared_names: name of a parameter that several layers have -> all of them.
@@ -148,6 +150,8 @@ class WholeModel:
     statistics: StatisticsLayout = field(default_factory=StatisticsLayout)
     shared_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     same: tuple[tuple[str, ...], ...] = ()
+    num_parameters: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -162,8 +166,9 @@ class WholeModel:
         """
         ties, problems = find_ties(units, counts), counting_problems(units, counts)
         return cls(
-            tuple(counts), tuple(map(has_parameters, units)), _sizes(units, counts), tuple(ties),
+            tuple(counts), tuple(map(has_parameters, units)), _sizes(units, counts, trained=True), tuple(ties),
             StatisticsLayout(units), _shared_names(units), () if root is None else _same(root),
+            _sizes(units, counts, trained=False), tuple(unit.name for unit in units),
         ), problems  # fmt: skip
 
     def schedule(self, settings: ResolvedSettings, stage: int) -> Schedule:
@@ -186,10 +191,10 @@ def _does(layer: nn.Module) -> str:
     return "keeps running statistics" if moves else ""
 
 
-def _sizes(units: Sequence[Unit], counts: Sequence[int]) -> tuple[int, ...]:
+def _sizes(units: Sequence[Unit], counts: Sequence[int], trained: bool) -> tuple[int, ...]:
     stages = [units[end - count : end] for end, count in zip(accumulate(counts), counts)]
     distinct = [{parameter for unit in stage for parameter in unit.module.parameters()} for stage in stages]
-    return tuple(sum(p.numel() for p in parameters if p.requires_grad) for parameters in distinct)
+    return tuple(sum(p.numel() for p in parameters if p.requires_grad or not trained) for parameters in distinct)
 
 
 def _same(root: nn.Module) -> tuple[tuple[str, ...], ...]:

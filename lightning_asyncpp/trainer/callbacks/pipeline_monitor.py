@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -17,140 +15,17 @@ from lightning.fabric.utilities.throughput import get_available_flops
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.recording.clocks import HOST, Clock, Moment, has_passed
-from lightning_asyncpp.pipeline.recording.trace import Follower, Span, Wait
-from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
+from lightning_asyncpp.pipeline.recording.trace import Follower
 from lightning_asyncpp.strategy_parts.recording import follow
 from lightning_asyncpp.trainer.base import PipelineStrategy
+from lightning_asyncpp.trainer.callbacks.peak_memory import peak_memory
+from lightning_asyncpp.trainer.callbacks.stage_window import StageWindow
 from lightning_asyncpp.trainer.callbacks.tokens_per_second import TokensPerSecond, log_on_rank_zero
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
+_IN_BAR = ("tokens_per_second", "mfu", "bubble")
 _END_SECONDS = 1.0
 """How long the end of a training waits for a device to come to what was launched."""
-
-
-class StalenessError(RuntimeError):
-    """Did this mini-batch run on the weights that the schedule promises?"""
-
-
-@dataclass
-class BatchTimes:
-    """One batch on one stage.
-
-    Attributes:
-        elapsed: from the end of the batch before to its own end, in seconds.
-        work: of that inside forwards and backwards.
-        underway: from complete gradients to the end of waiting for their updates, in seconds.
-        exposed: of that waited.
-    """
-
-    elapsed: float = 0.0
-    work: float = 0.0
-    underway: float = 0.0
-    exposed: float = 0.0
-
-
-class StageWindow:
-    """The last batches of this stage.
-
-    Args:
-        stage: this stage.
-        rules: which weights every stage is to run on.
-        trained: numbers in parameters that are trained, on every stage.
-        size: number of batches that are averaged.
-
-    Attributes:
-        by_stage: updates by which every stage's gradients of the newest mini-batch are too old, the mean of the
-            micro-batches that this stage has looked at so far; empty if unknown.
-        differ: whether stages hold back different numbers of micro-batches.
-    """
-
-    def __init__(self, stage: int, rules: Sequence[StalenessRule], trained: Sequence[int], size: int) -> None:
-        self.stage, self.rules, self._trained = stage, rules, trained
-        self.by_stage: list[float] = []
-        self.differ = len({rule.held for rule in rules}) > 1
-        self._batches: deque[BatchTimes] = deque(maxlen=size)
-        self._begun = (-1, -1)  # the newest mini-batch, and the first micro-batch of it
-        self._places: list[int] = []  # of its micro-batches that ran as promised
-        self._ends: dict[int, int] = {}  # mini-batch -> one past its last micro-batch
-        self._backwards: deque[tuple[int, float]] = deque(maxlen=4096)  # micro-batch, end
-        self._waited_for = -1  # the newest mini-batch for whose replicas or agreement this stage has waited
-
-    def add(self, mini_batch: int, first: int, end: int, elapsed: float | None, spans: Iterable[Span]) -> None:
-        """Take in a batch.
-
-        Args:
-            mini_batch: that it belongs to.
-            first: the first micro-batch of that, which an earlier batch may have had; those before it that this batch
-                ran have no update: their gradient was dropped.
-            end: one past its last micro-batch.
-            elapsed: in seconds; None if it is not known, because a validation came before it.
-            spans: that ended since the batch before.
-
-        Raises:
-            StalenessError: a forward ran on other weights than promised.
-        """
-        if self._begun != (mini_batch, first):
-            self._begun, self._places = (mini_batch, first), []
-        self._ends = {t: e for t, e in self._ends.items() if t > mini_batch - 4} | {mini_batch: end}
-        batch = BatchTimes(elapsed or 0.0)
-        for span in spans:
-            if span.kind is Kind.FORWARD and span.index >= first:
-                self._check(mini_batch, span.index - first, span)
-            elif span.kind is Kind.BACKWARD:
-                self._backwards.append((span.index, span.end))
-            elif span.kind is Wait.AGREEMENT:
-                batch.exposed += span.end - span.start
-                # A stage that steps ahead waits for its update first, and later for what the others say of it.
-                since = span.start if span.index == self._waited_for else self._completed(span)
-                batch.underway += span.end - min(since, span.start)
-                self._waited_for = span.index
-            if span.kind in (Kind.FORWARD, Kind.BACKWARD):
-                batch.work += span.end - span.start
-        self.by_stage = [self._staleness(mini_batch, rule) for rule in self.rules] if self._places else []
-        if elapsed is not None:
-            self._batches.append(batch)
-
-    @property
-    def staleness(self) -> float | None:
-        """Updates by which the gradient of the newest mini-batch is too old: the mean over all that is trained."""
-        if not self.by_stage or not any(self._trained):
-            return None
-        return sum(mean * count for mean, count in zip(self.by_stage, self._trained)) / sum(self._trained)
-
-    @property
-    def bubble(self) -> float | None:
-        """Share of the time in which this stage ran neither a forward nor a backward."""
-        elapsed = sum(batch.elapsed for batch in self._batches)
-        return 1 - sum(batch.work for batch in self._batches) / elapsed if elapsed > 0 else None
-
-    @property
-    def hidden(self) -> float | None:
-        """Share of the time between complete gradients and their updates in which this stage did not wait for them."""
-        underway = sum(batch.underway for batch in self._batches)
-        return 1 - sum(batch.exposed for batch in self._batches) / underway if underway > 0 else None
-
-    def _staleness(self, mini_batch: int, rule: StalenessRule) -> float:
-        return sum(mini_batch - rule.version(mini_batch, place) for place in self._places) / len(self._places)
-
-    def _check(self, mini_batch: int, place: int, span: Span) -> None:
-        if span.version < 0:
-            return
-        promised = self.rules[self.stage].version(mini_batch, place)
-        if span.version != promised:
-            raise StalenessError(
-                f"micro-batch {span.index} of mini-batch {mini_batch} ran on W{span.version} on stage {self.stage}, not"
-                f" on W{promised}: its gradient is {mini_batch - span.version} updates old instead of"
-                f" {mini_batch - promised}; please report this"
-            )
-        self._places.append(place)
-
-    def _completed(self, wait: Span) -> float:
-        """When the last backward of the mini-batch ended whose update was waited for."""
-        end = self._ends.get(wait.index)
-        if end is None:
-            return wait.start
-        # From the newest on, which is one of the last few; backwards run in the order of their micro-batches.
-        return next((time for k, time in reversed(self._backwards) if k < end), wait.start)
 
 
 class _Batch(NamedTuple):
@@ -177,7 +52,9 @@ class _Batch(NamedTuple):
 class PipelineMonitor(TokensPerSecond):
     """Logs throughput and how well the pipeline is used, averaged over the last batches.
 
-    - ``tokens_per_second``: of all replicas, as ``TokensPerSecond``; for modules with ``micro_batch_weight``.
+    - ``tokens_per_second``, ``tokens_seen``: of all replicas, as ``TokensPerSecond``; for modules with
+      ``micro_batch_weight``.
+    - ``gradient_norm``: 2-norm over all stages, before clipping, of the newest update: that of the batch before.
     - ``mfu``: share of the devices' peak that the model's own operations use (0 to 1).
     - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward (0 to 1): that of a
       flush, but also updates, the loader and the trainer's own work.
@@ -197,6 +74,12 @@ class PipelineMonitor(TokensPerSecond):
     ``mfu`` needs the module's ``flops_per_batch`` (floating-point operations of a forward and its backward of the whole
     model, for the batch of one replica) or ``flops_per_token``; and a device whose peak Lightning knows, or
     ``peak_flops``. ``measure_flops`` of ``lightning.fabric.utilities`` counts them on the meta device.
+
+    After each validation and each epoch of training, on GPUs, ``peak_memory_stage_0``, ... go to the loggers: the most
+    that torch has had allocated on each stage, over its replicas, in GB. Ranks exchange it then, and at no other time.
+    The memory of a process on a CPU is not shown: most of it is shared with other processes, or free again.
+
+    Throughput, ``mfu`` and ``bubble`` stand in the progress bar, too.
 
     Args:
         window: number of batches that are averaged.
@@ -278,7 +161,16 @@ class PipelineMonitor(TokensPerSecond):
         if trainer.is_global_zero and elapsed and (batch_idx + 1) % self.every_n_batches == 0:
             for name, value in self._metrics(trainer, pl_module).items():
                 if value is not None:
-                    log_on_rank_zero(pl_module, name, value)
+                    log_on_rank_zero(pl_module, name, value, prog_bar=name in _IN_BAR)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the peak memory of all stages; a collective call on GPUs."""
+        if not trainer.sanity_checking:
+            self._show_memory(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the peak memory of all stages; a collective call on GPUs."""
+        self._show_memory(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take in what is left, and let go of the stage."""
@@ -301,11 +193,21 @@ class PipelineMonitor(TokensPerSecond):
                 seconds = until - since
             self._stage.add(batch.mini_batch, batch.first, batch.end, seconds, follower.take(batch.recorded))
 
+    def _show_memory(self, trainer: L.Trainer) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipelineStrategy)
+        peaks = peak_memory(strategy.session, strategy.root_device)
+        if peaks and trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(peaks, step=trainer.global_step)
+
     def _metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
         assert self._stage is not None
         by_stage = self._stage.by_stage if self._stage.differ else []
         return {
             "tokens_per_second": self.rate if self._counts_tokens else None,
+            "tokens_seen": self.tokens_seen if self._counts_tokens else None,
+            "gradient_norm": trainer.strategy.gradient_norm,  # type: ignore[attr-defined]
             "mfu": self._mfu(trainer, pl_module),
             "bubble": self._stage.bubble,
             "update_hidden": self._stage.hidden,

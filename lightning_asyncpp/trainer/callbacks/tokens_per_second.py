@@ -11,7 +11,11 @@ import torch
 
 
 class TokensPerSecond(L.Callback):
-    """Logs the tokens that the whole run trains on per second, averaged over the last batches.
+    """Logs the tokens that the whole run trains on per second, averaged over the last batches, and all it has seen.
+
+    - ``tokens_per_second``: in the progress bar, too.
+    - ``tokens_seen``: since the training began; a checkpoint has it, and a run goes on counting from there. Under a
+      pipeline those of the updates that were applied, of all replicas.
 
     Only global rank 0 measures and logs, and it asks no other: the other replicas are taken to be as fast. Tokens are
     what the module's ``micro_batch_weight`` counts in a batch. Time spent in validation does not count.
@@ -25,6 +29,21 @@ class TokensPerSecond(L.Callback):
             raise ValueError(f"window={window!r}: must be at least 1")
         self._batches: deque[tuple[float, float]] = deque(maxlen=window)  # (seconds, tokens) of each
         self._last_end: float | None = None
+        self._before = 0.0  # tokens of earlier trainings, less what the strategy had counted then
+        self._strategy: Any = None
+
+    @property
+    def tokens_seen(self) -> float:
+        """Tokens of the whole run that were trained on."""
+        return self._before + (0.0 if self._strategy is None else self._strategy.weight_seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on needs to know."""
+        return {"tokens_seen": self.tokens_seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting; a checkpoint of an earlier version has nothing to go on from."""
+        self._before, self._strategy = state_dict.get("tokens_seen", 0.0), None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a module that cannot count tokens."""
@@ -38,6 +57,8 @@ class TokensPerSecond(L.Callback):
         """Forget an earlier run."""
         self._batches.clear()
         self._last_end = None
+        seen, self._strategy = self.tokens_seen, trainer.strategy if hasattr(trainer.strategy, "weight_seen") else None
+        self._before = seen - (0.0 if self._strategy is None else self._strategy.weight_seen)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop the clock until training goes on."""
@@ -56,6 +77,7 @@ class TokensPerSecond(L.Callback):
         """Take the time since the end of the batch before, loading included, and log."""
         if trainer.is_global_zero and self._measure(trainer, pl_module, batch):
             log_on_rank_zero(pl_module, "tokens_per_second", self.rate)
+            log_on_rank_zero(pl_module, "tokens_seen", self.tokens_seen, prog_bar=False)
 
     @property
     def rate(self) -> float:
@@ -68,8 +90,11 @@ class TokensPerSecond(L.Callback):
         if self._last_end is None:
             return False
         now = time.perf_counter()
-        self._batches.append((now - self._last_end, self._tokens(trainer, pl_module, batch) * _replicas(trainer)))
+        tokens = self._tokens(trainer, pl_module, batch) * _replicas(trainer)
+        self._batches.append((now - self._last_end, tokens))
         self._last_end = now
+        if self._strategy is None:
+            self._before += tokens
         return True
 
     def _tokens(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> float:
@@ -78,11 +103,11 @@ class TokensPerSecond(L.Callback):
         return float(pl_module.micro_batch_weight(batch) if weighed is None else weighed)  # type: ignore[operator]
 
 
-def log_on_rank_zero(pl_module: L.LightningModule, name: str, value: float) -> None:
-    """Log a value of this process alone, in the progress bar and the logger."""
+def log_on_rank_zero(pl_module: L.LightningModule, name: str, value: float, prog_bar: bool = True) -> None:
+    """Log a value of this process alone, in the logger and the progress bar."""
     # Of a float Lightning makes a tensor on the device, and waits for it whenever it shows it.
     pl_module.log(
-        name, torch.tensor(value, device="cpu"), prog_bar=True, rank_zero_only=True, on_step=True, on_epoch=False
+        name, torch.tensor(value, device="cpu"), prog_bar=prog_bar, rank_zero_only=True, on_step=True, on_epoch=False
     )
 
 

@@ -40,7 +40,7 @@ from lightning_asyncpp.trainer.checkpoint.kept_apart import Given, hand_back, un
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 from lightning_asyncpp.trainer.checkpoint.superseded import SUPERSEDED, Superseded
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
-from lightning_asyncpp.trainer.module_facts import leave_alone
+from lightning_asyncpp.trainer.module_facts import with_state_dict
 
 _PREFIX = "model."
 _PARTS = ("state_dict", "optimizer_states")
@@ -117,15 +117,16 @@ class PipelineCheckpoints(TrainerCheckpoints):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = self._state_dict(stage_model_state if self.checkpoints.sharded else gather_model_state)
-        self._given = Given(dict(state), frozenset(self._module.state_dict()))
+        with with_state_dict(self._module):
+            self._given = Given(dict(state), frozenset(self._module.state_dict()))
         self.step_metrics.updates.log_before_save()
         return state
 
     def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         self.session.running()
-        leave_alone(self._module)
         self.drain()
-        return of_stages(self.session, self._module.state_dict())
+        with with_state_dict(self._module):
+            return of_stages(self.session, self._module.state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

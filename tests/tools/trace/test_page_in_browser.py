@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +40,30 @@ def page(file: Path) -> Iterator[Page]:
         yield page
         assert page.errors == []
         assert page.requests == [file.absolute().as_uri()]
+
+
+def test_no_column_is_cut_off_at_1400_pixels(file: Path, tmp_path: Path) -> None:
+    """Also where time went to every cause that there is, and figures are long."""
+    before, data, after = re.split(r'(?<=type="application/json">)(.*?)(?=</script>)', file.read_text(), maxsplit=1)
+    content = json.loads(data)
+    for row in [*content["summary"]["rows"], content["summary"]["total"]]:
+        row["shares"] = {cause: max(share, 0.123) for cause, share in row["shares"].items()}
+        row |= {
+            "forward_ms": 1234.56,
+            "backward_ms": 2345.67,
+            "bytes_sent": 876_500_000_000,
+            "versions": [99000, 99999],
+        }
+        row["staleness"] = "0.00-0.75"
+    wide = tmp_path / "wide.html"
+    wide.write_text(before + json.dumps(content) + after)
+    assert BROWSER is not None
+    with Page(BROWSER, wide, size=(1400, 900)) as page:
+        widths = "(() => {const t = document.getElementById('table'); return [t.scrollWidth, t.clientWidth];})()"
+        needed, there_is = page.evaluate(widths)
+        assert needed <= there_is
+        assert page.evaluate("document.querySelectorAll('#table tr:first-child th').length") == 21
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1400
 
 
 def view(page: Page) -> tuple[float, float]:

@@ -59,6 +59,9 @@ CONCRETE: dict[str, type[callbacks.Callback]] = {"BaseFinetuning": Finetuning, "
 AVERAGED = (
     "Each stage averages its own layers; validations and checkpoints have the averages of all. Not with `weight_dtype`."
 )
+STAGE_TABLE = (
+    "A table of all stages takes its place; with another `max_depth` rank 0 shows what it holds, too: the last stage."
+)
 NOT_UNDER_STAGES = "each rank holds one stage, and two versions of its weights"
 
 TABLE = [
@@ -91,14 +94,14 @@ TABLE = [
         {"monitor": "train_loss_epoch", "every_n_train_steps": 2, "save_last": True},
     ),
     Entry("ModelPruning", REFUSED, "It rewrites parameters while two versions of them are alive."),
-    Entry("ModelSummary", NOTE, "Rank 0 summarises what it holds: the last stage."),
+    Entry("ModelSummary", NOTE, STAGE_TABLE),
     Entry(
         "OnExceptionCheckpoint", NOTE,
         "After a failure on one rank nothing can be gathered, and nothing is saved; after SIGTERM it saves.",
         {"dirpath": "."},
     ),
     Entry("ProgressBar", BASE, "It is rank 0's, that is the last stage's; what steps log it shows one batch late."),
-    Entry("RichModelSummary", NOTE, "Rank 0 summarises what it holds: the last stage."),
+    Entry("RichModelSummary", NOTE, STAGE_TABLE),
     Entry("RichProgressBar", WORKS),
     Entry("SpikeDetection", REFUSED, "It compares every rank's loss in every batch, but only the last stage has it."),
     Entry(

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.pipeline.cases import DIM
 from tests.trainer.pool import Pools, impatient
-from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, val_loaders
+from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, own_state, val_loaders
 
 EMA = ((EMAWeightAveraging, {"decay": 0.6}),)
 DELAYED = {"delay": 1, "micro_batches": 3}
@@ -49,7 +49,7 @@ def averaged(run: Run, epochs: int, path: str) -> dict[str, Any]:
         "current": arrays(content.get("current_model_state", {})),
         "averaging": arrays(content.get("averaging_state", {})),
         "losses": before.losses,
-        "own": arrays(dict(module.state_dict())),
+        "own": own_state(module),
         "trained": before.trained,
     }
 

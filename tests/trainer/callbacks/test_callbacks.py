@@ -148,13 +148,24 @@ def fit_and_read(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["ModelSummary", "RichModelSummary"])
-def test_summary_is_that_of_the_last_stage(pools: Pools, name: str, tmp_path: Path) -> None:
+def test_the_summary_shows_all_stages_once(pools: Pools, name: str, tmp_path: Path) -> None:
     run = run_with(entry_of(name), tmp_path, epochs=1)
     first, second = pools.run(2, fit_and_read, replace(run, trainer=run.trainer | {"enable_progress_bar": False}))
     assert first["parameters"] != second["parameters"]
-    (counted,) = re.findall(r"(\d+) +Trainable params|Trainable params: (\d+)", first["text"])
-    assert str(first["parameters"]) in counted
-    assert "Trainable params" not in second["text"]
+    assert first["text"].count("Stages of the pipeline") == 1, first["text"]
+    rows = dict(re.findall(r"^ *(0|1|all) .* (\d+) *$", first["text"], re.MULTILINE))
+    sizes = {"1": first["parameters"], "0": second["parameters"]}  # rank 0 is the last stage
+    assert {stage: int(size) for stage, size in rows.items()} == {**sizes, "all": sum(sizes.values())}
+    assert "Trainable params" not in first["text"] + second["text"]
+    assert "Stages of the pipeline" not in second["text"]
+
+
+def test_a_summary_that_was_asked_for_in_depth_stays(pools: Pools) -> None:
+    run = Run(Net, callbacks=((callbacks.ModelSummary, {"max_depth": 2}),), trainer={"enable_progress_bar": False})
+    first, _ = pools.run(2, fit_and_read, run)
+    assert "Stages of the pipeline" in first["text"]
+    (counted,) = re.findall(r"(\d+) +Trainable params", first["text"])
+    assert counted == str(first["parameters"])
 
 
 class KeepsWhatItShows(callbacks.TQDMProgressBar):

@@ -18,10 +18,10 @@ from lightning_asyncpp.pipeline.cut.units import Unit
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.recording.trace import Span, Wait
 from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
-from lightning_asyncpp.trainer.callbacks.pipeline_monitor import StageWindow, StalenessError
+from lightning_asyncpp.trainer.callbacks.stage_window import StageWindow, StalenessError
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.recorded import SleepingNet
-from tests.trainer.runs import Net, Run, fit, make_model
+from tests.trainer.runs import Net, Run, fit, loader, make_model
 
 MONITOR = (PipelineMonitor, {"window": 3, "every_n_batches": 1})
 RUN = Run(Net, callbacks=(MONITOR,), samples=48, trainer={"logger": "list"})
@@ -68,6 +68,21 @@ def test_the_logger_gets_every_figure(pools: Pools, strategy: str, staleness: li
     assert rate == pytest.approx(80 / (0.18 / (1 - bubble)), rel=0.15)
     assert values(results, "mfu")[-1] == pytest.approx(rate * 1000.0 / 2e6, rel=1e-6)
     assert not any("bubble" in metrics for _, metrics in results[1]["records"])
+    late = 1 if strategy == "async" else 0
+    assert values(results, "tokens_seen")[:5] == [80.0 * (batch + 1 - late) for batch in range(5)]
+
+
+def test_the_norm_is_that_of_the_whole_gradient_before_clipping(pools: Pools) -> None:
+    run = replace(RUN, strategy="sync", trainer={"logger": "list", "gradient_clip_val": 1e-3})
+    norms = values(pools.run(2, fit, run), "gradient_norm")
+    L.seed_everything(run.seed, verbose=False)
+    module = run.module(run)
+    batch = next(iter(loader(run)))
+    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    module.training_step(batch, 0).backward()
+    whole = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in module.parameters()]))  # type: ignore[union-attr]
+    assert norms[0] == pytest.approx(float(whole), rel=1e-5)
+    assert len(set(norms)) == len(norms) > 3
 
 
 def test_operations_of_a_batch_are_taken_as_they_are(pools: Pools) -> None:

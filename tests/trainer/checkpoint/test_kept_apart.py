@@ -23,7 +23,7 @@ from lightning_asyncpp.pipeline.checkpoint.apart import (
     without,
 )
 from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, arrays, loader, make_trainer
+from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, own_state
 
 RUN = Run(Net, optimizer="adamw", samples=24)
 
@@ -136,7 +136,7 @@ def averaged_without_reading(run: Run, epochs: int, path: str) -> dict[str, Any]
     trainer.fit(module, loader(run), ckpt_path=run.ckpt_path, weights_only=False)
     trainer.save_checkpoint(path)
     weights = arrays(dict(module.named_parameters()))
-    return {"shadow": arrays(average.shadow), "weights": weights, "entries": set(module.state_dict())}
+    return {"shadow": arrays(average.shadow), "weights": weights, "entries": set(own_state(module))}
 
 
 def test_the_file_is_what_one_process_writes(pools: Pools, tmp_path: Path) -> None:

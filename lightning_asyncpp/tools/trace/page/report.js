@@ -4,6 +4,8 @@ const SHARE_COLOURS = {
   send: "send", agreement: "agreement", update: "U", data: "data", evaluate: "evaluate", checkpoint: "checkpoint",
   framework: "framework",
 };
+// As in the table that the command prints.
+const SHORT_TITLES = {activation: "activ.", agreement: "agree", evaluate: "val.", checkpoint: "save", framework: "rest"};
 
 function element(name, attributes, ...children) {
   const made = document.createElement(name);
@@ -28,7 +30,7 @@ function shareBar(shares) {
 function reportTable(summary) {
   const all = [...summary.rows, summary.total];
   const causes = Object.keys(summary.total.shares).filter((c) => c !== "forward" && c !== "backward" && all.some((row) => row.shares[c] >= 0.0005));
-  const titles = ["", "% of the elapsed time", "busy", "ideal", ...causes.map((c) => (c === "framework" ? "rest" : c)),
+  const titles = ["", "% of the elapsed time", "busy", "ideal", ...causes.map((c) => SHORT_TITLES[c] || c),
     "F ms", "B ms", "sent", "weights", "stale", "hidden"];
   const table = element("table", {}, element("tr", {}, ...titles.map((title) => element("th", {}, title))));
   for (const row of all) {

@@ -1,0 +1,100 @@
+"""The model summary of a pipeline: every stage, where Lightning's sees what the first process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_asyncpp.pipeline.cut.partition import loads_of
+from lightning_asyncpp.pipeline.cut.partition_choice import BY_SIZE
+from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
+from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.trainer import private
+
+
+class StageSummary(ModelSummary):
+    """Prints, when a training starts, what each stage of the pipeline holds, and what it costs where that is known.
+
+    The pipeline strategies put it in the place of a ``ModelSummary`` or ``RichModelSummary`` without arguments, which
+    is Lightning's default; one with another ``max_depth`` stays, and shows the layers of the first process.
+    """
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Print the table, on rank 0."""
+        rank_zero_info(stage_table(trainer.strategy.session, pl_module.model))  # type: ignore[attr-defined]
+
+
+def show_stages(trainer: L.Trainer) -> None:
+    """Have a Trainer that shows a model summary show all stages."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    summaries = [c for c in callbacks if isinstance(c, ModelSummary)]
+    if not summaries or any(isinstance(c, StageSummary) for c in summaries):
+        return
+    replaced = [c for c in summaries if type(c) in (ModelSummary, RichModelSummary) and private.summary_depth(c) == 1]
+    place = callbacks.index(summaries[0])
+    rest = [c for c in callbacks[place:] if c not in replaced]
+    trainer.callbacks = [*callbacks[:place], StageSummary(), *rest]  # type: ignore[attr-defined]
+
+
+def stage_table(session: PipelineSession, model: Any = None) -> str:
+    """What every stage holds: layers, parameters, and its share of the cost.
+
+    Args:
+        session: the pipeline, started.
+        model: that was cut; its ``pipeline_costs_unit`` says what its costs are.
+    """
+    whole, partition, mesh = session.whole_model, session.partition, session.mesh
+    assert mesh is not None
+    titles, rows = ["stage", "ranks", "layers", "names", "parameters"], _rows(whole, mesh)
+    if partition is not None and partition.costs and not partition.source.endswith(BY_SIZE):
+        unit = getattr(model, "pipeline_costs_unit", None)
+        _add_costs(titles, rows, [float(load) for load in loads_of(partition.costs, partition.counts)], unit)
+    frozen = sum(whole.num_parameters) - sum(whole.num_trained)
+    notes = [f"{_count(frozen)} of the parameters are frozen."] if frozen else []
+    if whole.ties:
+        notes.append("Parameters that stages share count on each of them.")
+    return "\n".join(["Stages of the pipeline:", *_lines(titles, rows), *notes])
+
+
+def _rows(whole: WholeModel, mesh: Mesh) -> list[list[str]]:
+    """A row of cells for each stage, and one for all."""
+    rows, start = [], 0
+    for stage, count in enumerate(whole.counts):
+        ranks = ", ".join(str(mesh.rank_of(stage, replica)) for replica in range(min(mesh.num_replicas, 4)))
+        ranks += ", ..." if mesh.num_replicas > 4 else ""
+        names = _from_to(whole.names[start : start + count])
+        rows.append([str(stage), ranks, str(count), names, _count(whole.num_parameters[stage])])
+        start += count
+    return [*rows, ["all", "", str(start), "", _count(sum(whole.num_parameters))]]
+
+
+def _add_costs(titles: list[str], rows: list[list[str]], loads: Sequence[float], unit: str | None) -> None:
+    """Columns of what stages cost, in the model's unit if it has one, and of their shares."""
+    total = sum(loads)
+    for row, load in zip(rows, [*loads, total]):
+        row += [_count(int(load))] * (unit is not None) + [f"{100 * load / (total or 1.0):.1f} %"]
+    titles += ([unit] if unit is not None else []) + ["of cost"]
+
+
+def _count(number: int) -> str:
+    return str(get_human_readable_count(number)).strip()
+
+
+def _from_to(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def _lines(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(titles, *rows)]
+    for number, row in enumerate([titles, *rows]):
+        if number in (1, len(rows)):
+            yield "-" * (sum(widths) + 2 * (len(widths) - 1))
+        cells = (c.ljust(w) if name == "names" else c.rjust(w) for c, w, name in zip(row, widths, titles))
+        yield "  ".join(cells).rstrip()
