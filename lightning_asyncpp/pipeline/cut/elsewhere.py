@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.cut.ties import Tie
-from lightning_asyncpp.pipeline.cut.units import Unit
+from lightning_asyncpp.pipeline.cut.units import Unit, use_names
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
@@ -237,9 +237,9 @@ def home_before(ties: Sequence[Tie], stage: int, name: str) -> Home | None:
 def uses_of(units: Sequence[Unit]) -> dict[Tensor, Uses]:
     """Parameters and buffers of a stage's units -> where they are used."""
     uses: dict[Tensor, Uses] = {}
-    for position, unit in enumerate(units):
+    for position, unit, use_of in use_names(units):
         for name, tensor in (*unit.module.named_parameters(), *unit.module.named_buffers()):
-            uses.setdefault(tensor, {})[position] = f"{unit.name}.{name}"
+            uses.setdefault(tensor, {})[position] = use_of(name)
     return uses
 
 
@@ -249,7 +249,7 @@ def homes_of(units: Sequence[Unit], stage_of_unit: Sequence[int], own: range) ->
     for position, (unit, stage) in enumerate(zip(units, stage_of_unit)):
         if position not in own:
             for name, tensor in (*unit.module.named_parameters(), *unit.module.named_buffers()):
-                homes.setdefault(tensor, Home(f"{unit.name}.{name}", stage))
+                homes.setdefault(tensor, Home(unit.path(name), stage))
     return homes
 
 
