@@ -148,6 +148,7 @@ def _unit_of_parts(model: nn.Module, given: list[Any], function: Callable[..., A
     held = [name for name, _ in parts.named_parameters()]
     names = [*members, *(name for name in held if not name.startswith(tuple(f"{m}." for m in members)))]
     name = " + ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
+    name = name or "code without weights"
     elsewhere = [module for module in members.values() if is_placeholder(module)]
     if elsewhere and not held:  # of another stage, to which the model was cut
         return Unit(name, elsewhere[0], function)
