@@ -169,6 +169,9 @@ def _grouping_problems(
 def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed: int, name: str) -> None:
     """Call a model, and apply its layers in order, on copies.
 
+    Layers of several parts may draw their random numbers in another order than the model's own forward, or more of them:
+    such a model is compared without.
+
     Args:
         network: the model.
         args: of the call.
@@ -179,9 +182,13 @@ def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed:
     Raises:
         ConfigurationError: a layer cannot take what the one before returned, or the outputs differ.
     """
+    without_dropout = any(unit.members is not None for unit in pipeline_units(network))
+    call = copy.deepcopy((network, args, kwargs))
+    if without_dropout:
+        call[0].eval()
     with torch.random.fork_rng(), torch.no_grad():
-        whole = _called(copy.deepcopy((network, args, kwargs)), seed)
-        in_order = _applied(copy.deepcopy((network, args, kwargs)), seed)
+        whole = _called(copy.deepcopy(call), seed)
+        in_order = _applied(call, seed)
     if difference := _difference(whole, in_order):
         raise ConfigurationError(
             f"{name}(...) and its layers, applied one after the other, are not the same: {difference}. A pipeline runs"
