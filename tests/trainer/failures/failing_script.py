@@ -52,13 +52,14 @@ class Reports(L.Callback):
 
 
 class FailingSGD(torch.optim.SGD):
-    """Raises in a step."""
+    """Raises in a step, where it is told to."""
 
+    fails = False
     steps = 0
 
     def step(self, closure: Any = None) -> Any:
         self.steps += 1
-        if self.steps == WHEN:
+        if self.fails and self.steps == WHEN:
             raise ArithmeticError(MISTAKE)
         return super().step(closure)
 
@@ -105,8 +106,9 @@ class Fails(Net):
         return loss
 
     def configure_optimizers(self) -> Any:
-        mine = self.where == "optimizer" and self.trainer.strategy.session.mesh.stage == 1
-        return (FailingSGD if mine else torch.optim.SGD)(self.parameters(), lr=0.01)
+        optimizer = FailingSGD(self.parameters(), lr=0.01)
+        optimizer.fails = self.where == "optimizer" and self.trainer.strategy.session.mesh.stage == 1
+        return optimizer
 
     def _late(self) -> None:
         self.forwards += 1

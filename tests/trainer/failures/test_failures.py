@@ -99,7 +99,11 @@ def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -
         os.kill(run.pid_of(rank), signal.SIGKILL)
         assert run.ended() != 0
         text = f"rank {rank} (stage {2 - rank}) is gone: its process ended without an error of its own (killed,"
-        assert text in run.error(0 if rank else 1)
+        survivor = 0 if rank else 1
+        if command is not PLAIN and not (tmp_path / f"{survivor}.error").exists():
+            assert "Signal 9 (SIGKILL)" in run.output, "the launcher was quicker to end it, and says so"
+            return
+        assert text in run.error(survivor)
 
 
 @pytest.mark.slow
