@@ -169,8 +169,8 @@ def _grouping_problems(
 def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed: int, name: str) -> None:
     """Call a model, and apply its layers in order, on copies.
 
-    Layers of several parts may draw their random numbers in another order than the model's own forward, or more of them:
-    such a model is compared without.
+    Layers of several parts may draw their random numbers in another order than the model's own forward, or more of
+    them: such a model is compared without.
 
     Args:
         network: the model.

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lightning_asyncpp.adapt.analysis import Analysis
+from lightning_asyncpp.adapt.blocks import find_blocks
+from lightning_asyncpp.adapt.examples import examples_of
+from lightning_asyncpp.adapt.layers import PipelineLayers, with_switches
+from lightning_asyncpp.adapt.packing import same
+from lightning_asyncpp.adapt.trace import record
 from lightning_asyncpp.pipeline.cut.units import apply_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipelined.analysis import Analysis
-from lightning_asyncpp.pipelined.blocks import find_blocks
-from lightning_asyncpp.pipelined.examples import examples_of
-from lightning_asyncpp.pipelined.layers import PipelineLayers, with_switches
-from lightning_asyncpp.pipelined.packing import same
-from lightning_asyncpp.pipelined.trace import record
 
 Model = TypeVar("Model", bound=nn.Module)
 Example = Sequence[Any] | Mapping[str, Any]
@@ -27,15 +27,16 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
 
     Its own forward does the rest: it runs on the stages for what is before, between and after the blocks, with
     stand-ins for what is on other stages. What these parts of it need from each other is found with the example.
-    Names in ``state_dict``, ``from_pretrained``, ``save_pretrained`` and calls outside of a pipeline stay what they are.
+    Names in ``state_dict``, ``from_pretrained``, ``save_pretrained`` and calls outside of a pipeline stay the same.
 
     Args:
-        model: a model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``; it is changed
-            in place.
-        example: what it is called with: positional arguments in a tuple, or keyword arguments in a dictionary, as in the
-            training. Models of ``transformers`` and ``timm``, and those that begin with an embedding or a convolution,
-            do without.
-        blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: they are looked for.
+        model: a model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``; it is
+            changed in place.
+        example: what it is called with in the training: positional arguments in a tuple, or keyword arguments in a
+            dictionary. Models of ``transformers`` and ``timm``, and those that begin with an embedding or a
+            convolution, do without.
+        blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: they are looked
+            for.
 
     Returns:
         The model.
@@ -79,8 +80,8 @@ class Costs:
 def _refuse_unfit(model: nn.Module) -> None:
     if "forward" in vars(model):
         raise ConfigurationError(
-            f"forward of this {type(model).__name__} was replaced in the object: pipelined() runs that of the class; give"
-            " the model pipelined() before anything wraps its forward"
+            f"forward of this {type(model).__name__} was replaced in the object, and pipelined() runs that of the"
+            " class: call pipelined() before anything wraps the model's forward"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigurationError(
@@ -104,8 +105,8 @@ def _working_example(model: nn.Module, example: Example | None) -> tuple[tuple, 
             problems.append(f"{type(error).__name__}: {error}")
     said = f" (tried: {problems[-1][:200]})" if problems else ""
     raise ConfigurationError(
-        f"pipelined({type(model).__name__}): it is not known how to call the model{said}; give an example of its arguments,"
-        " pipelined(model, example=(x,)) or example={'input_ids': ids, 'labels': ids}"
+        f"pipelined({type(model).__name__}): it is not known how to call the model{said}; give an example of its"
+        " arguments, pipelined(model, example=(x,)) or example={'input_ids': ids, 'labels': ids}"
     )
 
 

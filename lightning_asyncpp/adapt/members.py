@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_asyncpp.pipelined.program import Program
-from lightning_asyncpp.pipelined.trace import Trace
+from lightning_asyncpp.adapt.program import Program
+from lightning_asyncpp.adapt.trace import Trace
 
 
 class Call(NamedTuple):
@@ -43,7 +43,9 @@ class Members:
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self._blocks = trace.blocks
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)} | names
+        self._names = {
+            id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)
+        } | names
         self.by_gap: dict[int, list[str]] = {}
         whole = self._whole_modules(model, trace)
         used: set[int] = set()

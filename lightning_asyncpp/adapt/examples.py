@@ -33,7 +33,7 @@ def examples_of(model: nn.Module) -> Iterator[Call]:
                 yield (torch.randn(_BATCH, first.in_channels, *[size] * dimensions),), {}
 
 
-def _of_transformers(model: nn.Module) -> Iterator[Call]:
+def _of_transformers(model: Any) -> Iterator[Call]:
     name = model.main_input_name
     taken = inspect.signature(type(model).forward).parameters
     takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
@@ -45,16 +45,19 @@ def _of_transformers(model: nn.Module) -> Iterator[Call]:
         labels = {"labels": torch.zeros(_BATCH, dtype=torch.long)} if "labels" in taken else {}
         yield from (((), {name: pixels, **more}) for more in ([labels, {}] if labels else [{}]))
         return
-    config = model.config
-    tokens = torch.randint(1, int(getattr(config, "vocab_size", 0) or 2), (_BATCH, _TIME))
+    yield from _of_text(model, "labels" in taken or takes_more)
+
+
+def _of_text(model: Any, takes_labels: bool) -> Iterator[Call]:
+    config, kind = model.config, type(model).__name__
+    tokens = torch.randint(1, int(getattr(config, "vocab_size", 0) or 2), (_BATCH, _TIME))  # (batch, time)
     mask = torch.ones_like(tokens)
     mask[-1, -2:] = 0
-    kind = type(model).__name__
-    labels = tokens.masked_fill(mask == 0, -100) if any(sign in kind for sign in _TOKEN_LABELS) or takes_more else None
-    is_pair = bool(getattr(config, "is_encoder_decoder", False))
-    if labels is not None:
-        yield (), {"input_ids": tokens, "attention_mask": mask, "labels": labels}
-    yield (), {"input_ids": tokens, "attention_mask": mask, "labels": torch.zeros(_BATCH, dtype=torch.long)}
-    decoder = {"decoder_input_ids": tokens} if is_pair else {}
-    yield (), {"input_ids": tokens, "attention_mask": mask, **decoder}
-    yield (), {"input_ids": tokens[:1], **({"decoder_input_ids": tokens[:1]} if is_pair else {})}
+    both = {"input_ids": tokens, "attention_mask": mask}
+    decoder = {"decoder_input_ids": tokens} if getattr(config, "is_encoder_decoder", False) else {}
+    if takes_labels and any(sign in kind for sign in _TOKEN_LABELS):
+        yield (), {**both, "labels": tokens.masked_fill(mask == 0, -100)}
+    if takes_labels:
+        yield (), {**both, "labels": torch.zeros(_BATCH, dtype=torch.long)}  # of whole sequences
+    yield (), {**both, **decoder}
+    yield (), {name: value[:1] for name, value in {"input_ids": tokens, **decoder}.items()}

@@ -6,19 +6,18 @@ Glue that gives the same results without a value does not need it. So nothing ha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.batches.tree import leaves_of
+from lightning_asyncpp.adapt.members import Members
+from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, same, tensor_numbers_in, unpack
+from lightning_asyncpp.adapt.program import Program
+from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
+from lightning_asyncpp.adapt.shells import Place, Shell
+from lightning_asyncpp.adapt.trace import Trace
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipelined.members import Members
-from lightning_asyncpp.pipelined.packing import TensorTable, outputs_in, same, unpack
-from lightning_asyncpp.pipelined.program import Program
-from lightning_asyncpp.pipelined.replay import Earlier, Outcome, Replay
-from lightning_asyncpp.pipelined.shells import Place, Shell
-from lightning_asyncpp.pipelined.trace import Trace
 
 
 class Analysis:
@@ -116,68 +115,81 @@ class Analysis:
 
     def _find_needs(self) -> None:
         """What each glue needs of what came before: outputs of blocks, what submodules returned, values of the call."""
-        program = self.program
-        inputs = self._inputs()
-        for glue in range(program.tail + 1):
-            before = self._before(glue)
-            outputs = {key for key, value in before.outputs.items() if value is not None}
-            numbers = [n for n, call in enumerate(self._members.calls) if program.glue_at(call.gap) < glue]
-            floats = [n for n, t in enumerate(inputs) if t.is_floating_point()] if glue else []
-            referred = {o for p in program.run_of(glue) for o in outputs_in(self._trace.arguments[p]) if o in outputs}
-            fixed = {key for key in outputs if not _may_be_nan(before.outputs[key])}
-            fixed_calls = {n for n in numbers if not all(_may_be_nan(leaf) for leaf in self._members.calls[n].leaves)}
-            likely = {key for key in outputs if key[0] == max(program.run_of(glue - 1), default=-1)} if glue else set()
-            live, live_calls, values = fixed | likely, set(fixed_calls), set[int]()
-            if not self._is_enough(glue, live, live_calls, values):
-                live |= {key for key in outputs if not self._is_enough(glue, outputs - {key}, set(numbers), set(floats))}
-                live_calls |= {n for n in numbers if not self._is_enough(glue, outputs, set(numbers) - {n}, set(floats))}
-                values |= {n for n in floats if not self._is_enough(glue, outputs, set(numbers), set(floats) - {n})}
-                self._take_parameters(glue, outputs, set(numbers), set(floats))
-                if not self._is_enough(glue, live, live_calls, values):
-                    live, live_calls, values = outputs, set(numbers), set(floats)
-            if not self._is_enough(glue, live, live_calls, values):
-                raise ConfigurationError(
-                    f"the code of {type(self._model).__name__} behind its layer {self._name_before(glue)} comes to other"
-                    " results where its layers run apart: it needs what they leave behind beside their outputs (router"
-                    " logits, attentions, hidden states that are collected); switch that off in the model's"
-                    " configuration, or give the model pipeline_layers()"
+        for glue in range(self.program.tail + 1):
+            everything = self._all_before(glue)
+            needs = self._likely(glue, everything)
+            if not self._is_enough(glue, needs):
+                self._take_parameters(glue, everything)
+                needs = needs | Needs.union(
+                    one for one in everything.singly() if not self._is_enough(glue, everything - one)
                 )
-            program.live.append(live | referred)
-            program.live_calls.append(live_calls)
-            program.blank_inputs.append(set(floats) - values)
+                needs = needs if self._is_enough(glue, needs) else everything
+            if not self._is_enough(glue, needs):
+                raise ConfigurationError(self._not_enough(glue))
+            self.program.live.append(set(needs.outputs) | self._handed_to_blocks(glue))
+            self.program.live_calls.append(set(needs.calls))
+            self.program.blank_inputs.append(set(everything.inputs - needs.inputs))
 
-    def _take_parameters(self, glue: int, outputs: set[Any], calls: set[int], floats: set[int]) -> None:
-        """Make parameters that earlier glue uses by themselves members of a later one, too, where that needs them."""
-        own = self.program.members[glue]
-        for name in [name for name in self.program.parameters() if name not in own]:
-            own.append(name)
-        if self._is_enough(glue, outputs, calls, floats):
-            for name in list(own):
-                if name in self.program.parameters() and name not in self._members.used_in(self.program, glue):
-                    own.remove(name)
-                    if not self._is_enough(glue, outputs, calls, floats):
-                        own.append(name)
+    def _all_before(self, glue: int) -> Needs:
+        """All that could be needed; values of the call may be left out where NaN could stand for them."""
+        outputs = {key for key, value in self._before(glue).outputs.items() if value is not None}
+        calls = {n for n, call in enumerate(self._members.calls) if self.program.glue_at(call.gap) < glue}
+        inputs = {n for n, tensor in enumerate(self._inputs()) if glue and tensor.is_floating_point()}
+        return Needs(frozenset(outputs), frozenset(calls), frozenset(inputs))
 
-    def _name_before(self, glue: int) -> str:
+    def _likely(self, glue: int, everything: Needs) -> Needs:
+        """The outputs of the block before, and all that NaN cannot stand for."""
+        trace, calls = self._trace, self._members.calls
+        last = max(self.program.run_of(glue - 1), default=-1) if glue else -1
+        outputs = {key for key in everything.outputs if key[0] == last or not _may_be_nan(trace.outputs[key])}
+        fixed = {n for n in everything.calls if not all(_may_be_nan(leaf) for leaf in calls[n].leaves)}
+        return Needs(frozenset(outputs), frozenset(fixed), frozenset())
+
+    def _handed_to_blocks(self, glue: int) -> set[Output]:
+        """Outputs of earlier blocks that those behind a glue take as they are."""
+        run = self.program.run_of(glue)
+        return {o for p in run for o in outputs_in(self._trace.arguments[p]) if not run or o[0] < run[0]}
+
+    def _not_enough(self, glue: int) -> str:
         run = self.program.run_of(glue - 1) if glue else range(0)
-        return self.program.blocks[run[-1]] if run else "(none)"
+        where = f"behind its layer {self.program.blocks[run[-1]]}" if run else "before its layers"
+        return (
+            f"the code of {type(self._model).__name__} {where} comes to other results where its layers run apart: it"
+            " needs what they leave behind beside their outputs (router logits, attentions, hidden states that are"
+            " collected); switch that off in the model's configuration, or give the model pipeline_layers()"
+        )
 
-    def _is_enough(self, glue: int, outputs: Iterable[Any], calls: set[int], values: set[int]) -> bool:
+    def _take_parameters(self, glue: int, everything: Needs) -> None:
+        """Make parameters that earlier glue uses by themselves members of a later one, too, where that needs them."""
+        own, used = self.program.members[glue], self._members.used_in(self.program, glue)
+        before = list(own)
+        own += [name for name in self.program.parameters() if name not in own]
+        if not self._is_enough(glue, everything):
+            own[:] = before
+            return
+        for name in [name for name in own if name not in before and name not in used]:
+            own.remove(name)
+            if not self._is_enough(glue, everything):
+                own.append(name)
+
+    def _is_enough(self, glue: int, needs: Needs) -> bool:
         """Whether a glue comes to the same without anything else that came before it."""
-        before = self._before(glue)
-        kept = set(outputs)
-        known = {key: value for key, value in before.outputs.items() if key in kept or not isinstance(value, Tensor)}
-        leaves = [
-            call.leaves if number in calls else [_nan(leaf) for leaf in call.leaves]
+        outputs = {
+            key: value
+            for key, value in self._before(glue).outputs.items()
+            if key in needs.outputs or not isinstance(value, Tensor)
+        }
+        calls = [
+            [_copy(leaf) if number in needs.calls else _nan(leaf) for leaf in call.leaves]
             for number, call in enumerate(self._members.calls)
         ]
-        replay, table = self._replay(glue, Earlier(known, [[_copy(leaf) for leaf in of] for of in leaves]))
-        inputs = [n for n, t in enumerate(self._inputs()) if glue and t.is_floating_point() and n not in values]
+        blank = [n for n in self._all_before(glue).inputs if n not in needs.inputs]
+        replay, table = self._replay(glue, Earlier(outputs, calls))
         try:
-            outcome = replay.run(*self._call(blank=inputs))
+            outcome = replay.run(*self._call(blank))
         except ConfigurationError:
             raise
-        except Exception:
+        except Exception:  # of code that cannot compute with what stands for values
             return False
         return self._is_right(glue, outcome, table)
 
@@ -222,8 +234,38 @@ class Analysis:
         return args, kwargs
 
     def _inputs(self) -> list[Tensor]:
-        count = len({id(leaf) for leaf in leaves_of(unpack(self._trace.call, self._trace.table.tensors, [])) if isinstance(leaf, Tensor)})
-        return [self._trace.values[number] for number in range(count)]
+        """The tensors of the call: the first ones of the table."""
+        return [self._trace.values[number] for number in tensor_numbers_in(self._trace.call)]
+
+
+class Needs(NamedTuple):
+    """Outputs of blocks, numbers of submodules' calls, and numbers of the call's tensors."""
+
+    outputs: frozenset[Output] = frozenset()
+    calls: frozenset[int] = frozenset()
+    inputs: frozenset[int] = frozenset()
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(self.outputs | other.outputs, self.calls | other.calls, self.inputs | other.inputs)
+
+    def __sub__(self, other: Needs) -> Needs:
+        return Needs(self.outputs - other.outputs, self.calls - other.calls, self.inputs - other.inputs)
+
+    def singly(self) -> list[Needs]:
+        """Each of them alone."""
+        return [
+            *(Needs(outputs=frozenset({one})) for one in self.outputs),
+            *(Needs(calls=frozenset({one})) for one in self.calls),
+            *(Needs(inputs=frozenset({one})) for one in self.inputs),
+        ]
+
+    @staticmethod
+    def union(several: Iterable[Needs]) -> Needs:
+        """All of several."""
+        found = Needs()
+        for one in several:
+            found = found | one
+        return found
 
 
 class _Values(Sequence[Tensor]):

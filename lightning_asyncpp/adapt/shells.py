@@ -57,7 +57,7 @@ class Shell(nn.Module):
         if name in own.get("facts", ()):
             return own["facts"][name]
         if name in own.get("tensors", ()):
-            return nan_like(*own["tensors"][name], own["place"].device)
+            return nan_like(*own["tensors"][name], device=own["place"].device)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -84,7 +84,7 @@ def in_place_of(model: nn.Module, modules: Mapping[str, nn.Module], values: Mapp
     """
     parents = {name: _parent(model, name) for name in (*modules, *values)}
     before = {name: getattr(*parents[name]) for name in modules}
-    hidden = {name: vars(parents[name][0]).get(parents[name][1]) for name in values}
+    hidden: dict[str, Any] = {name: vars(parents[name][0]).get(parents[name][1]) for name in values}
     try:
         for name, module in modules.items():
             setattr(*parents[name], module)
@@ -95,11 +95,11 @@ def in_place_of(model: nn.Module, modules: Mapping[str, nn.Module], values: Mapp
     finally:
         for name, module in before.items():
             setattr(*parents[name], module)
-        for name, value in hidden.items():
+        for name, found in hidden.items():
             parent, key = parents[name]
             del vars(parent)[key]
-            if value is not None:
-                vars(parent)[key] = value
+            if found is not None:
+                vars(parent)[key] = found
 
 
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -114,6 +114,11 @@ def outputs_in(packed: Any) -> set[Output]:
     return {(mark["block"], mark["leaf"]) for mark in _marks(packed) if mark[_MARK] == "output"}
 
 
+def tensor_numbers_in(packed: Any) -> list[int]:
+    """Numbers of the tensors that what was packed refers to, each once, in their order."""
+    return list(dict.fromkeys(mark["number"] for mark in _marks(packed) if mark[_MARK] == "tensor"))
+
+
 def _marks(packed: Any) -> Iterator[dict[str, Any]]:
     if type(packed) is dict and _MARK in packed:
         yield packed

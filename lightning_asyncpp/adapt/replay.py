@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_asyncpp.adapt.packing import Output, TensorTable, filled
+from lightning_asyncpp.adapt.program import Program
+from lightning_asyncpp.adapt.shells import Shell, in_place_of, nan_like
 from lightning_asyncpp.pipeline.batches.tree import leaves_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipelined.packing import Output, TensorTable, filled
-from lightning_asyncpp.pipelined.program import Program
-from lightning_asyncpp.pipelined.shells import Shell, in_place_of, nan_like
 
 Leaves = list[Any]
 
@@ -41,8 +41,7 @@ class Outcome:
     Attributes:
         arguments: of the blocks behind it, as they travel.
         calls: the leaves of what its own submodules returned.
-        output: of the model, of the last glue.
-        own_outputs: whether it ended as the model does.
+        output: of the model, behind the last glue.
     """
 
     arguments: list[Any] = field(default_factory=list)
@@ -60,7 +59,6 @@ class Replay:
         glue: which is to run.
         earlier: what came before.
         table: knows the tensors of the call; it takes up those of the blocks' arguments.
-        placeholder: (shape, dtype) -> what stands for an output that is not there yet.
     """
 
     def __init__(
@@ -101,11 +99,11 @@ class Replay:
     def _parameters(self) -> dict[str, Tensor]:
         own = set(self._program.members[self._glue])
         others = [name for name in self._program.parameters() if name not in own]
-        found = {}
+        found, place = {}, next(iter(self._shells.values())).place
         for name in others:
             path, _, key = name.rpartition(".")
             parameter = getattr(self._model.get_submodule(path), key)
-            found[name] = nan_like(tuple(parameter.shape), parameter.dtype, next(iter(self._shells.values())).place.device)
+            found[name] = nan_like(tuple(parameter.shape), parameter.dtype, place.device)
         return found
 
     def _block(self, position: int) -> Callable[[tuple, dict[str, Any]], Any]:
@@ -116,7 +114,9 @@ class Replay:
             if position in self._run:
                 return self._coming(position, args, kwargs)
             leaves = [
-                self._earlier.outputs[position, leaf] if (position, leaf) in self._earlier.outputs else _nothing(args, kwargs, alike)
+                self._earlier.outputs[position, leaf]
+                if (position, leaf) in self._earlier.outputs
+                else _nothing(args, kwargs, alike)
                 for leaf, alike in enumerate(self._alike(position))
             ]
             return self._known(position, leaves)
@@ -124,7 +124,7 @@ class Replay:
         return answer
 
     def _alike(self, position: int) -> list[bool | None]:
-        found = []
+        found: list[bool | None] = []
         while (position, len(found)) in self._program.alike:
             found.append(self._program.alike[position, len(found)])
         return found

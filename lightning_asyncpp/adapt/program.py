@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_asyncpp.pipelined.packing import Output
+from lightning_asyncpp.adapt.packing import Output
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Program:
         calls: by number of a call of such a submodule, its name.
         templates: by block, its output, with marks in the places of its leaves.
         call_templates: the same by number of a call.
-        alike: by block and leaf, whether a tensor has the shape of the block's first one.
+        alike: by block and leaf, whether a tensor has the shape of the block's first one; None of what is none.
         live: by glue, the outputs of earlier blocks that it needs.
         live_calls: by glue, numbers of earlier calls whose outputs it needs.
         blank_inputs: by glue, numbers of the call's tensors that it takes no values of.
@@ -38,7 +38,7 @@ class Program:
     calls: list[str] = field(default_factory=list)
     templates: list[Any] = field(default_factory=list)
     call_templates: list[Any] = field(default_factory=list)
-    alike: dict[Output, bool] = field(default_factory=dict)
+    alike: dict[Output, bool | None] = field(default_factory=dict)
     live: list[set[Output]] = field(default_factory=list)
     live_calls: list[set[int]] = field(default_factory=list)
     blank_inputs: list[set[int]] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +25,9 @@ class _Calls:
         self.kept: list[Any] = []  # so that identities stay
 
 
-def find_blocks(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], asked: Sequence[str] = ()) -> list[str]:
+def find_blocks(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], asked: Sequence[str] = ()
+) -> list[str]:
     """Names of the blocks, in the order of their calls.
 
     Args:
@@ -39,7 +42,9 @@ def find_blocks(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     calls = _recorded(model, args, kwargs)
     lists = {name: m for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
     if unknown := [name for name in asked if name not in lists]:
-        raise ConfigurationError(f"blocks={unknown}: not a ModuleList or Sequential of the model; there are {list(lists)}")
+        raise ConfigurationError(
+            f"blocks={unknown}: not a ModuleList or Sequential of the model; there are {list(lists)}"
+        )
     chosen = [name for name in (asked or lists) if _in_order(name, lists[name], calls)]
     if not asked:
         chosen = [name for name in chosen if _of_a_kind(lists[name])]
@@ -102,5 +107,5 @@ def _of_a_kind(layers: nn.Module, nested: bool = False) -> bool:
 def _follow_each_other(name: str, layers: nn.Module, calls: _Calls) -> bool:
     """Whether each layer takes a tensor that the one before it returned: experts beside each other do not."""
     children = [f"{name}.{key}" for key, _ in layers.named_children()]
-    pairs = list(zip(children, children[1:]))
+    pairs = itertools.pairwise(children)
     return all(set(calls.outputs.get(a, ())) & set(calls.inputs.get(b, ())) for a, b in pairs)

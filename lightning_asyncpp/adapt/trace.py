@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_asyncpp.adapt.packing import Output, TensorTable, template_of
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipelined.packing import Output, TensorTable, template_of
 
 _FACTS = frozenset(
     getattr(Tensor, name)
-    for name in ("dtype", "shape", "device", "ndim", "requires_grad", "is_meta", "layout", "is_leaf", "is_cuda", "itemsize")
-)  # fmt: skip
+    for name in ("dtype", "shape", "device", "ndim", "requires_grad", "is_meta", "layout", "is_leaf", "is_cuda")
+)
 _FACT_CALLS = frozenset({"size", "dim", "numel", "is_floating_point", "stride", "is_contiguous", "element_size"})
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.adapt.packing import Output, TensorTable, tensor_numbers_in, unpack
+from lightning_asyncpp.adapt.program import Program
+from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
+from lightning_asyncpp.adapt.shells import Shell, nan_like
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipelined.packing import Output, TensorTable, unpack
-from lightning_asyncpp.pipelined.program import Program
-from lightning_asyncpp.pipelined.replay import Earlier, Outcome, Replay
-from lightning_asyncpp.pipelined.shells import Shell, nan_like
 
 Carried = dict[str, Any]
 """What one layer returns and the next one takes: ``tensors`` of the call and ``env``, tensors that glue has made;
@@ -76,13 +76,13 @@ class PipelineLayers:
         later = range(glue + 1, self.program.tail + 1)
         needed = set().union(*(self.program.live[g] for g in later))
         start = self.program.run_of(glue)[0]
-        inputs = len(list(tensors_of_packed(call)))
+        inputs = len(tensor_numbers_in(call))
         blank = set.intersection(*(self.program.blank_inputs[g] for g in later)) if later else set()
         distinct: list[Any] = []
         for arguments in outcome.arguments:
             if arguments not in distinct:
                 distinct.append(arguments)
-        in_run = {int(n) for arguments in distinct for n in tensors_of_packed(arguments)}
+        in_run = set(tensor_numbers_in(distinct))
         all_calls = [*calls, *outcome.calls]
         return {
             "tensors": [
@@ -138,24 +138,6 @@ def with_switches(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]
     if hasattr(getattr(model, "config", None), "use_cache"):
         return {"use_cache": False, **kwargs}
     return dict(kwargs)
-
-
-def tensors_of_packed(packed: Any) -> list[int]:
-    """Numbers of the tensors in what was packed, each once."""
-    found: dict[int, None] = {}
-
-    def look(node: Any) -> None:
-        if type(node) is dict:
-            if node.get("@") == "tensor":
-                found[node["number"]] = None
-            for entry in node.values():
-                look(entry)
-        elif type(node) in (tuple, list):
-            for entry in node:
-                look(entry)
-
-    look(packed)
-    return list(found)
 
 
 def _found(model: nn.Module, name: str) -> Any:

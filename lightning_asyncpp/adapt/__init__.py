@@ -1,5 +1,5 @@
 """Models of other libraries, cut by replaying their own forward around their blocks."""
 
-from lightning_asyncpp.pipelined.adapt import pipelined
+from lightning_asyncpp.adapt.pipelined import pipelined
 
 __all__ = ["pipelined"]
