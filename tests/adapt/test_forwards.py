@@ -159,7 +159,18 @@ class Unused(Net):
         return x
 
 
-FORWARDS = (Net, Skipping, Mixed, Between, Ladder, InPlace, Scaled, Tied, Sized, Embedded, Unused)
+class Noted(Net):
+    """The code between blocks keeps what they gave in them, and reads it behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+            block.kept = x.mean()
+        return self.out(x) + sum(block.kept for block in self.blocks)
+
+
+FORWARDS = (Net, Skipping, Mixed, Between, Ladder, InPlace, Scaled, Tied, Sized, Embedded, Unused, Noted)
 
 
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
@@ -168,8 +179,8 @@ def test_trains_as_a_single_process_does(kind: type[Net], dropout: float) -> Non
     torch.manual_seed(1)
     model = pipelined(kind(dropout), (torch.randn(2, DIM),))
     x = torch.randn(5, DIM)
-    model.eval()
-    assert torch.equal(apply_layers(model, x), model(x))
+    with torch.no_grad():
+        assert torch.equal(apply_layers(model.eval(), x), model(x))
     model.train()
     batches = [{"x": torch.randn(4, DIM)} for _ in range(2)]
     for stages in (3, 1):
@@ -184,14 +195,24 @@ def test_where_it_may_be_cut() -> None:
     assert costs[0] == costs[1] == costs[2] > costs[4] > 1.0, "entry, blocks and out have such products of matrices"
 
 
+class Keeping(Block):
+    """Leaves something behind."""
+
+    def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> Tensor:
+        self.kept = x.mean()
+        return super().forward(x)
+
+
 class Routed(Net):
-    """Its blocks leave something behind that the code after them reads."""
+    """Reads what its blocks leave behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
         for block in self.blocks:
             x = block(x)
-            block.kept = x.mean()
         return self.out(x) + sum(block.kept for block in self.blocks)
 
 
