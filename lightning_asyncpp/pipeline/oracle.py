@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer, collecting
 from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.pipeline.cut.units import layer_by_layer, pipeline_units
 from lightning_asyncpp.pipeline.randomness import derive
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
@@ -233,7 +233,7 @@ def _gradient(
                 go_to(k - first)
                 for parameter, leaf in further_uses:
                     leaf.data.copy_(parameter.data)
-                with _derived_randomness(model, seed, k), collecting() as said:
+                with layer_by_layer(model), _derived_randomness(model, seed, k), collecting() as said:
                     loss = step(micro_batch)
                 ((loss + said.total_loss()) * w).backward()
                 found.weight += w

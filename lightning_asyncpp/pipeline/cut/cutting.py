@@ -76,17 +76,25 @@ def cut(
     uses |= uses_of(own_units)
     homes = {t: home for t, home in (homes | homes_of(units, stage_of_unit, own)).items() if t not in uses}
     others = [unit for position, unit in enumerate(units) if position not in own]
-    for position, unit in enumerate(units):
-        if position not in own:
-            model.set_submodule(unit.name, OtherStage(unit.name, stage_of_unit[position], num_stages, whole))
     inside = {module for unit in own_units for module in unit.module.modules()}
+    for position, unit in enumerate(units):
+        for name, module in unit.submodules.items() if position not in own else ():
+            # A member of several layers may be gone already, or be one of this stage's.
+            if unit.members is None or (module not in inside and model.get_submodule(name) is module):
+                model.set_submodule(name, OtherStage(name, stage_of_unit[position], num_stages, whole))
     leave_placeholders(
         around, inside.__contains__, homes, lambda name, home: OtherStage(name, home.stage, num_stages, whole, home)
     )
     outside = second_names(around, own_units, uses)
     stage = Stage(model, index, num_stages, own_units, first, whole, around, outside)
     stand_ins = {tensor: tensor for tensor in uses}
-    stage.layers_elsewhere = {unit.name: without_memory(unit.module, stand_ins) for unit in others}
+    elsewhere = {
+        name: module
+        for unit in others
+        for name, module in unit.submodules.items()
+        if unit.members is None or module not in inside
+    }
+    stage.layers_elsewhere = {name: without_memory(module, stand_ins) for name, module in elsewhere.items()}
     trained = [(t, home) for t, home in homes.items() if t.requires_grad]
     stage.elsewhere = [(weakref.ref(t), home) for t, home in trained]
     stage.elsewhere += [(weakref.ref(stand_ins[t]), home) for t, home in trained if t in stand_ins]

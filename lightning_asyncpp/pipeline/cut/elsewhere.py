@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.cut.ties import Tie
-from lightning_asyncpp.pipeline.cut.units import Unit
+from lightning_asyncpp.pipeline.cut.units import Unit, use_names
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
 
 _FACTS = (Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel)  # type: ignore[attr-defined]
+_COLLECTIONS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Uses = dict[int, str]
 """Position of a unit on its stage -> what it calls the parameter, in the model."""
 
@@ -156,8 +157,9 @@ def leave_placeholders(
 ) -> None:
     """Take what lives on other stages out of where it stands under second names, outside of this stage's layers.
 
-    A module goes as a whole if all that it holds does; of another one, such parameters and buffers do. Buffers that no
-    ``state_dict`` holds stay: they are what the model was built with, on every stage.
+    A module goes as a whole if all that it holds does, but for a list or dictionary, which may be gone through; of
+    another one, such parameters and buffers do. Buffers that no ``state_dict`` holds stay: they are what the model was
+    built with, on every stage.
 
     Args:
         root: what is walked through; the layers of other stages are gone from it already.
@@ -171,7 +173,8 @@ def leave_placeholders(
             continue
         inside = list(module.modules())
         held = [tensor for m in inside for _, tensor in saved_tensors(m)]
-        if path and held and all(t in homes for t in held) and not any(kept(m) or _stands_in(m) for m in inside):
+        goes = path and not isinstance(module, _COLLECTIONS) and held and all(tensor in homes for tensor in held)
+        if goes and not any(kept(m) or _stands_in(m) for m in inside):
             root.set_submodule(path, other(path, homes[held[0]]))
             gone += (f"{path}.",)
             continue
@@ -248,9 +251,9 @@ def home_before(ties: Sequence[Tie], stage: int, name: str) -> Home | None:
 def uses_of(units: Sequence[Unit]) -> dict[Tensor, Uses]:
     """Parameters and buffers of a stage's units -> where they are used."""
     uses: dict[Tensor, Uses] = {}
-    for position, unit in enumerate(units):
+    for position, unit, use_of in use_names(units):
         for name, tensor in (*unit.module.named_parameters(), *unit.module.named_buffers()):
-            uses.setdefault(tensor, {})[position] = f"{unit.name}.{name}"
+            uses.setdefault(tensor, {})[position] = use_of(name)
     return uses
 
 
@@ -260,7 +263,7 @@ def homes_of(units: Sequence[Unit], stage_of_unit: Sequence[int], own: range) ->
     for position, (unit, stage) in enumerate(zip(units, stage_of_unit)):
         if position not in own:
             for name, tensor in (*unit.module.named_parameters(), *unit.module.named_buffers()):
-                homes.setdefault(tensor, Home(f"{unit.name}.{name}", stage))
+                homes.setdefault(tensor, Home(unit.path(name), stage))
     return homes
 
 

@@ -41,7 +41,7 @@ def materialize(units: Sequence[Unit], indices: Iterable[int], seed: int, device
         initialize = partial(_initialize, owners, derive(seed, "init", index), device)
         initialize()
         masks = _unset_masks(unit.module, modules, initialize)
-        problems += [f"{unit.name}.{name}" for name in [*_unset(unit.module), *masks]]
+        problems += [unit.path(name) for name in [*_unset(unit.module), *masks]]
     if problems:
         raise ConfigurationError(
             f"meta tensors without an initialiser: {', '.join(problems)}; give their module, or the unit around it, a"

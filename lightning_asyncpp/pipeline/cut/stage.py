@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.cut.elsewhere import Home, OtherTensor, SecondName, Uses, home_before, use_in
-from lightning_asyncpp.pipeline.cut.units import Unit
+from lightning_asyncpp.pipeline.cut.units import Unit, use_names
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel, counting_layers
 from lightning_asyncpp.pipeline.randomness import derive, seed_generators
 from lightning_asyncpp.private_names import PrivateNameError
@@ -205,11 +205,11 @@ class Stage:
     def _find_parameters(self) -> None:
         name_of: dict[int, str] = {}
         found: list[list[_Place]] = []
-        for unit in self.units:
+        for _, unit, use_of in use_names(self.units):
             in_unit: dict[int, str] = {}
             found.append([])
             for name, parameter in unit.module.named_parameters(remove_duplicate=False):
-                full = in_unit.setdefault(id(parameter), f"{unit.name}.{name}")
+                full = in_unit.setdefault(id(parameter), use_of(name))
                 canonical = name_of.setdefault(id(parameter), full)
                 if canonical == full:
                     self.parameters[full] = parameter

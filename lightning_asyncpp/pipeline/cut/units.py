@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_asyncpp.pipeline.cut.partition import uniform
+from lightning_asyncpp.pipeline.cut.parts import Parts, parts_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
 
@@ -16,21 +19,40 @@ T = TypeVar("T")
 
 
 class Unit(NamedTuple):
-    """A submodule that stays whole on one stage.
+    """A submodule, or several, that stay together on one stage.
 
     Attributes:
-        name: its name in the model, as in ``state_dict`` keys.
-        module: the submodule; it takes the output of the unit before it, the first one the arguments of the model.
-        function: (module, what it takes) -> its output, where the module is not simply called.
+        name: its name in the model, as in ``state_dict`` keys; of several what they are called in messages.
+        module: the submodule; it takes the output of the unit before it, the first one the arguments of the model. Of
+            several :class:`Parts`.
+        function: (module, what it takes) -> its output, where the module is not simply called; of several it gets the
+            list of them.
+        members: name -> submodule, of several; they may be parts of other units, too.
+        given: submodules and names of parameters, which the function of several gets.
     """
 
     name: str
     module: nn.Module
     function: Callable[..., Any] | None = None
+    members: Mapping[str, nn.Module] | None = None
+    given: Sequence[Any] = ()
 
     def apply(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return the output of the unit for these arguments."""
-        return self.module(*args, **kwargs) if self.function is None else self.function(self.module, *args, **kwargs)
+        if self.function is None:
+            return self.module(*args, **kwargs)
+        if self.members is None:
+            return self.function(self.module, *args, **kwargs)
+        return self.module(self.function, self.given, *args, **kwargs)
+
+    @property
+    def submodules(self) -> Mapping[str, nn.Module]:
+        """Name in the model -> module, of all that it consists of but single parameters."""
+        return {self.name: self.module} if self.members is None else self.members
+
+    def path(self, name: str) -> str:
+        """The name in the model of what its module holds under a name."""
+        return ".".join(filter(None, ("" if isinstance(self.module, Parts) else self.name, name)))
 
 
 def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -46,11 +68,31 @@ def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return args[0]
 
 
+@contextmanager
+def layer_by_layer(model: nn.Module) -> Iterator[None]:
+    """Have a call of a model apply its layers, where its own ``forward`` may run members of one apart.
+
+    Where every layer is a single submodule, nothing is changed.
+    """
+    if all(unit.members is None for unit in pipeline_units(model)):
+        yield
+        return
+    own = vars(model).get("forward")
+    vars(model)["forward"] = partial(apply_layers, model)
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if own is not None:
+            vars(model)["forward"] = own
+
+
 def pipeline_units(model: nn.Module) -> list[Unit]:
     """Return the ordered units of an ``nn.Sequential``, or of a module with ``pipeline_layers()``.
 
     ``pipeline_layers()`` returns submodules, or pairs (submodule, function) where a layer takes or returns something
-    else than its neighbours: the function gets the submodule and the output of the layer before, and calls it.
+    else than its neighbours: the function gets the submodule and the output of the layer before, and calls it. In a
+    pair there may be a list of submodules and parameters in place of the submodule, which the function gets.
 
     Raises:
         ConfigurationError: the model is neither, or its layers are not distinct submodules of it.
@@ -70,22 +112,67 @@ def pipeline_units(model: nn.Module) -> list[Unit]:
 def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list[Unit]:
     name_of = {id(module): name for name, module in model.named_modules()}
     pairs = [layer if isinstance(layer, tuple) and len(layer) == 2 else (layer, None) for layer in layers()]
-    modules = [module for module, _ in pairs]
+    single = [module for module, _ in pairs if not isinstance(module, list)]
     problems = []
-    if not modules:
+    if not pairs:
         problems.append("it is empty")
-    if any(not isinstance(module, nn.Module) or not name_of.get(id(module)) for module in modules):
+    if any(not isinstance(module, nn.Module) or not name_of.get(id(module)) for module in single):
         problems.append("it holds something that is not a submodule of the model")
-    if len({id(module) for module in modules}) != len(modules):
+    if len({id(module) for module in single}) != len(single):
         problems.append("it holds a layer twice")
     if any(not (function is None or callable(function)) for _, function in pairs):
         problems.append("the second of a pair is not a function")
+    if any(function is None and isinstance(module, list) for module, function in pairs):
+        problems.append("it holds a list without a function that runs what is in it")
+    units = []
+    if not problems:
+        try:
+            units = [
+                _unit_of_parts(model, module, function)
+                if isinstance(module, list) and function is not None
+                else Unit(name_of[id(module)], module, function)
+                for module, function in pairs
+            ]
+        except ConfigurationError as error:
+            problems.append(str(error))
     if problems:
         raise ConfigurationError(
             f"{type(model).__name__}.pipeline_layers() must return distinct submodules of the model in order:"
             f" {' and '.join(problems)}"
         )
-    return [Unit(name_of[id(module)], module, function) for module, function in pairs]
+    return units
+
+
+def _unit_of_parts(model: nn.Module, given: list[Any], function: Callable[..., Any]) -> Unit:
+    members, places, parts = parts_of(model, given)
+    held = [name for name, _ in parts.named_parameters()]
+    names = [*members, *(name for name in held if not name.startswith(tuple(f"{m}." for m in members)))]
+    name = " + ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
+    name = name or "code without weights"
+    elsewhere = [module for module in members.values() if is_placeholder(module)]
+    if elsewhere and not held:  # of another stage, to which the model was cut
+        return Unit(name, elsewhere[0], function)
+    return Unit(name, parts, function, members, places)
+
+
+def is_placeholder(module: nn.Module) -> bool:
+    """Whether it stands where one of another stage was."""
+    return hasattr(module, "num_stages") and hasattr(module, "whole")
+
+
+def use_names(units: Sequence[Unit]) -> Iterator[tuple[int, Unit, Callable[[str], str]]]:
+    """Position, unit, and what gives a name to each unit's use of what it holds: its path, if no unit before has that.
+
+    Args:
+        units: of a stage.
+    """
+    first: dict[str, int] = {}
+
+    def name(at: int, path: str) -> str:
+        return path if first.setdefault(path, at) == at else f"{path} in layer {at}"
+
+    for position, unit in enumerate(units):
+        yield position, unit, lambda key, at=position, unit=unit: name(at, unit.path(key))  # type: ignore[misc]
 
 
 def has_parameters(unit: Unit) -> bool:
@@ -110,7 +197,7 @@ def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, i
     """
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     return {
-        f"{unit.name}.{name}": stage
+        unit.path(name): stage
         for unit, stage in zip(pipeline_units(model), stages)
         for name, _ in unit.module.named_parameters()
     }
@@ -143,7 +230,7 @@ def first_names(
     names: dict[T, dict[int, str]] = {}
     for unit, stage in zip(units, stage_of_unit):
         for name, held in named(unit.module):
-            names.setdefault(held, {}).setdefault(stage, f"{unit.name}.{name}" if name else unit.name)
+            names.setdefault(held, {}).setdefault(stage, unit.path(name))
     return names
 
 
@@ -192,7 +279,7 @@ def meta_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
 def collective_problems(units: Sequence[Unit]) -> list[str]:
     """Layers that would wait for ranks which hold other layers, with the mend."""
     synchronised = [
-        f"{unit.name}.{name}" if name else unit.name
+        unit.path(name)
         for unit in units
         for name, module in unit.module.named_modules()
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is None

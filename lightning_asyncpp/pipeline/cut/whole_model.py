@@ -97,7 +97,7 @@ def counting_layers(units: Sequence[Unit]) -> dict[str, StatisticsLayer]:
     for unit in units:
         for name, module in unit.module.named_modules():
             if isinstance(module, StatisticsLayer):
-                found.setdefault(module, f"{unit.name}.{name}" if name else unit.name)
+                found.setdefault(module, unit.path(name))
     return {name: layer for layer, name in found.items()}
 
 
@@ -208,5 +208,5 @@ def _shared_names(units: Sequence[Unit]) -> dict[str, tuple[str, ...]]:
     names: dict[int, list[str]] = {}
     for unit in units:
         for name, parameter in unit.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(f"{unit.name}.{name}")
+            names.setdefault(id(parameter), []).append(unit.path(name))
     return {name: tuple(several) for several in names.values() if len(several) > 1 for name in several}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks, loss_of
-from lightning_asyncpp.pipeline.cut.units import Unit, pipeline_units
+from lightning_asyncpp.pipeline.cut.units import Unit, layer_by_layer, pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.host_copies import Reading
 from lightning_asyncpp.pipeline.randomness import derive, preserved_generators, seed_generators
@@ -269,7 +269,8 @@ def _units_seeded(model: nn.Module | None, seed_of: Callable[[int], int], device
         hooks += [m.register_forward_pre_hook(seed(itertools.cycle(indices))) for m, indices in places.items()]
         hooks.append(model.register_forward_hook(leave))
     try:
-        yield
+        with layer_by_layer(model) if model is not None and units else nullcontext():
+            yield
     finally:
         for hook in hooks:
             hook.remove()

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.adapt import problems_of_adapting
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.materialize import materialize
@@ -91,6 +92,10 @@ def prepare(module: nn.Module, settings: PipelineSettings, stages: int, seed: in
         found += model_problems(network_of(original), name)
     else:
         found.append(f"{type(module).__name__} has no self.model: assign the network to it")
+    example = getattr(prototype, "example_input_array", None)
+    if isinstance(network, nn.Module) and (uncuttable := problems_of_adapting(network, example)):
+        found += uncuttable
+        return prototype.train()
     if not isinstance(network, nn.Module) or (units := found.attempt(lambda: pipeline_units(network))) is None:
         return prototype.train()
     wrong = ownership_problems(prototype, units, name) + meta_problems(prototype, units) + collective_problems(units)
@@ -169,6 +174,9 @@ def _grouping_problems(
 def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed: int, name: str) -> None:
     """Call a model, and apply its layers in order, on copies.
 
+    Layers of several parts may draw their random numbers in another order than the model's own forward, or more of
+    them: such a model is compared without.
+
     Args:
         network: the model.
         args: of the call.
@@ -179,9 +187,13 @@ def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed:
     Raises:
         ConfigurationError: a layer cannot take what the one before returned, or the outputs differ.
     """
+    without_dropout = any(unit.members is not None for unit in pipeline_units(network))
+    call = copy.deepcopy((network, args, kwargs))
+    if without_dropout:
+        call[0].eval()
     with torch.random.fork_rng(), torch.no_grad():
-        whole = _called(copy.deepcopy((network, args, kwargs)), seed)
-        in_order = _applied(copy.deepcopy((network, args, kwargs)), seed)
+        whole = _called(copy.deepcopy(call), seed)
+        in_order = _applied(call, seed)
     if difference := _difference(whole, in_order):
         raise ConfigurationError(
             f"{name}(...) and its layers, applied one after the other, are not the same: {difference}. A pipeline runs"

@@ -214,15 +214,18 @@ class Stages:
         stage_of_unit = [stage for stage, count in enumerate(cut.counts) for _ in range(count)]
         try:
             for position, unit in enumerate(cut.units):
-                if position not in own:
-                    other = OtherStage(unit.name, stage_of_unit[position], len(cut.counts), cut.whole)
-                    _replace(model, unit.name, other)
+                for name in unit.submodules if position not in own else ():
+                    _replace(model, name, OtherStage(name, stage_of_unit[position], len(cut.counts), cut.whole))
             units = list(cut.units_of(index))
+            for unit in units:  # what they share with others
+                for name, module in unit.submodules.items():
+                    _replace(model, name, module)
             with without_memory([unit.module for unit in units]):
                 yield Stage(model, index, len(cut.counts), units, first, cut.whole)
         finally:
             for unit in cut.units:
-                _replace(model, unit.name, unit.module)
+                for name, module in unit.submodules.items():
+                    _replace(model, name, module)
 
 
 def _replace(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:

@@ -1,0 +1,309 @@
+"""Finds out what a model's forward does around its blocks, by running it again with NaN in the places of values.
+
+Glue that gives the same results without a value does not need it. So nothing has to be known of the model's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.adapt.members import Members
+from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, same, tensor_numbers_in, unpack
+from lightning_asyncpp.adapt.program import Program
+from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
+from lightning_asyncpp.adapt.shells import Place, Shell
+from lightning_asyncpp.adapt.trace import Trace
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+
+class Analysis:
+    """What was found of a model.
+
+    Args:
+        model: in evaluation mode.
+        trace: of one forward.
+
+    Attributes:
+        program: what a pipeline needs to know.
+        shells: name -> shell, of blocks and submodules of glue.
+    """
+
+    def __init__(self, model: nn.Module, trace: Trace) -> None:
+        self._model, self._trace = model, trace
+        self._members = Members(model, trace)
+        self.program = Program(
+            trace.blocks, calls=[call.name for call in self._members.calls], templates=trace.templates,
+            call_templates=[call.template for call in self._members.calls], alike=trace.alike,
+            constants=trace.table.constants, unused=self._members.unused,
+        )  # fmt: skip
+        self.program.shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+        place = Place()
+        names = [*trace.blocks, *self.program.modules()]
+        self.shells = {name: Shell(model.get_submodule(name), name, place) for name in names}
+        self._find_runs()
+        self._find_needs()
+        self._find_last_uses()
+        self.program.costs = self._costs()
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+
+    def _find_runs(self) -> None:
+        """Split the blocks where code between two of them computes with what the first returned."""
+        program, starts = self.program, self.program.starts
+        while True:
+            self._spread_members()
+            glue = len(starts) - 1
+            stop = self._first_difference(glue)
+            numbers = [p + 1 for p in program.run_of(glue) if self._returns_numbers(p)]
+            stop = min([stop, *numbers])
+            if stop >= len(program.blocks):
+                break
+            starts.append(stop)
+        self._spread_members()
+
+    def _spread_members(self) -> None:
+        program = self.program
+        program.members = [[] for _ in range(program.tail + 1)]
+        for gap, names in self._members.by_gap.items():
+            found = program.members[program.glue_at(gap)]
+            found += [name for name in names if name not in found]
+        program.members[-1] += self._members.unused
+
+    def _returns_numbers(self, position: int) -> bool:
+        leaves = [value for (block, _), value in self._trace.outputs.items() if block == position]
+        return any(type(value) in (int, float, str) for value in leaves)
+
+    def _first_difference(self, glue: int) -> int:
+        """Position of the first block behind a glue whose arguments need more than what came before the glue."""
+        run = self.program.run_of(glue)
+        replay, table = self._replay(glue, self._before(glue))
+        try:
+            replay.run(*self._call())
+        except ConfigurationError:
+            raise
+        except Exception:  # of code that cannot compute with what stands for outputs to come
+            if not self.program.in_place:
+                self.program.in_place = True
+                return self._first_difference(glue)
+        arguments = replay.outcome.arguments
+        for position, packed in zip(run, arguments):
+            if not self._same_arguments(position, packed, table):
+                break
+        else:
+            position = run[0] + len(arguments)
+        if position == run[0]:
+            raise ConfigurationError(
+                f"{type(self._model).__name__} calls {self.program.blocks[position]} with other values when its forward"
+                " is run again: what a layer takes must follow from the model's arguments and its layers alone"
+            )
+        return position
+
+    def _same_arguments(self, position: int, packed: Any, table: TensorTable) -> bool:
+        expected, trace = self._trace.arguments[position], self._trace
+        if outputs_in(packed) != outputs_in(expected):
+            return False
+
+        def mark(block: int, leaf: int) -> str:
+            return f"output {block}.{leaf}"
+
+        ours = unpack(packed, table.tensors, table.constants, mark)
+        theirs = unpack(expected, _Values(trace.values), trace.table.constants, mark)
+        return same(ours, theirs)
+
+    # -- needs ----------------------------------------------------------------------------------------------------
+
+    def _find_needs(self) -> None:
+        """What each glue needs of what came before: outputs of blocks, what submodules returned, values of the call."""
+        for glue in range(self.program.tail + 1):
+            everything = self._all_before(glue)
+            needs = self._likely(glue, everything)
+            if not self._is_enough(glue, needs):
+                self._take_parameters(glue, everything)
+                needs = needs | Needs.union(
+                    one for one in everything.singly() if not self._is_enough(glue, everything - one)
+                )
+                needs = needs if self._is_enough(glue, needs) else everything
+            if not self._is_enough(glue, needs):
+                raise ConfigurationError(self._not_enough(glue))
+            for one in needs.singly():  # such as what the block before returned beside its first tensor
+                if self._may_be_missed(one) and self._is_enough(glue, needs - one):
+                    needs = needs - one
+            self.program.live.append(set(needs.outputs) | self._handed_to_blocks(glue))
+            self.program.live_calls.append(set(needs.calls))
+            self.program.blank_inputs.append(set(everything.inputs - needs.inputs))
+
+    def _all_before(self, glue: int) -> Needs:
+        """All that could be needed; values of the call may be left out where NaN could stand for them."""
+        outputs = {key for key, value in self._before(glue).outputs.items() if value is not None}
+        calls = {n for n, call in enumerate(self._members.calls) if self.program.glue_at(call.gap) < glue}
+        inputs = {n for n, tensor in enumerate(self._inputs()) if glue and tensor.is_floating_point()}
+        return Needs(frozenset(outputs), frozenset(calls), frozenset(inputs))
+
+    def _likely(self, glue: int, everything: Needs) -> Needs:
+        """The outputs of the block before, and all that NaN cannot stand for."""
+        trace, calls = self._trace, self._members.calls
+        last = max(self.program.run_of(glue - 1), default=-1) if glue else -1
+        outputs = {key for key in everything.outputs if key[0] == last or not _may_be_nan(trace.outputs[key])}
+        fixed = {n for n in everything.calls if not all(_may_be_nan(leaf) for leaf in calls[n].leaves)}
+        return Needs(frozenset(outputs), frozenset(fixed), frozenset())
+
+    def _may_be_missed(self, one: Needs) -> bool:
+        """Whether NaN can stand for it, so that a result without it tells something."""
+        outputs = all(_may_be_nan(self._trace.outputs[key]) for key in one.outputs)
+        return outputs and all(_may_be_nan(leaf) for n in one.calls for leaf in self._members.calls[n].leaves)
+
+    def _handed_to_blocks(self, glue: int) -> set[Output]:
+        """Outputs of earlier blocks that those behind a glue take as they are."""
+        run = self.program.run_of(glue)
+        return {o for p in run for o in outputs_in(self._trace.arguments[p]) if not run or o[0] < run[0]}
+
+    def _not_enough(self, glue: int) -> str:
+        run = self.program.run_of(glue - 1) if glue else range(0)
+        where = f"behind its layer {self.program.blocks[run[-1]]}" if run else "before its layers"
+        return (
+            f"the code of {type(self._model).__name__} {where} comes to other results where its layers run apart: it"
+            " needs what they leave behind beside their outputs (router logits, attentions, hidden states that are"
+            " collected); switch that off in the model's configuration, or give the model pipeline_layers()"
+        )
+
+    def _take_parameters(self, glue: int, everything: Needs) -> None:
+        """Make parameters that earlier glue uses by themselves members of a later one, too, where that needs them."""
+        own, used = self.program.members[glue], self._members.used_in(self.program, glue)
+        before = list(own)
+        own += [name for name in self.program.parameters() if name not in own]
+        if not self._is_enough(glue, everything):
+            own[:] = before
+            return
+        for name in [name for name in own if name not in before and name not in used]:
+            own.remove(name)
+            if not self._is_enough(glue, everything):
+                own.append(name)
+
+    def _is_enough(self, glue: int, needs: Needs) -> bool:
+        """Whether a glue comes to the same without anything else that came before it."""
+        outputs = {
+            key: value
+            for key, value in self._before(glue).outputs.items()
+            if key in needs.outputs or not isinstance(value, Tensor)
+        }
+        calls = [
+            [_copy(leaf) if number in needs.calls else _nan(leaf) for leaf in call.leaves]
+            for number, call in enumerate(self._members.calls)
+        ]
+        blank = [n for n in self._all_before(glue).inputs if n not in needs.inputs]
+        replay, table = self._replay(glue, Earlier(outputs, calls))
+        try:
+            outcome = replay.run(*self._call(blank))
+        except ConfigurationError:
+            raise
+        except Exception:  # of code that cannot compute with what stands for values
+            if self.program.in_place:
+                return False
+            self.program.in_place = True
+            return self._is_enough(glue, needs)
+        return self._is_right(glue, outcome, table)
+
+    def _is_right(self, glue: int, outcome: Outcome, table: TensorTable) -> bool:
+        if glue == self.program.tail:
+            return same(outcome.output, self._trace.output)
+        # What a block takes as it came with the call, it gets from there.
+        return all(self._same_arguments(p, a, table) for p, a in zip(self.program.run_of(glue), outcome.arguments))
+
+    def _find_last_uses(self) -> None:
+        program, last = self.program, self.program.last_use
+        for position, packed in enumerate(self._trace.arguments):
+            for output in outputs_in(packed):
+                last[output] = max(last.get(output, 0), position)
+        edges = [*program.starts, len(program.blocks)]
+        for glue, outputs in enumerate(program.live):
+            for output in outputs:
+                last[output] = max(last.get(output, 0), edges[glue])
+
+    def _costs(self) -> list[float]:
+        gaps, blocks = self._trace.operations
+        around = [0.0] * (self.program.tail + 1)
+        for gap, operations in enumerate(gaps):
+            around[self.program.glue_at(gap)] += operations
+        return [around[glue] if position is None else blocks[position] for glue, position in self.program.units()]
+
+    # -- one replay -----------------------------------------------------------------------------------------------
+
+    def _replay(self, glue: int, earlier: Earlier) -> tuple[Replay, TensorTable]:
+        table = TensorTable(constants=self.program.constants)
+        return Replay(self._model, self.program, self.shells, glue, earlier, table), table
+
+    def _before(self, glue: int) -> Earlier:
+        """Everything that came before a glue, as it was."""
+        edges = [*self.program.starts, len(self.program.blocks)]
+        outputs = {key: _copy(value) for key, value in self._trace.outputs.items() if key[0] < edges[glue]}
+        return Earlier(outputs, [[_copy(leaf) for leaf in call.leaves] for call in self._members.calls])
+
+    def _call(self, blank: Sequence[int] = ()) -> tuple[list[Any], dict[str, Any]]:
+        tensors = [_nan(t) if n in set(blank) else t.clone() for n, t in enumerate(self._inputs())]
+        args, kwargs = unpack(self._trace.call, tensors, self._trace.table.constants)
+        return args, kwargs
+
+    def _inputs(self) -> list[Tensor]:
+        """The tensors of the call: the first ones of the table."""
+        return [self._trace.values[number] for number in tensor_numbers_in(self._trace.call)]
+
+
+class Needs(NamedTuple):
+    """Outputs of blocks, numbers of submodules' calls, and numbers of the call's tensors."""
+
+    outputs: frozenset[Output] = frozenset()
+    calls: frozenset[int] = frozenset()
+    inputs: frozenset[int] = frozenset()
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(self.outputs | other.outputs, self.calls | other.calls, self.inputs | other.inputs)
+
+    def __sub__(self, other: Needs) -> Needs:
+        return Needs(self.outputs - other.outputs, self.calls - other.calls, self.inputs - other.inputs)
+
+    def singly(self) -> list[Needs]:
+        """Each of them alone."""
+        return [
+            *(Needs(outputs=frozenset({one})) for one in self.outputs),
+            *(Needs(calls=frozenset({one})) for one in self.calls),
+            *(Needs(inputs=frozenset({one})) for one in self.inputs),
+        ]
+
+    @staticmethod
+    def union(several: Iterable[Needs]) -> Needs:
+        """All of several."""
+        found = Needs()
+        for one in several:
+            found = found | one
+        return found
+
+
+class _Values(Sequence[Tensor]):
+    """The tensors of a trace's table, as they were."""
+
+    def __init__(self, values: Mapping[int, Tensor]) -> None:
+        self._values = values
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._values[number]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _may_be_nan(value: Any) -> bool:
+    return value is None or (isinstance(value, Tensor) and value.is_floating_point())
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _nan(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return torch.full_like(value, float("nan"))
+    return _copy(value)

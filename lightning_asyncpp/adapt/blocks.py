@@ -1,0 +1,111 @@
+"""Finds the blocks of a model: the members of its lists of layers, which a forward calls one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+
+class _Calls:
+    """The calls of a forward: when each module was entered, and what it took and gave."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.inputs: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.kept: list[Any] = []  # so that identities stay
+
+
+def find_blocks(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], asked: Sequence[str] = ()
+) -> list[str]:
+    """Names of the blocks, in the order of their calls.
+
+    Args:
+        model: run once.
+        args: of an example.
+        kwargs: of an example.
+        asked: names of the lists to take; by default they are looked for.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    calls = _recorded(model, args, kwargs)
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
+    if unknown := [name for name in asked if name not in lists]:
+        raise ConfigurationError(
+            f"blocks={unknown}: not a ModuleList or Sequential of the model; there are {list(lists)}"
+        )
+    chosen = [name for name in (asked or lists) if _in_order(name, lists[name], calls)]
+    if not asked:
+        chosen = [name for name in chosen if _of_a_kind(lists[name])]
+        outer = {name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)}
+        inner = {name for name in chosen if _of_a_kind(lists[name], nested=True)}
+        inner = {name for name in inner if _follow_each_other(name, lists[name], calls)}
+        chosen = [name for name in chosen if name in outer | inner]
+    if not chosen:
+        raise ConfigurationError(
+            f"no list of layers was found in {type(model).__name__}: a ModuleList or Sequential with two layers or more"
+            f" of a kind, each called once and in order; its lists are {list(lists)}. Name those to cut between with"
+            " blocks=[...], or give the model pipeline_layers()"
+        )
+    names = [f"{name}.{key}" for name in chosen for key, _ in lists[name].named_children()]
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]  # the inner ones
+    return sorted((name for name in names if name in calls.order), key=calls.order.index)
+
+
+def _recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Calls:
+    calls = _Calls()
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+
+            def enter(_: nn.Module, a: tuple, k: dict[str, Any], name: str = name) -> None:
+                calls.order.append(name)
+                calls.kept.append((a, k))
+                calls.inputs[name] = [id(tensor) for tensor in tensors_of([a, k])]
+
+            def leave(_: nn.Module, a: tuple, k: dict[str, Any], output: Any, name: str = name) -> None:
+                calls.kept.append(output)
+                calls.outputs[name] = [id(tensor) for tensor in tensors_of(output)]
+
+            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+        with torch.no_grad():
+            model(*args, **kwargs)
+    return calls
+
+
+def _in_order(name: str, layers: nn.Module, calls: _Calls) -> bool:
+    """Whether each layer that was called was called once, and in the order of the list."""
+    times = Counter(calls.order)
+    children = [f"{name}.{key}" for key, _ in layers.named_children()]
+    called = [child for child in children if times[child]]
+    return len(called) > 1 and all(times[child] == 1 for child in called) and called == [
+        child for child in calls.order if child in set(children)
+    ]  # fmt: skip
+
+
+def _of_a_kind(layers: nn.Module, nested: bool = False) -> bool:
+    """Whether at least two of its layers are made of others, and of the same class; in a block no plain sequences."""
+    kinds = Counter(
+        type(child)
+        for child in layers.children()
+        if next(child.children(), None) is not None and not (nested and isinstance(child, nn.Sequential))
+    )
+    return max(kinds.values(), default=0) > 1
+
+
+def _follow_each_other(name: str, layers: nn.Module, calls: _Calls) -> bool:
+    """Whether each layer takes a tensor that the one before it returned: experts beside each other do not."""
+    children = [f"{name}.{key}" for key, _ in layers.named_children()]
+    pairs = itertools.pairwise(children)
+    return all(set(calls.outputs.get(a, ())) & set(calls.inputs.get(b, ())) for a, b in pairs)

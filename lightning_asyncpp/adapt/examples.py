@@ -1,0 +1,63 @@
+"""Examples of what models are called with, where they say enough of themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+Call = tuple[tuple, dict[str, Any]]
+_BATCH, _TIME = 2, 8
+_TOKEN_LABELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
+
+
+def examples_of(model: nn.Module) -> Iterator[Call]:
+    """Calls that may fit, the richest first."""
+    if hasattr(model, "config") and hasattr(model, "main_input_name"):
+        yield from _of_transformers(model)
+        return
+    first = next((m for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d))), None)
+    sizes = [getattr(model, "pretrained_cfg", None) or {}, getattr(model, "default_cfg", None) or {}]
+    for known in sizes:
+        if "input_size" in known:
+            yield (torch.randn(_BATCH, *known["input_size"]),), {}
+    if isinstance(first, nn.Embedding):
+        yield (torch.randint(first.num_embeddings, (_BATCH, _TIME)),), {}
+    elif first is not None:
+        dimensions = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[type(first)]
+        for size in (getattr(model, "image_size", None), 224, 32):
+            if isinstance(size, int):
+                yield (torch.randn(_BATCH, first.in_channels, *[size] * dimensions),), {}
+
+
+def _of_transformers(model: Any) -> Iterator[Call]:
+    name = model.main_input_name
+    taken = inspect.signature(type(model).forward).parameters
+    takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
+    if name == "pixel_values":
+        config = model.config
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        pixels = torch.randn(_BATCH, getattr(config, "num_channels", 3), height, width)
+        labels = {"labels": torch.zeros(_BATCH, dtype=torch.long)} if "labels" in taken else {}
+        yield from (((), {name: pixels, **more}) for more in ([labels, {}] if labels else [{}]))
+        return
+    yield from _of_text(model, "labels" in taken or takes_more)
+
+
+def _of_text(model: Any, takes_labels: bool) -> Iterator[Call]:
+    config, kind = model.config, type(model).__name__
+    tokens = torch.randint(1, int(getattr(config, "vocab_size", 0) or 2), (_BATCH, _TIME))  # (batch, time)
+    mask = torch.ones_like(tokens)
+    mask[-1, -2:] = 0
+    both = {"input_ids": tokens, "attention_mask": mask}
+    decoder = {"decoder_input_ids": tokens} if getattr(config, "is_encoder_decoder", False) else {}
+    if takes_labels and any(sign in kind for sign in _TOKEN_LABELS):
+        yield (), {**both, "labels": tokens.masked_fill(mask == 0, -100)}
+    if takes_labels:
+        yield (), {**both, "labels": torch.zeros(_BATCH, dtype=torch.long)}  # of whole sequences
+    yield (), {**both, **decoder}
+    yield (), {name: value[:1] for name, value in {"input_ids": tokens, **decoder}.items()}

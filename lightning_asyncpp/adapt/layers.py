@@ -1,0 +1,180 @@
+"""The layers of a model that is cut by its program: what ``pipeline_layers()`` returns for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.adapt.packing import Output, TensorTable, tensor_numbers_in, unpack
+from lightning_asyncpp.adapt.program import Program
+from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
+from lightning_asyncpp.adapt.shells import Shell, nan_like
+from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
+from lightning_asyncpp.pipeline.cut.units import is_placeholder
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+Carried = dict[str, Any]
+"""What one layer returns and the next one takes: ``tensors`` of the call and ``env``, tensors that glue has made;
+``call``, the model's arguments; ``arguments`` of blocks, and ``which`` of them each block takes; ``outputs`` of blocks
+that are still needed; ``calls``, leaves of what submodules returned in earlier glue."""
+_DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+                               torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
+
+
+class PipelineLayers:
+    """Stands as ``pipeline_layers`` in a model, and is called as a method would be.
+
+    Args:
+        model: the model.
+        program: what is known of its forward.
+        shells: name -> shell.
+    """
+
+    def __init__(self, model: nn.Module, program: Program, shells: Mapping[str, Shell]) -> None:
+        self.model, self.program, self.shells = model, program, shells
+
+    def __call__(self) -> list[Any]:
+        """The layers: blocks, and before, between and after their runs what glue uses."""
+        layers: list[Any] = []
+        for glue, position in self.program.units():
+            if position is None:
+                members = [_found(self.model, name) for name in self.program.members[glue]]
+                layers.append((members, partial(self._glue, glue)))
+            else:
+                layers.append((self.model.get_submodule(self.program.blocks[position]), partial(self._block, position)))
+        return layers
+
+    # -- glue -----------------------------------------------------------------------------------------------------
+
+    def _glue(self, glue: int, members: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if glue == 0:
+            kwargs = with_switches(self.model, kwargs)
+            table = TensorTable(constants=self.program.constants)
+            call = table.pack([list(args), kwargs], type(self.model).__name__)
+            earlier, calls = Earlier(), []
+        else:
+            carried = args[0]
+            device = _device_of(carried)
+            table = TensorTable([_restored(t, device) for t in carried["tensors"]], self.program.constants)
+            call = carried["call"]
+            args, kwargs = unpack(call, table.tensors, self.program.constants)
+            tensors = [*table.tensors, *carried["env"]]
+            known = [[_restored(unpack(leaf, tensors, ()), device) for leaf in leaves] for leaves in carried["calls"]]
+            calls = known
+            earlier = Earlier({_read(key): value for key, value in carried["outputs"].items()}, known)
+        self._place(table, earlier)
+        outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
+        if glue == self.program.tail:
+            return outcome.output
+        return self._carried(glue, table, call, outcome, earlier, calls)
+
+    def _carried(
+        self, glue: int, table: TensorTable, call: Any, outcome: Outcome, earlier: Earlier, calls: list[Any]
+    ) -> Carried:
+        later = range(glue + 1, self.program.tail + 1)
+        needed = set().union(*(self.program.live[g] for g in later))
+        start = self.program.run_of(glue)[0]
+        inputs = len(tensor_numbers_in(call))
+        blank = set.intersection(*(self.program.blank_inputs[g] for g in later)) if later else set()
+        distinct: list[Any] = []
+        for arguments in outcome.arguments:
+            if arguments not in distinct:
+                distinct.append(arguments)
+        all_calls = [
+            [table.pack(leaf, self.program.calls[number]) for leaf in leaves]
+            if any(number in self.program.live_calls[g] for g in later)
+            else [_shape_of(leaf) for leaf in leaves]
+            for number, leaves in enumerate([*calls, *outcome.calls])
+        ]
+        in_run = set(tensor_numbers_in(distinct))
+        return {
+            "tensors": [
+                _shape_of(t) if number in blank and number not in in_run else t
+                for number, t in enumerate(table.tensors[:inputs])
+            ],
+            "env": table.tensors[inputs:],
+            "call": call,
+            "arguments": distinct,
+            "which": [distinct.index(arguments) for arguments in outcome.arguments],
+            "outputs": {
+                _write(output): value
+                for output, value in earlier.outputs.items()
+                if output in needed or self.program.last_use.get(output, -1) >= start
+            },
+            "calls": all_calls,
+        }  # fmt: skip
+
+    # -- blocks ---------------------------------------------------------------------------------------------------
+
+    def _block(self, position: int, block: nn.Module, carried: Carried) -> Carried:
+        start = self.program.starts[self.program.glue_at(position)]
+        outputs = {_read(key): value for key, value in carried["outputs"].items()}
+
+        def output_of(of_block: int, leaf: int) -> Any:
+            if (of_block, leaf) not in outputs:
+                raise ConfigurationError(
+                    f"{self.program.blocks[position]} takes what {self.program.blocks[of_block]} returned, which it did"
+                    " not with the example that pipelined(model, example) was given: give one that is like the batches"
+                )
+            return outputs[of_block, leaf]
+
+        arguments = carried["arguments"][carried["which"][position - start]]
+        tensors = [*carried["tensors"], *carried["env"]]
+        args, kwargs = unpack(arguments, tensors, self.program.constants, output_of)
+        returned = block(*args, **kwargs)
+        outputs |= {(position, leaf): value for leaf, value in enumerate(leaves_of(returned))}
+        kept = {_write(key): value for key, value in outputs.items() if self.program.last_use.get(key, -1) > position}
+        return {**carried, "outputs": kept}
+
+    def _place(self, table: TensorTable, earlier: Earlier) -> None:
+        place = next(iter(self.shells.values())).place
+        known = next(tensors_of([table.tensors, list(earlier.outputs.values())]), None)
+        if known is not None:
+            place.device = known.device
+
+
+def with_switches(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a model without a cache of keys and values, which a training does not use."""
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        return {"use_cache": False, **kwargs}
+    return dict(kwargs)
+
+
+def _found(model: nn.Module, name: str) -> Any:
+    """A submodule or a parameter, or what stands where it was."""
+    found: Any = model
+    for key in name.split("."):
+        if is_placeholder(found):
+            break
+        found = getattr(found, key)
+    return found
+
+
+def _shape_of(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return {"@": "blank", "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+
+
+def _restored(leaf: Any, device: torch.device) -> Any:
+    """A tensor of NaN where only the shape was kept: of its full size, as the code around may change it in place."""
+    if type(leaf) is dict and leaf.get("@") == "blank":
+        return nan_like(tuple(leaf["shape"]), _DTYPES[leaf["dtype"]], device).contiguous()
+    return leaf
+
+
+def _device_of(carried: Carried) -> torch.device:
+    return next(tensors_of([carried["outputs"], carried["tensors"], carried["env"]])).device
+
+
+def _write(output: Output) -> str:
+    return f"{output[0]}.{output[1]}"
+
+
+def _read(key: str) -> Output:
+    block, _, leaf = key.partition(".")
+    return int(block), int(leaf)

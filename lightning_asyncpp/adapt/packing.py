@@ -1,0 +1,167 @@
+"""Arguments and outputs as they travel: nested containers in which a mark stands for every tensor.
+
+A mark says where the tensor is: in a table that travels beside, or among the outputs of an earlier block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_leaves, tensors_of
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+_MARK = "@"
+_PLAIN = (type(None), bool, int, float, str)
+Output = tuple[int, int]
+"""Position of a block, and number of a leaf of what it returned."""
+
+
+class TensorTable:
+    """The tensors of a call, each once, and what is found of them in arguments.
+
+    Args:
+        tensors: those that are known from the beginning.
+        constants: objects that cross no cut, but are the same on every stage, by their positions.
+
+    Attributes:
+        tensors: in the order in which they were met.
+    """
+
+    def __init__(self, tensors: Sequence[Any] = (), constants: list[Any] | None = None) -> None:
+        self.tensors: list[Any] = list(tensors)
+        self.constants = constants if constants is not None else []
+        self._outputs: dict[int, tuple[Output, int]] = {}
+        self._held: list[Any] = []  # so that no other object gets their identity
+
+    def know(self, block: int, output: Any) -> None:
+        """Have the tensors of a block's output be recognised."""
+        for leaf, value in enumerate(leaves_of(output)):
+            if isinstance(value, Tensor):
+                self._outputs[id(value)] = (block, leaf), value._version
+                self._held.append(value)
+
+    def pack(self, value: Any, argument: str) -> Any:
+        """What travels instead of a value.
+
+        Args:
+            value: nested tuples, lists and dictionaries.
+            argument: its name, for messages.
+
+        Raises:
+            ConfigurationError: there is an object in it that cannot cross a cut.
+        """
+        if isinstance(value, Tensor):
+            return self._mark_of(value)
+        if type(value) in _PLAIN:
+            return value
+        if type(value) in (tuple, list):
+            return type(value)(self.pack(entry, argument) for entry in value)
+        if type(value) is dict and all(type(key) is str for key in value):
+            return {key: self.pack(entry, f"{argument}.{key}") for key, entry in value.items()}
+        return self._constant(value, argument)
+
+    def _mark_of(self, tensor: Tensor) -> dict[str, Any]:
+        output, version = self._outputs.get(id(tensor), (None, 0))
+        if output is not None and tensor._version == version:  # else it was changed in place since
+            return {_MARK: "output", "block": output[0], "leaf": output[1]}
+        for number, known in enumerate(self.tensors):
+            if known is tensor:
+                return {_MARK: "tensor", "number": number}
+        self.tensors.append(tensor)
+        return {_MARK: "tensor", "number": len(self.tensors) - 1}
+
+    def _constant(self, value: Any, argument: str) -> dict[str, Any]:
+        for number, known in enumerate(self.constants):
+            if known is value or (type(known) is type(value) and _equal(known, value)):
+                return {_MARK: "constant", "number": number}
+        if next(tensors_of(value), None) is not None or not type(value).__module__.startswith("torch"):
+            raise ConfigurationError(
+                f"argument {argument!r} is a {type(value).__name__}, which cannot cross a cut: tensors, None, numbers,"
+                " strings and booleans can, in tuples, lists and dictionaries (of a cache of keys and values: call the"
+                " model with use_cache=False)"
+            )
+        self.constants.append(value)
+        return {_MARK: "constant", "number": len(self.constants) - 1}
+
+
+def unpack(
+    packed: Any, tensors: Sequence[Any], constants: Sequence[Any], output: Callable[[int, int], Any] = lambda *_: None
+) -> Any:
+    """Return what was packed.
+
+    Args:
+        packed: by a :class:`TensorTable`.
+        tensors: of the table.
+        constants: of the model.
+        output: (block, leaf) -> the tensor.
+    """
+    if type(packed) is dict:
+        if (kind := packed.get(_MARK)) is None:
+            return {key: unpack(entry, tensors, constants, output) for key, entry in packed.items()}
+        if kind == "output":
+            return output(packed["block"], packed["leaf"])
+        if "number" not in packed:  # a shape without a tensor
+            return packed
+        return (tensors if kind == "tensor" else constants)[packed["number"]]
+    if type(packed) in (tuple, list):
+        return type(packed)(unpack(entry, tensors, constants, output) for entry in packed)
+    return packed
+
+
+def outputs_in(packed: Any) -> set[Output]:
+    """Outputs of blocks that what was packed refers to."""
+    return {(mark["block"], mark["leaf"]) for mark in _marks(packed) if mark[_MARK] == "output"}
+
+
+def tensor_numbers_in(packed: Any) -> list[int]:
+    """Numbers of the tensors that what was packed refers to, each once, in their order."""
+    return list(dict.fromkeys(mark["number"] for mark in _marks(packed) if mark[_MARK] == "tensor"))
+
+
+def _marks(packed: Any) -> Iterator[dict[str, Any]]:
+    if type(packed) is dict and _MARK in packed:
+        yield packed
+    elif type(packed) in (tuple, list, dict):
+        for entry in packed.values() if type(packed) is dict else packed:
+            yield from _marks(entry)
+
+
+class Number:
+    """Stands for a leaf in the template of an output."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def template_of(output: Any) -> Any:
+    """An output with marks in the places of its leaves, in the order of ``leaves_of``."""
+    numbers = itertools.count()
+    return map_leaves(lambda _: Number(next(numbers)), output)
+
+
+def filled(template: Any, leaves: Sequence[Any]) -> Any:
+    """An output with other leaves in it."""
+    return map_leaves(lambda leaf: leaves[leaf.number], template, lambda node: isinstance(node, Number))
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two outputs or arguments hold the same values, tensors to the last bit."""
+    ours, theirs = list(leaves_of(first)), list(leaves_of(second))
+    return len(ours) == len(theirs) and all(_same_leaf(a, b) for a, b in zip(ours, theirs))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    return type(a) is type(b) and (type(a) not in _PLAIN or a == b or a != a)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # of somebody else's class
+        return False

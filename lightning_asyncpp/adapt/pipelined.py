@@ -1,0 +1,161 @@
+"""``pipelined(model)``: gives a model that somebody else wrote its ``pipeline_layers()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_asyncpp.adapt.analysis import Analysis
+from lightning_asyncpp.adapt.blocks import find_blocks
+from lightning_asyncpp.adapt.examples import examples_of
+from lightning_asyncpp.adapt.layers import PipelineLayers, with_switches
+from lightning_asyncpp.adapt.packing import same
+from lightning_asyncpp.adapt.trace import record
+from lightning_asyncpp.pipeline.cut.units import apply_layers
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+Model = TypeVar("Model", bound=nn.Module)
+Example = Sequence[Any] | Mapping[str, Any]
+
+
+def pipelined(model: Model, example: Example | None = None, blocks: str | Sequence[str] = ()) -> Model:
+    """Let a pipeline cut a model between the blocks that its forward calls one after the other.
+
+    Its own forward does the rest: it runs on the stages for what is before, between and after the blocks, with
+    stand-ins for what is on other stages. What these parts of it need from each other is found with the example.
+    Names in ``state_dict``, ``from_pretrained``, ``save_pretrained`` and calls outside of a pipeline stay the same.
+
+    Args:
+        model: a model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``; it is
+            changed in place.
+        example: what it is called with in the training: positional arguments in a tuple, or keyword arguments in a
+            dictionary. Models of ``transformers`` and ``timm``, and those that begin with an embedding or a
+            convolution, do without.
+        blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: they are looked
+            for.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigurationError: it cannot be cut so, with what is in the way.
+    """
+    if callable(getattr(model, "pipeline_layers", None)):
+        return model
+    if isinstance(model, nn.Sequential) and not blocks:
+        return model
+    _refuse_unfit(model)
+    asked = [blocks] if isinstance(blocks, str) else list(blocks)
+    with _looked_at(model):
+        args, kwargs = _working_example(model, example)
+        names = find_blocks(model, args, kwargs, asked)
+        found = Analysis(model, record(model, names, args, kwargs))
+        layers = PipelineLayers(model, found.program, found.shells)
+        model.pipeline_layers = layers  # type: ignore[assignment]
+        try:
+            _check(model, args, kwargs)
+        except BaseException:
+            del model.pipeline_layers
+            raise
+    costs = [1.0 + operations for operations in found.program.costs]
+    model.pipeline_costs = Costs(costs)  # type: ignore[assignment]
+    return model
+
+
+def can_be_cut(model: nn.Module) -> bool:
+    """Whether it says by itself between which layers."""
+    return isinstance(model, nn.Sequential) or callable(getattr(model, "pipeline_layers", None))
+
+
+def problems_of_adapting(model: nn.Module, example: Any = None) -> list[str]:
+    """Make a model that does not say where it can be cut one that does; what is in the way.
+
+    Args:
+        model: it is changed in place, unless something is in the way.
+        example: a LightningModule's ``example_input_array``.
+    """
+    if can_be_cut(model):
+        return []
+    given = example if example is None or isinstance(example, (tuple, Mapping)) else (example,)
+    try:
+        pipelined(model, given)
+    except ConfigurationError as error:
+        return [
+            f"self.model is a {type(model).__name__}, which the pipeline cannot cut: make it an nn.Sequential, or give"
+            " it pipeline_layers(), a method that returns its layers in the order in which they are applied;"
+            f" lightning_asyncpp.pipelined() cannot do so: {error}"
+        ]
+    return []
+
+
+class Costs:
+    """Stands as ``pipeline_costs`` in a model: floating-point operations of its layers with the example."""
+
+    def __init__(self, costs: list[float]) -> None:
+        self.costs = costs
+
+    def __call__(self) -> list[float]:
+        """They, in order."""
+        return list(self.costs)
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    if "forward" in vars(model):
+        raise ConfigurationError(
+            f"forward of this {type(model).__name__} was replaced in the object, and pipelined() runs that of the"
+            " class: call pipelined() before anything wraps the model's forward"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigurationError(
+            f"{type(model).__name__} is on the meta device, and pipelined() runs it once: build it with real weights"
+        )
+
+
+def _working_example(model: nn.Module, example: Example | None) -> tuple[tuple, dict[str, Any]]:
+    """Arguments that the model takes."""
+    if example is not None:
+        given = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+        return given[0], with_switches(model, given[1])
+    problems = []
+    for args, kwargs in examples_of(model):
+        kwargs = with_switches(model, kwargs)
+        try:
+            with torch.no_grad():
+                model(*args, **kwargs)
+            return args, kwargs
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    said = f" (tried: {problems[-1][:200]})" if problems else ""
+    raise ConfigurationError(
+        f"pipelined({type(model).__name__}): it is not known how to call the model{said}; give an example of its"
+        " arguments, pipelined(model, example=(x,)) or example={'input_ids': ids, 'labels': ids}"
+    )
+
+
+def _check(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    with torch.no_grad():
+        expected, found = type(model).forward(model, *args, **kwargs), apply_layers(model, *args, **kwargs)
+    if not same(expected, found):
+        raise ConfigurationError(
+            f"{type(model).__name__}, cut into layers, gives another output than its own forward: something that its"
+            " layers leave behind for the code after them (router logits, attentions, hidden states that are collected)"
+            " would be lost; switch that off in its configuration, or give the model pipeline_layers()"
+        )
+
+
+@contextmanager
+def _looked_at(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, with the generators and the modes as before afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode

@@ -1,0 +1,82 @@
+"""What is known of a model's forward: which blocks it calls, and what the code around them needs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_asyncpp.adapt.packing import Output
+
+
+@dataclass
+class Program:
+    """A forward as blocks, and glue: the code before, between and after them.
+
+    Glue number g runs before run g of blocks, and while these follow each other; the last one after all blocks.
+
+    Attributes:
+        blocks: names of the modules that a pipeline may cut between, in the order of their calls.
+        starts: position of the first block of every run.
+        members: by glue, names of the submodules and parameters that it uses.
+        calls: by number of a call of such a submodule, its name.
+        templates: by block, its output, with marks in the places of its leaves.
+        call_templates: the same by number of a call.
+        alike: by block and leaf, whether a tensor has the shape of the block's first one; None of what is none.
+        live: by glue, the outputs of earlier blocks that it needs.
+        live_calls: by glue, numbers of earlier calls whose outputs it needs.
+        blank_inputs: by glue, numbers of the call's tensors that it takes no values of.
+        last_use: an output that later ones need -> position of the last block, or the glue's first block, that does.
+        constants: objects among the arguments of blocks.
+        costs: by unit, floating-point operations of its forward and backward.
+        unused: names of parameters that the forward does not use.
+        in_place: whether code around the blocks changes in place what they return.
+        shapes: name -> shape and dtype, of parameters that glue uses by themselves.
+    """
+
+    blocks: list[str]
+    starts: list[int] = field(default_factory=lambda: [0])
+    members: list[list[str]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    templates: list[Any] = field(default_factory=list)
+    call_templates: list[Any] = field(default_factory=list)
+    alike: dict[Output, bool | None] = field(default_factory=dict)
+    live: list[set[Output]] = field(default_factory=list)
+    live_calls: list[set[int]] = field(default_factory=list)
+    blank_inputs: list[set[int]] = field(default_factory=list)
+    last_use: dict[Output, int] = field(default_factory=dict)
+    constants: list[Any] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    in_place: bool = False
+    shapes: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
+
+    @property
+    def tail(self) -> int:
+        """Number of the last glue."""
+        return len(self.starts)
+
+    def run_of(self, glue: int) -> range:
+        """Positions of the blocks behind a glue; none behind the last."""
+        edges = [*self.starts, len(self.blocks), len(self.blocks)]
+        return range(edges[glue], edges[glue + 1])
+
+    def glue_at(self, position: int) -> int:
+        """Which glue runs before the block at a position; after all of them the last."""
+        return self.tail if position == len(self.blocks) else bisect_right(self.starts, position) - 1
+
+    def modules(self) -> list[str]:
+        """Names of the submodules that glue calls."""
+        return list(dict.fromkeys(self.calls))
+
+    def parameters(self) -> list[str]:
+        """Names of the parameters that glue uses by themselves."""
+        others = {*self.modules(), *self.unused}
+        return list(dict.fromkeys(name for members in self.members for name in members if name not in others))
+
+    def units(self) -> list[tuple[int, int | None]]:
+        """In order: (glue, None), and (glue, position) of the blocks behind it."""
+        found: list[tuple[int, int | None]] = []
+        for glue in range(self.tail + 1):
+            found += [(glue, None), *((glue, position) for position in self.run_of(glue))]
+        return found

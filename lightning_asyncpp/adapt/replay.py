@@ -1,0 +1,174 @@
+"""Runs a model's own forward for the code around its blocks, with shells in the places of what is not to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_asyncpp.adapt.packing import Output, TensorTable, filled
+from lightning_asyncpp.adapt.program import Program
+from lightning_asyncpp.adapt.shells import Shell, in_place_of, nan_like
+from lightning_asyncpp.pipeline.batches.tree import leaves_of
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+Leaves = list[Any]
+
+
+class _BlocksKnown(BaseException):
+    """All blocks behind a glue have their arguments; no ``except Exception`` of the model's is to catch it."""
+
+
+@dataclass
+class Earlier:
+    """What came before a glue.
+
+    Attributes:
+        outputs: of blocks; of those that are not there, nobody needs a value.
+        calls: by number, the leaves of what submodules returned in earlier glue.
+    """
+
+    outputs: Mapping[Output, Any] = field(default_factory=dict)
+    calls: Sequence[Leaves] = ()
+
+
+@dataclass
+class Outcome:
+    """What a glue came to.
+
+    Attributes:
+        arguments: of the blocks behind it, as they travel.
+        calls: the leaves of what its own submodules returned.
+        output: of the model, behind the last glue.
+    """
+
+    arguments: list[Any] = field(default_factory=list)
+    calls: list[Leaves] = field(default_factory=list)
+    output: Any = None
+
+
+class Replay:
+    """One forward for one glue.
+
+    Args:
+        model: the model, or what a stage has of it.
+        program: what is known of its forward.
+        shells: name -> shell, of all blocks and submodules of the program.
+        glue: which is to run.
+        earlier: what came before.
+        table: knows the tensors of the call; it takes up those of the blocks' arguments.
+    """
+
+    def __init__(
+        self, model: nn.Module, program: Program, shells: Mapping[str, Shell], glue: int, earlier: Earlier,
+        table: TensorTable,
+    ) -> None:  # fmt: skip
+        self._model, self._program, self._shells = model, program, shells
+        self._glue, self._earlier, self._table = glue, earlier, table
+        self._run = program.run_of(glue)
+        self._position = 0  # of the next block
+        self._calls = 0
+        self.outcome = Outcome()
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
+        """Run it.
+
+        Raises:
+            ConfigurationError: the forward takes another way than it did with the example.
+        """
+        program = self._program
+        modules = {name: self._shells[name] for name in (*program.blocks, *program.modules())}
+        for position, name in enumerate(program.blocks):
+            modules[name].answer = self._block(position)
+        for name in program.modules():
+            modules[name].answer = self._submodule(name, self._model.get_submodule(name))
+        try:
+            with in_place_of(self._model, modules, self._parameters()):
+                self.outcome.output = type(self._model).forward(self._model, *args, **kwargs)
+        except _BlocksKnown:
+            return self.outcome
+        finally:
+            for shell in modules.values():
+                shell.answer = None
+        if self._run or self._position != len(program.blocks):
+            raise self._other_way("the end")
+        return self.outcome
+
+    def _parameters(self) -> dict[str, Tensor]:
+        own = set(self._program.members[self._glue])
+        others = [name for name in self._program.parameters() if name not in own]
+        found, place = {}, next(iter(self._shells.values())).place
+        for name in others:
+            shape, dtype = self._program.shapes[name]
+            found[name] = nan_like(shape, dtype, place.device)
+        return found
+
+    def _block(self, position: int) -> Callable[[tuple, dict[str, Any]], Any]:
+        def answer(args: tuple, kwargs: dict[str, Any]) -> Any:
+            if position != self._position:
+                raise self._other_way(self._program.blocks[position])
+            self._position += 1
+            if position in self._run:
+                return self._coming(position, args, kwargs)
+            leaves = [
+                self._earlier.outputs[position, leaf]
+                if (position, leaf) in self._earlier.outputs
+                else self._nothing(args, kwargs, alike)
+                for leaf, alike in enumerate(self._alike(position))
+            ]
+            return self._known(position, leaves)
+
+        return answer
+
+    def _alike(self, position: int) -> list[bool | None]:
+        found: list[bool | None] = []
+        while (position, len(found)) in self._program.alike:
+            found.append(self._program.alike[position, len(found)])
+        return found
+
+    def _coming(self, position: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A block that is still to run: keep what it is to be called with."""
+        arguments = [list(args), kwargs]
+        name = self._program.blocks[position]
+        self.outcome.arguments.append(self._table.pack(arguments, name))
+        if position == self._run[-1]:
+            raise _BlocksKnown
+        return self._known(position, [self._nothing(args, kwargs, alike) for alike in self._alike(position)])
+
+    def _known(self, position: int, leaves: list[Any]) -> Any:
+        output = filled(self._program.templates[position], leaves)
+        self._table.know(position, output)
+        return output
+
+    def _submodule(self, name: str, real: nn.Module) -> Callable[[tuple, dict[str, Any]], Any]:
+        def answer(args: tuple, kwargs: dict[str, Any]) -> Any:
+            number = self._calls
+            self._calls += 1
+            if number >= len(self._program.calls) or self._program.calls[number] != name:
+                raise self._other_way(name)
+            if self._program.glue_at(self._position) != self._glue:
+                return filled(self._program.call_templates[number], self._earlier.calls[number])
+            output = real(*args, **kwargs)
+            self.outcome.calls.append(list(leaves_of(output)))
+            return output
+
+        return answer
+
+    def _other_way(self, name: str) -> ConfigurationError:
+        blocks = self._program.blocks
+        expected = blocks[self._position] if self._position < len(blocks) else "the end"
+        return ConfigurationError(
+            f"forward of {type(self._model).__name__} came to {name} where it came to {expected} with the example that"
+            " pipelined(model, example) was given: it must call its layers in the same order for every batch; give an"
+            " example that is like the batches (the same arguments, and in training the same switches)"
+        )
+
+    def _nothing(self, args: tuple, kwargs: dict[str, Any], alike: bool | None) -> Any:
+        """What stands for a leaf of a block's output: NaN in the shape of its first tensor, NaN alone, or None."""
+        if alike is None:
+            return None
+        first = next(leaf for leaf in leaves_of([args, kwargs]) if isinstance(leaf, Tensor))
+        nothing = nan_like(tuple(first.shape) if alike else (), first.dtype, first.device)
+        return nothing.contiguous() if self._program.in_place else nothing

@@ -1,0 +1,114 @@
+"""What stands in a module's place while a model's own forward runs without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Answer = Callable[[tuple, dict[str, Any]], Any]
+
+
+class Place:
+    """Where the tensors of shells are, for the time of a forward."""
+
+    device = torch.device("cpu")
+
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+class Shell(nn.Module):
+    """Looks like a module from outside, holds no weights, and returns what it is told.
+
+    It has the module's plain attributes and its configuration, shells of its children, and for its parameters tensors
+    of their shapes that hold nothing but NaN: forwards read such attributes of layers that they go on to call.
+
+    Args:
+        module: what it looks like.
+        name: of it in the model.
+        place: where its tensors are.
+    """
+
+    def __init__(self, module: nn.Module, name: str, place: Place) -> None:
+        super().__init__()
+        self.stands_for, self.place = name, place
+        self.answer: Answer | None = None
+        own = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+        self.facts = {key: value for key, value in own.items() if key == "config" or _is_plain(value)}
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        self.tensors = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors}
+        self.training = module.training
+        for key, child in module.named_children():
+            self.add_module(key, Shell(child, f"{name}.{key}", place))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what it is told."""
+        if self.answer is None:
+            raise RuntimeError(f"{self.stands_for} is called by itself, apart from the module around it")
+        return self.answer(args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        if name in own.get("facts", ()):
+            return own["facts"][name]
+        if name in own.get("tensors", ()):
+            shape, dtype = own["tensors"][name]
+            return nan_like(shape, dtype, own["place"].device)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            where = own.get("stands_for", "")
+            raise AttributeError(
+                f"{where}.{name} is read by code outside of {where}, which may be on another pipeline stage"
+            ) from None
+
+
+def nan_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """A tensor of NaN (zeros of a dtype that has none) without memory of its own size."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+@contextmanager
+def in_place_of(model: nn.Module, modules: Mapping[str, nn.Module], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have other modules and tensors in a model for a while.
+
+    Args:
+        model: the model.
+        modules: name of a submodule -> what stands in its place.
+        values: name of a parameter -> what is found under it.
+    """
+    parents = {name: _parent(model, name) for name in (*modules, *values)}
+    before = {name: getattr(*parents[name]) for name in modules}
+    hidden: dict[str, Any] = {name: vars(parents[name][0]).get(parents[name][1]) for name in values}
+    try:
+        for name, module in modules.items():
+            setattr(*parents[name], module)
+        for name, value in values.items():
+            parent, key = parents[name]
+            vars(parent)[key] = value  # found before what the module holds as a parameter
+        yield
+    finally:
+        for name, module in before.items():
+            setattr(*parents[name], module)
+        for name, found in hidden.items():
+            parent, key = parents[name]
+            del vars(parent)[key]
+            if found is not None:
+                vars(parent)[key] = found
+
+
+def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(entry) for entry in value)
+    return type(value) in _PLAIN
