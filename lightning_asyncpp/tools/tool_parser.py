@@ -1,0 +1,95 @@
+"""Parsers of the tools: options with hyphens, or underscores; what is wrong in a line or two."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jsonargparse
+
+from lightning_asyncpp.lightning_cli.nearest import advice
+
+_UNRECOGNIZED = "unrecognized arguments: "
+
+
+class _Options:
+    """The options that a parser got."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add(self, action: argparse.Action) -> None:
+        self.names += [name for name in action.option_strings if name.startswith("--")]
+
+    def hyphened(self, arguments: Sequence[str] | None) -> list[str]:
+        """The arguments, with hyphens in the options that are these; of others the underscores are their own."""
+        return [self._hyphened(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
+
+    def _hyphened(self, argument: str) -> str:
+        name, equals, value = argument.partition("=")
+        meant = name.replace("_", "-")
+        return meant + equals + value if name.startswith("--") and meant in self.names else argument
+
+    def explained(self, message: str) -> str:
+        """What is wrong; of options that do not exist, with the nearest."""
+        if not message.startswith(_UNRECOGNIZED):
+            return message
+        words = message.removeprefix(_UNRECOGNIZED).split()
+        unknown = [word.partition("=")[0] for word in words if word.startswith("-")]
+        return "\n".join(f"there is no option {name}{advice(name, self.names)}" for name in unknown) or message
+
+
+class ToolParser(jsonargparse.ArgumentParser):
+    """Of a tool whose arguments are all its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._options = _Options()
+        super().__init__(*args, **kwargs)
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an argument."""
+        action: argparse.Action = super().add_argument(*args, **kwargs)
+        self._options.add(action)
+        return action
+
+    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> jsonargparse.Namespace:  # type: ignore[override]
+        """Read the arguments."""
+        return super().parse_args(self._options.hyphened(args), *rest, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with what is wrong; the usage would hide it."""
+        _end(self.prog, self._options.explained(message))
+
+
+class KnownPartParser(argparse.ArgumentParser):
+    """Of a tool that may leave arguments which it does not know to another parser."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._options = _Options()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def option_names(self) -> list[str]:
+        """Its options, without the leading hyphens."""
+        return [name.removeprefix("--") for name in self._options.names]
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an argument."""
+        action = super().add_argument(*args, **kwargs)
+        self._options.add(action)
+        return action
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Read the arguments that are known."""
+        return super().parse_known_args(self._options.hyphened(args), namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End with what is wrong; the usage would hide it."""
+        _end(self.prog, self._options.explained(message))
+
+
+def _end(program: str, said: str) -> NoReturn:
+    sys.stderr.write(f"{program}: error: {said}\n(`{program} --help` lists the options)\n")
+    sys.exit(2)
