@@ -44,7 +44,7 @@ def recipes_first(arguments: Sequence[str]) -> list[str]:
 
 def recipes_in(arguments: Sequence[str]) -> list[str]:
     """The recipes that the arguments name, in order."""
-    recipes = []
+    recipes: list[str] = []
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in CONFIG:

@@ -123,6 +123,7 @@ def _of_sections(option: str) -> Iterator[str]:
 
 
 def _subclasses(cls: type) -> Iterator[type]:
+    below: type
     for below in cls.__subclasses__():
         yield below
         yield from _subclasses(below)
