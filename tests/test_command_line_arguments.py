@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,30 @@ def test_a_name_that_is_nearly_right_is_answered_in_two_lines(
     printed = capsys.readouterr().err
     assert said in printed
     assert printed.count("\n") == 2, printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trainer.callbacks+=PipelineTrace", "--trainer.callbacks.mini_batches", "x"], "Expected a <class 'int'>"),
+        (["--model", "own_module.Model"], "own_dependency"),
+        (["--model", "own_module.Other"], "there is no LightningModule 'Other'"),
+        (["--model", "nowhere.Model"], "there is no module 'nowhere' to be imported"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_another_cause_is_not_taken_for_an_unknown_name(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs = "" if "Other" in arguments[1] else "import own_dependency\n"
+    (tmp_path / "own_module.py").write_text(needs)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        read_configuration(["fit", RECIPE, *arguments])
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "has no argument" not in printed
+    sys.modules.pop("own_module", None)
 
 
 @pytest.mark.parametrize(

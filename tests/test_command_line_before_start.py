@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.lightning_cli import command
+from lightning_asyncpp.lightning_cli.before_start import refused_by_trainer
 from lightning_asyncpp.lightning_cli.startup import say_what_is_logged
 
 RECIPE = str(Path(__file__).parents[1] / "recipes/quickstart.yaml")
@@ -49,6 +51,16 @@ def test_gpus_that_are_not_there(accelerator: str, capsys: pytest.CaptureFixture
     printed = said(capsys, "--trainer.accelerator", accelerator)
     assert "finds 0 GPUs on this machine: give --trainer.accelerator cpu\n" in printed
     assert f"accelerator='{accelerator}' and devices=2" in printed
+
+
+def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    lightnings = MisconfigurationException("You requested gpu: [0, 1]\n But your machine only has: [0]")
+    refusal = str(refused_by_trainer(lightnings, {"accelerator": "gpu", "devices": 2}))
+    assert refusal.startswith("the recipe has accelerator='gpu' and devices=2, and torch ")
+    assert refusal.endswith("finds 1 GPUs on this machine: give --trainer.devices 1, or --trainer.accelerator cpu")
+    other = MisconfigurationException("something\n  else")
+    assert str(refused_by_trainer(other, {"accelerator": "gpu"})) == "the Trainer refuses its arguments: something else"
 
 
 def test_data_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

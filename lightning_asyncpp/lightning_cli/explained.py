@@ -22,6 +22,7 @@ _OPTION = re.compile(r"(?:Option '([\w.]+)' is not accepted|does not accept opti
 _GROUP = re.compile(r"Group '([\w.]+)' does not accept")
 _ARGUMENTS = re.compile(r"unrecognized arguments: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 _NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)|has no attribute '(\w+)'|No module named '([\w.]+)'")
+_PATH = re.compile(r"given class_path '([\w.]+)'|Given value: ([\w.]+)$", re.MULTILINE)
 _TYPE = re.compile(r"[a-z]\w*(?:\.\w+)*\.[A-Z]\w*")
 _WRITTEN = ("optimizer", "config", "print_config", "help", "trace", "trace.mini_batches")  # shorthands of the command
 _STRATEGY = "trainer.strategy"
@@ -42,18 +43,30 @@ def explained(message: str, known: Iterable[str], name: str = "asyncpp") -> str:
         name: of the command, as it is called.
     """
     key = ".".join(_KEY.findall(message))
-    given = [first or second for first, second in _GIVEN_CLASS.findall(message.partition("Given value")[0])]
+    given = [match.group(1) or match.group(2) for match in _GIVEN_CLASS.finditer(message.partition("Given value")[0])]
     place = min(max(len(_KEY.findall(message)) - 1, 0), len(given) - 1)
     class_path = given[place] if given else ""  # of several types that were tried for one key, the first is what it is
-    if found := _ARGUMENTS.findall(message):
-        return "\n".join(_unknown_arguments(found[-1], key, class_path, known, name))
-    if options := [first or second for first, second in _OPTION.findall(message)]:
-        group = _GROUP.findall(message)
-        option = f"{group[-1]}.{options[0]}" if group else options[0]
-        if class_path:
-            return _unknown_argument(option, key, class_path)
-        return f"there is no option {option!r}{advice(option, [*known])}"
-    return _unknown_class(message, key) or message
+    if found := list(_ARGUMENTS.finditer(message)):
+        if _class_of(message, found[-1]) == class_path:
+            return "\n".join(_unknown_arguments(found[-1].group(1), key, class_path, known, name))
+    elif found := list(_OPTION.finditer(message)):
+        if _class_of(message, found[0]) == class_path:
+            group, option = _GROUP.findall(message), next(part for part in found[0].groups() if part)
+            option = f"{group[-1]}.{option}" if group else option
+            if class_path:
+                return _unknown_argument(option, key, class_path)
+            return f"there is no option {option!r}{advice(option, known)}"
+    elif said := _unknown_class(message, key):
+        return said
+    return message
+
+
+def _class_of(message: str, found: re.Match[str]) -> str:
+    """The class that a complaint is about: named after it in its line, or else before it; empty if none is."""
+    rest = _GIVEN_CLASS.search(message[found.start() :].partition("\n")[0])
+    before = list(_GIVEN_CLASS.finditer(message, 0, found.start()))
+    match = rest or (before[-1] if before else None)
+    return "" if match is None else match.group(1) or match.group(2)
 
 
 def _unknown_arguments(text: str, key: str, class_path: str, known: Iterable[str], name: str) -> Iterator[str]:
@@ -78,7 +91,15 @@ def _unknown_class(message: str, key: str) -> str:
     """What is wrong with the name of a class; empty if nothing."""
     if not (found := list(_NO_CLASS.finditer(message))):
         return ""
-    name = next(part for part in found[-1].groups() if part)
+    name, attribute, module = found[-1].groups()
+    paths = [match.group(1) or match.group(2) for match in _PATH.finditer(message)]
+    if attribute and not any(path.endswith(f".{attribute}") for path in paths):
+        return ""  # of the user's own code, as it was imported
+    if module and not any(path.startswith(f"{module}.") for path in paths):
+        return ""
+    if module:
+        return f"--{key}: there is no module {module!r} to be imported; it is looked for in this folder, too"
+    name = name or attribute
     subtypes = message[: found[-1].start()].rpartition("Subtypes:")[2].partition("\n")[0]
     bases = [cls for path in _TYPE.findall(subtypes) if isinstance(cls := _found(path), type)]
     bases = [cls for cls in bases if not cls.__module__.startswith(("collections", "typing"))]

@@ -33,8 +33,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     best = sorted(scored, key=lambda candidate: (*scored[candidate], candidate.count("."), candidate))
     if not best:
         return []
-    likest = scored[best[0]][1]
-    worst = likest if likest == -1.0 else likest + _AS_LIKE
+    best_score = scored[best[0]][1]
+    worst = best_score if best_score == -1.0 else best_score + _AS_LIKE
     return [candidate for candidate in best if scored[candidate][1] <= worst][:_MOST]
 
 
