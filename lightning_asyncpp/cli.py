@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_asyncpp.lightning_cli.arguments import find_own_modules
+from lightning_asyncpp.lightning_cli.arguments import find_own_modules, recipes_in, written_out
 from lightning_asyncpp.lightning_cli.nearest import advice
 from lightning_asyncpp.lightning_cli.overview import FULL_HELP, GROUPS, SUBCOMMANDS, help_of, overview
 from lightning_asyncpp.lightning_cli.startup import say
@@ -132,7 +132,7 @@ def announce(given: Sequence[str]) -> None:
         given: what follows ``asyncpp``.
     """
     if given and given[0] in _READ_RECIPES:
-        say(f"{given[0]}: importing torch and Lightning ...")
+        say(f"{' '.join([given[0], *recipes_in(written_out(given))])}: importing torch and Lightning ...")
 
 
 def _refuse(error: ConfigurationError) -> NoReturn:

@@ -156,7 +156,7 @@ def test_a_line_says_what_starts_before_torch_is_imported() -> None:
         for variables in ({"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"})
     ]
     assert [done.returncode for done in said] == [7, 7]
-    assert [done.stderr for done in said] == ["asyncpp: fit: importing torch and Lightning ...\n", ""]
+    assert [done.stderr for done in said] == ["asyncpp: fit x.yaml: importing torch and Lightning ...\n", ""]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short names)
-from lightning_asyncpp.lightning_cli.arguments import find_own_modules, recipes_in, written_out
+from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
 from lightning_asyncpp.lightning_cli.before_start import (
     check_start,
     check_strategy_name,
@@ -187,11 +187,8 @@ def run() -> None:
         ConfigurationError: what was asked for does not fit together.
         SystemExit: it cannot even be read.
     """
-    given = written_out(sys.argv[1:])
-    if recipes := recipes_in(given):
-        say(f"{given[0]}: reading {' and '.join(recipes)}")
     say_what_is_logged()
-    sys.argv[1:] = given
+    sys.argv[1:] = written_out(sys.argv[1:])
     make_cli(save_config_kwargs={"overwrite": True})
 
 

@@ -21,13 +21,15 @@ def say(text: str) -> None:
         sys.stderr.flush()
 
 
-def say_what_is_logged(name: str = "lightning_asyncpp") -> None:
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+def say_what_is_logged() -> None:
     """Have what the package logs as information said as well, as by the data that are prepared."""
-    logger = logging.getLogger(name)
-    if not is_first_process() or logger.handlers or logger.level:
+    logger = logging.getLogger("lightning_asyncpp")
+    if logger.handlers or logger.level:
         return  # whoever called this has chosen
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("asyncpp: %(message)s"))
-    logger.addHandler(handler)
+    logger.addHandler(_Said())
     logger.setLevel(logging.INFO)
-    logger.propagate = False
