@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 import textwrap
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -49,7 +48,6 @@ TOOLS = {
 
 _HELP = frozenset({"-h", "--help"})
 _READ_RECIPES = frozenset({*SUBCOMMANDS, "check", "plan"})
-_GRACE_SECONDS = 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -139,8 +137,7 @@ def _refuse(error: ConfigurationError) -> NoReturn:
     """End with what is wrong; where it was found, among Lightning's frames and on every rank, would hide it."""
     rank = getattr(rank_zero_only, "rank", None) or 0
     text = str(error)
-    if rank:  # they all raise the same, and the first to end ends the others: mostly it alone is heard
-        time.sleep(_GRACE_SECONDS)
+    if rank:  # they all raise the same
         text = f"[rank {rank}] {textwrap.shorten(text, 100, placeholder=' ...')}"
     sys.stderr.write(f"asyncpp: error: {text}\n")  # at once: other ranks write as well
     sys.exit(2)
