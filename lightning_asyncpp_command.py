@@ -31,9 +31,10 @@ def _import_package() -> None:
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError("No module named 'lightning_asyncpp'")
     package = sys.modules[spec.name] = module_from_spec(spec)
-    from lightning_asyncpp.cli import answer_help
+    from lightning_asyncpp.cli import announce, answer_help
 
     answer_help(sys.argv[1:])
+    announce(sys.argv[1:])
     spec.loader.exec_module(package)
 
 

@@ -9,13 +9,14 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jsonargparse import ArgumentParser
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_asyncpp.lightning_cli.arguments import DESCRIPTION, SUBCOMMANDS, find_own_modules
+from lightning_asyncpp.lightning_cli.arguments import find_own_modules, recipes_in, written_out
+from lightning_asyncpp.lightning_cli.nearest import advice
+from lightning_asyncpp.lightning_cli.overview import FULL_HELP, GROUPS, SUBCOMMANDS, help_of, overview
+from lightning_asyncpp.lightning_cli.startup import say
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
 from lightning_asyncpp.private_names import installed_versions
-from lightning_asyncpp.tools.parsers import print_help
 from lightning_asyncpp.version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ TOOLS = {
 }
 
 _HELP = frozenset({"-h", "--help"})
+_READ_RECIPES = frozenset({*SUBCOMMANDS, "check", "plan"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,21 +83,19 @@ def run(arguments: Sequence[str] | None = None) -> None:
         sys.argv = [sys.argv[0], *arguments]
     find_own_modules()
     given = sys.argv[1:]
-    _answer_version(given)
-    _check_subcommand(given)
+    answer_help(given)
     if given[0] in TOOLS:
         importlib.import_module(TOOLS[given[0]]).main(given[1:])
-    elif given[0] in _HELP:
-        _parser().parse_args(given)
     else:
+        sys.argv[1:] = ["--help" if argument == FULL_HELP else argument for argument in given]
         importlib.import_module(_LIGHTNING).run()
 
 
 def answer_help(given: Sequence[str]) -> None:
     """End with what can be said without torch and Lightning; return if there is more to do.
 
-    That is the help of the command and of its tools, its version, what is wrong with a subcommand's name, and all of
-    ``asyncpp recipes``; the help of Lightning's own subcommands is Lightning's.
+    That is the help of the command, of its subcommands and of its tools, its version, what is wrong with a subcommand's
+    name, and all of ``asyncpp recipes``; the list of all options of Lightning's own subcommands is Lightning's.
 
     Args:
         given: what follows ``asyncpp``.
@@ -103,16 +103,30 @@ def answer_help(given: Sequence[str]) -> None:
     Raises:
         SystemExit: it was said.
     """
+    if not given:
+        sys.stderr.write(overview())
+        sys.exit(2)  # nothing was done: a script that lost its arguments is told so
     _answer_version(given)
-    try:
-        _check_subcommand(given)
-    except ConfigurationError as error:
-        _refuse(error)
+    name = given[0]
+    if name in _HELP:
+        print(overview(), end="")
+        sys.exit()
+    if not name.startswith("-") and name not in SUBCOMMANDS and name not in TOOLS:
+        known = [command for commands in GROUPS.values() for command in commands]
+        sys.stderr.write(
+            f"asyncpp: error: there is no subcommand {name!r}{advice(name, known)}\n(`asyncpp --help` lists all)\n"
+        )
+        sys.exit(2)
     _answer_recipes(given)
-    if given[0] in _HELP:
-        _parser().parse_args(list(given))
-    elif given[0] in TOOLS and _HELP.intersection(given):
-        print_help(given[0], given[1:])
+    if not _HELP.intersection(given):
+        return
+    if name in TOOLS:
+        from lightning_asyncpp.tools.parsers import print_help
+
+        print_help(name, given[1:])
+    elif name in SUBCOMMANDS:
+        print(help_of(name), end="")
+        sys.exit()
 
 
 def _answer_version(given: Sequence[str]) -> None:
@@ -132,23 +146,14 @@ def _answer_recipes(given: Sequence[str]) -> None:
     sys.exit()
 
 
-def _parser() -> ArgumentParser:
-    """What LightningCLI would make of the command, without the options of its subcommands."""
-    parser = ArgumentParser(prog="asyncpp", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("-c", "--config", action="config", help="Path to a configuration file in json or yaml format.")
-    subcommands = parser.add_subcommands()
-    for name, text in SUBCOMMANDS.items():
-        subcommands.add_subcommand(name, ArgumentParser(), help=text)
-    return parser
+def announce(given: Sequence[str]) -> None:
+    """Say what starts, before the seconds in which torch and Lightning are imported.
 
-
-def _check_subcommand(given: Sequence[str]) -> None:
-    """Refuse a missing name, and one that is none; Lightning's parser would not name the tools."""
-    known = [*SUBCOMMANDS, *TOOLS]
-    if not given:
-        raise ConfigurationError(f"a subcommand is missing; choose one of {', '.join(known)}")
-    if not given[0].startswith("-") and given[0] not in known:
-        raise ConfigurationError(f"there is no subcommand {given[0]!r}; choose one of {', '.join(known)}")
+    Args:
+        given: what follows ``asyncpp``.
+    """
+    if given and given[0] in _READ_RECIPES:
+        say(f"{' '.join([given[0], *recipes_in(written_out(given))])}: importing torch and Lightning ...")
 
 
 def _refuse(error: ConfigurationError) -> NoReturn:

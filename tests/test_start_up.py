@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +13,8 @@ import pytest
 
 from lightning_asyncpp import cli
 from lightning_asyncpp.cli import TOOLS
-from lightning_asyncpp.lightning_cli.arguments import SUBCOMMANDS
 from lightning_asyncpp.lightning_cli.command import AsyncppCLI, read_configuration
+from lightning_asyncpp.lightning_cli.overview import GROUPS, SUBCOMMANDS
 from lightning_asyncpp.tools.parsers import PARSERS
 
 HEAVY = ("litdata", "boto3", "requests", "jsonargparse", "docstring_parser", "matplotlib", "pandas", "transformers")
@@ -114,7 +115,7 @@ def test_every_tool_has_a_parser_of_its_own() -> None:
     assert {name.partition(" ")[0] for name in PARSERS} == set(TOOLS)
 
 
-@pytest.mark.parametrize("name", ["", "bench", "checkpoint", *PARSERS])
+@pytest.mark.parametrize("name", ["", "bench", "checkpoint", "fit", "validate", *PARSERS])
 def test_help_waits_for_neither_torch_nor_lightning(name: str) -> None:
     code, seconds, heavy, printed = command(*name.split(), "--help")
     assert code == 0
@@ -123,7 +124,9 @@ def test_help_waits_for_neither_torch_nor_lightning(name: str) -> None:
     assert seconds < 3  # less than one where nothing else runs
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["frob"], "there is no subcommand 'frob'"), ([], "is missing")])
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["frob"], "there is no subcommand 'frob'"), ([], "before you train:")]
+)
 def test_a_wrong_name_is_refused_at_once(arguments: list[str], said: str) -> None:
     code, _, heavy, printed = command(*arguments)
     assert code == 2
@@ -131,13 +134,34 @@ def test_a_wrong_name_is_refused_at_once(arguments: list[str], said: str) -> Non
     assert not heavy
 
 
-def test_help_names_the_subcommands_of_lightning() -> None:
+def test_help_names_every_subcommand() -> None:
     assert list(SUBCOMMANDS) == list(AsyncppCLI.subcommands())
+    assert sorted(name for commands in GROUPS.values() for name in commands) == sorted([*SUBCOMMANDS, *TOOLS])
+
+
+def test_a_line_says_what_starts_before_torch_is_imported() -> None:
+    """On the first rank alone."""
+    program = (
+        "import sys; sys.argv = ['asyncpp', 'fit', 'x.yaml']\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name in ('torch', 'lightning'): sys.exit(7)\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "import lightning_asyncpp_command; lightning_asyncpp_command.main()\n"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=os.environ | variables
+        )
+        for variables in ({"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"})
+    ]
+    assert [done.returncode for done in said] == [7, 7]
+    assert [done.stderr for done in said] == ["asyncpp: fit x.yaml: importing torch and Lightning ...\n", ""]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["fit", "--help"], ["trace", "x"], ["import", "--", "--help"], ["-c", "x", "frob"]],
+    [["fit", "--help=full"], ["trace", "x"], ["import", "--", "--help"], ["-c", "x", "frob"]],
     ids=" ".join,
 )
 def test_whatever_does_more_than_help_has_the_whole_package(arguments: list[str], after_lightning: Run) -> None:

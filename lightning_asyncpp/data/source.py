@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from lightning_asyncpp.data.token_dataset import (
     write_token_dataset,
 )
 from lightning_asyncpp.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class TextSource:
         folder = self._folder(files)
         if folder.exists():
             return
+        _log.info("preparing tokens of %s (%d files) in %s", self.source, len(files), folder)
         train, validation = split_files(files, self.val_fraction)
         tokenizer: Tokenizer
         if self.tokenizer == "bpe":

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 
 from lightning_asyncpp.data.cache_dir import cache_dir_of, folder_for_stream, known, wrong_cache_dir
-from lightning_asyncpp.data.corpus import TEXT_PATTERNS
+from lightning_asyncpp.data.corpus import TEXT_PATTERNS, find_text_files
 from lightning_asyncpp.data.errors import DataError, file_errors
 from lightning_asyncpp.data.source import (
     TextSource,
@@ -137,6 +137,21 @@ class TextDataModule(L.LightningDataModule):
     def example_batch(self) -> torch.Tensor:
         """What a training batch looks like: token 0 everywhere, (batch_size, context_length + 1) int64."""
         return torch.zeros(self.batch_size, self.sequence_length, dtype=torch.int64, device="cpu")
+
+    def check_source(self) -> None:
+        """Find out whether the data are there and can be read, without reading them.
+
+        Raises:
+            DataError: they are not, or cannot.
+        """
+        with self._reading():
+            if not is_token_source(self.source):
+                find_text_files(self.source, self.patterns)
+                return
+            tokens = existing_tokens(self.source, self.val_source)
+            for split in (tokens.train, tokens.validation):
+                if split is not None and not is_uri(split):
+                    self._check_sequences(split, batches=False)
 
     def prepare_data(self) -> None:
         """Tokenise the text unless that was done before; once per node."""

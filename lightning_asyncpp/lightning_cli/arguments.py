@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 from lightning_asyncpp.lightning_cli.recipe_names import with_recipe_paths
 
-DESCRIPTION = (
-    "Asynchronous pipeline parallelism for PyTorch Lightning. Besides the subcommands below: asyncpp bench"
-    " schedule|compute|optimizer|network|time-to-loss|draw measures pipelines; asyncpp plan says what a recipe needs on"
-    " a kind of device, and how fast it would be; asyncpp doctor examines the installation, with GPUs or without, and"
-    " writes a report; asyncpp check verifies that a pipeline"
-    " trains a recipe's model as a single process does; asyncpp ablate trains a grid of optimizers, learning rates,"
-    " delays and corrections, and compares them; asyncpp trace shows where the time of a run went that"
-    " `asyncpp fit --trace` recorded; asyncpp prepare tokenises documents into shards to train on; asyncpp generate and"
-    " asyncpp evaluate let a checkpoint write, and measure it; asyncpp checkpoint info|convert|verify looks into one,"
-    " writes it in another form, and says whether it is whole; asyncpp export and asyncpp import exchange models with"
-    " Hugging Face transformers."
-)
-"""Of the command, for its help."""
-SUBCOMMANDS = {
-    "fit": "Runs the full optimization routine.",
-    "validate": "Perform one evaluation epoch over the validation set.",
-    "test": "Perform one evaluation epoch over the test set.",
-    "predict": "Run inference on your data.",
+STRATEGIES = {
+    "async_pipeline": "lightning_asyncpp.AsyncPipelineStrategy",
+    "sync_pipeline": "lightning_asyncpp.SyncPipelineStrategy",
+    "delayed_gradient": "lightning_asyncpp.DelayedGradientStrategy",
 }
-"""LightningCLI's own, and what its help says of them."""
+"""Name of a strategy for the Trainer -> its class, which takes options where the name alone would not."""
+_CLASS_NAME = re.compile(r"(\w+\.)*[A-Z]\w*")
+CONFIG = ("--config", "-c")
+_STRATEGY = "--trainer.strategy"
 
 # Optimizers known by the name of their rule for matrices; torch.optim.Muon takes nothing but matrices, and no model.
 _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
@@ -48,7 +39,50 @@ def written_out(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigurationError: there is no recipe that they name.
     """
-    return with_recipe_paths(with_trace(_with_optimizer(arguments)))
+    return with_recipe_paths(with_trace(_with_optimizer(_with_strategy(_with_recipe(arguments)))))
+
+
+def recipes_first(arguments: Sequence[str]) -> list[str]:
+    """Let names before all options stand for ``--config``: ``RECIPE --trainer.max_steps 7``."""
+    count = next((index for index, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    return [part for recipe in arguments[:count] for part in ("--config", recipe)] + list(arguments[count:])
+
+
+def recipes_in(arguments: Sequence[str]) -> list[str]:
+    """The recipes that the arguments name, in order."""
+    recipes: list[str] = []
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in CONFIG:
+            recipes += [value] if equals else arguments[index + 1 : index + 2]
+    return recipes
+
+
+def _with_recipe(arguments: Sequence[str]) -> list[str]:
+    """The same after the subcommand, if there is one."""
+    is_given = arguments and not arguments[0].startswith("-")
+    return [arguments[0], *recipes_first(arguments[1:])] if is_given else list(arguments)
+
+
+def class_of_strategy(value: str) -> str | None:
+    """The class that a strategy's value stands for; ``None`` for a name that only the Trainer knows, and for no name.
+
+    The Trainer takes names without options, and jsonargparse takes any text for such a name.
+    """
+    return STRATEGIES.get(value) or (value if _CLASS_NAME.fullmatch(value) else None)
+
+
+def _with_strategy(arguments: Sequence[str]) -> list[str]:
+    """Let the name of a strategy, or of its class, stand for the class, whose options can follow."""
+    replaced: list[str] = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if replaced and replaced[-1] == _STRATEGY and (found := class_of_strategy(argument)):
+            argument = json.dumps({"class_path": found})
+        elif name == _STRATEGY and equals and (found := class_of_strategy(value)):
+            argument = f"{name}={json.dumps({'class_path': found})}"
+        replaced.append(argument)
+    return replaced
 
 
 def _with_optimizer(arguments: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonargparse
 import yaml  # type: ignore[import-untyped, unused-ignore]
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -17,7 +18,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short names)
-from lightning_asyncpp.lightning_cli.arguments import DESCRIPTION, find_own_modules, written_out
+from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
+from lightning_asyncpp.lightning_cli.before_start import (
+    check_start,
+    check_strategy_name,
+    processes_of,
+    refused_by_trainer,
+)
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
 from lightning_asyncpp.lightning_cli.resumed_model import (
     another_model,
@@ -27,6 +34,7 @@ from lightning_asyncpp.lightning_cli.resumed_model import (
     model_arguments,
     saved_hyper_parameters,
 )
+from lightning_asyncpp.lightning_cli.startup import say, say_what_is_logged
 from lightning_asyncpp.lightning_cli.yaml_limits import limit_yaml
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
@@ -62,6 +70,7 @@ class AsyncppCLI(LightningCLI):
         self._args = args
         try:
             super().parse_arguments(parser, args)
+            check_strategy_name((self.config.get(self.config.get("subcommand") or "") or self.config).get("trainer"))
         except ConfigurationError:
             raise
         except UnicodeDecodeError as error:
@@ -132,16 +141,25 @@ class AsyncppCLI(LightningCLI):
         except (TypeError, ValueError) as error:
             cause = _first_cause(error)
             raise (ConfigurationError(str(cause)) if _is_refusal(cause) else cause) from None
+        if self.subcommand is not None:
+            check_start(self.trainer, self.model, self.datamodule)
+            say(f"{self.subcommand}: starting {processes_of(self.trainer)}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer, with a progress bar that fits a terminal where the recipe names none."""
-        subcommand = self.config_init.get("subcommand")
-        section = (self.config_init if subcommand is None else self.config_init[subcommand])["trainer"]
+        """Make the Trainer, with a progress bar that fits a terminal where the recipe names none.
+
+        Raises:
+            ConfigurationError: Lightning refused its arguments, as where there are not as many devices.
+        """
+        section = self._get(self.config_init, "trainer") or {}
         given = section["callbacks"]
         callbacks = given if isinstance(given, list) else [] if given is None else [given]
         if section["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
             kwargs["callbacks"] = [*callbacks, PipelineProgressBar()]
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except MisconfigurationException as error:
+            raise refused_by_trainer(error, self._get(self.config, "trainer") or {}) from None
 
     def after_fit(self) -> None:
         """Name the checkpoint and the logs."""
@@ -176,15 +194,17 @@ def run() -> None:
         ConfigurationError: what was asked for does not fit together.
         SystemExit: it cannot even be read.
     """
+    say_what_is_logged()
     sys.argv[1:] = written_out(sys.argv[1:])
     make_cli(save_config_kwargs={"overwrite": True})
 
 
-def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:
+def read_configuration(arguments: Sequence[str], own_options: Sequence[str] = ()) -> dict[str, Any]:
     """Read the arguments of a subcommand as the command does, recipes and overrides; nothing is built.
 
     Args:
-        arguments: what would follow ``asyncpp``: ``["fit", "--config", "recipe.yaml", "--trainer.max_steps", "7"]``.
+        arguments: what would follow ``asyncpp``: ``["fit", "recipe.yaml", "--trainer.max_steps", "7"]``.
+        own_options: of the tool that reads them, for its suggestions where a name does not exist.
 
     Returns:
         The whole configuration of the subcommand, defaults filled in, in plain values.
@@ -196,7 +216,7 @@ def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:
     sys.argv = ["asyncpp", *written_out(arguments)]
     find_own_modules()
     try:
-        make_cli(_Reader)
+        make_cli(_Reader, own_options=own_options)
     except _Read as read:
         return read.configuration
     finally:
@@ -216,11 +236,15 @@ class _Reader(AsyncppCLI):
         raise _Read(self.config[self.config["subcommand"]].as_dict())
 
 
-def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
+def make_cli(
+    cli: type[AsyncppCLI] = AsyncppCLI, prog: str = "asyncpp", own_options: Sequence[str] = (), **how: Any
+) -> AsyncppCLI:
     """Read a recipe and what overrides it, and do what it asks for.
 
     Args:
         cli: what reads and does it.
+        prog: the command, as it was called.
+        own_options: of the tool that reads it, for its suggestions where a name does not exist.
         **how: further arguments of ``LightningCLI``: with ``run=False`` it makes module, data and Trainer alone.
     """
     _quiet()
@@ -233,7 +257,12 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         subclass_mode_data=True,
         # Each stage builds its own optimizer, after the cut and with the parameters' names.
         auto_configure_optimizers=False,
-        parser_kwargs={"description": DESCRIPTION, "prog": "asyncpp"},
+        parser_kwargs={
+            "description": "Asynchronous pipeline parallelism for PyTorch Lightning.",
+            "prog": prog,
+            "own_options": own_options,
+            "fit": {"own_options": own_options},
+        },
         parser_class=RecipeParser,
         **how,
     )

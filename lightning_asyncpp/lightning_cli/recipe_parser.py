@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace, get_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_asyncpp.lightning_cli.arguments import class_of_strategy
+from lightning_asyncpp.lightning_cli.explained import explained
+from lightning_asyncpp.lightning_cli.nearest import advice
+
 _DEBUG = "JSONARGPARSE_DEBUG"  # has jsonargparse raise what it found
 
 
 class RecipeParser(LightningArgumentParser):
-    """Refuses ``trainr: {}``, which jsonargparse drops before it looks for unknown names."""
+    """Says in a line what is wrong; refuses ``trainr: {}``, which jsonargparse drops before it looks at names.
+
+    Args:
+        own_options: of the tool that this parser reads the rest of the arguments for.
+    """
+
+    def __init__(self, *args: Any, own_options: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._own_options = list(own_options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with what is wrong; the usage, a screen of options, would hide it."""
@@ -25,7 +37,10 @@ class RecipeParser(LightningArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        self.exit(2, f"asyncpp: error: {message}\n(`{program} --help` lists the options)\n")
+        known = [*parser.get_defaults(skip_validation=True).keys(branches=True), *self._own_options]
+        full = "" if self._own_options else "=full"
+        said = explained(message, map(str, known), program)
+        self.exit(2, f"asyncpp: error: {said}\n(`{program} --help{full}` lists the options)\n")
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         """Read a recipe."""
@@ -33,7 +48,10 @@ class RecipeParser(LightningArgumentParser):
         known = self.get_defaults()
         if "subcommand" not in known:  # the parser of all subcommands leaves their sections to theirs
             for name in _unknown(get_loader("yaml")(content), known):
-                self.error(f"there is no option {name!r}")
+                self.error(f"there is no option {name!r}{advice(name, map(str, known.keys(branches=True)))}")
+            strategy = configuration.get("trainer.strategy")
+            if isinstance(strategy, str) and (found := class_of_strategy(strategy)):  # so that its options can follow
+                configuration["trainer.strategy"] = Namespace(class_path=found)
         return configuration
 
 

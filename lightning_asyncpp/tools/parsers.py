@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from lightning_asyncpp.tools.bench import parsers as bench
@@ -19,6 +18,7 @@ from lightning_asyncpp.tools.doctor.parts import PARTS
 from lightning_asyncpp.tools.plan.devices import DEVICES
 from lightning_asyncpp.tools.saved import parsers as saved
 from lightning_asyncpp.tools.subcommands import chosen
+from lightning_asyncpp.tools.tool_parser import KnownPartParser, ToolParser
 
 FORMS = ("full", "sharded", "weights")
 """Of checkpoints, that ``asyncpp checkpoint convert`` writes."""
@@ -31,9 +31,9 @@ _ABLATE = "``asyncpp ablate``: trains a grid of optimizers, learning rates, dela
 _CHECK = "Print how the model is cut and how near the results are; what is to be mended ends with code 1."
 
 
-def ablate_parser() -> ArgumentParser:
+def ablate_parser() -> ToolParser:
     """Of ``asyncpp ablate``."""
-    parser = ArgumentParser(allow_abbrev=False, prog="asyncpp ablate", description=_ABLATE)
+    parser = ToolParser(allow_abbrev=False, prog="asyncpp ablate", description=_ABLATE)
     parser.add_argument("recipe", type=str, help="YAML file with the grid, or its name among `asyncpp recipes`")
     parser.add_argument("--output", type=str | None, default=None, help="folder for the results of all recipes")
     parser.add_argument(
@@ -57,18 +57,19 @@ def ablate_parser() -> ArgumentParser:
     return parser
 
 
-def check_parser() -> argparse.ArgumentParser:
+def check_parser() -> KnownPartParser:
     """Of ``asyncpp check``."""
-    parser = argparse.ArgumentParser(
+    parser = KnownPartParser(
         "asyncpp check",
+        usage="asyncpp check RECIPE [options]",
         description=_CHECK,
-        epilog="Beside these: --config RECIPE and what overrides it (--model..., --data..., --trainer...), as for"
-        " `asyncpp fit`. The model is trained on the CPU, in this process, with plain SGD: make it"
-        " small if it is not.",
+        epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer...), as for"
+        " `asyncpp fit`; --config RECIPE names it, too. The model is trained on the"
+        " CPU, in this process, with plain SGD: make it small if it is not.",
         allow_abbrev=False,
     )
     parser.add_argument("--stages", type=int, help="number of stages; default: the recipe's")
-    parser.add_argument("--micro_batches", type=int, help="pieces of a batch; default: the recipe's")
+    parser.add_argument("--micro-batches", type=int, help="pieces of a batch; default: the recipe's")
     parser.add_argument("--updates", type=int, default=4, help="number of mini-batches to train")
     parser.add_argument("--seed", type=int, default=0, help="of dropout and of layers made on the meta device")
     return parser
@@ -79,14 +80,14 @@ def checkpoint_command(argv: Sequence[str] | None) -> tuple[str, list[str]] | No
     return chosen("checkpoint", _CHECKPOINT, argv, arguments="CKPT ")
 
 
-def info_parser() -> ArgumentParser:
+def info_parser() -> ToolParser:
     """Of ``asyncpp checkpoint info``."""
     parser = _checkpoint_parser("info", "Print what a checkpoint is, who wrote it, and what is in it.")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     return parser
 
 
-def convert_parser() -> ArgumentParser:
+def convert_parser() -> ToolParser:
     """Of ``asyncpp checkpoint convert``."""
     parser = _checkpoint_parser(
         "convert", "Write a checkpoint in another form, and compare the two; a run resumes from either."
@@ -105,20 +106,20 @@ def convert_parser() -> ArgumentParser:
     return parser
 
 
-def verify_parser() -> ArgumentParser:
+def verify_parser() -> ToolParser:
     """Of ``asyncpp checkpoint verify``."""
     return _checkpoint_parser("verify", "Compare all of a checkpoint with its checksums; ends with 1 if it is damaged.")
 
 
-def _checkpoint_parser(command: str, description: str) -> ArgumentParser:
-    parser = ArgumentParser(allow_abbrev=False, prog=f"asyncpp checkpoint {command}", description=description)
+def _checkpoint_parser(command: str, description: str) -> ToolParser:
+    parser = ToolParser(allow_abbrev=False, prog=f"asyncpp checkpoint {command}", description=description)
     parser.add_argument("checkpoint", type=str, help="file, or folder with an index.json")
     return parser
 
 
-def doctor_parser() -> argparse.ArgumentParser:
+def doctor_parser() -> KnownPartParser:
     """Of ``asyncpp doctor``."""
-    parser = argparse.ArgumentParser(
+    parser = KnownPartParser(
         "asyncpp doctor",
         description="Examine this installation, with GPUs or without: versions and settings; whether small pipelines"
         " train what one process trains, on the route that tensors take here; hardware queues; and how fast one stage"
@@ -136,9 +137,9 @@ def doctor_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_parser() -> argparse.ArgumentParser:
+def plan_parser() -> KnownPartParser:
     """Of ``asyncpp plan``."""
-    parser = argparse.ArgumentParser(
+    parser = KnownPartParser(
         "asyncpp plan",
         description="Say what a recipe needs on a kind of device, stage by stage, how fast it would be, what would fit"
         " as well, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
@@ -165,9 +166,9 @@ def plan_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def prepare_parser() -> ArgumentParser:
+def prepare_parser() -> ToolParser:
     """Of ``asyncpp prepare``."""
-    parser = ArgumentParser(
+    parser = ToolParser(
         allow_abbrev=False,
         prog="asyncpp prepare", description="Tokenise documents into shards that a training streams: parquet files and"
         " JSON lines (.jsonl, .ndjson, also .gz and .zst) from this machine or from the Hugging Face Hub. The same"
@@ -199,22 +200,21 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def recipes_parser() -> argparse.ArgumentParser:
+def recipes_parser() -> ToolParser:
     """Of ``asyncpp recipes``."""
-    parser = argparse.ArgumentParser(
-        "asyncpp recipes",
+    parser = ToolParser(
+        allow_abbrev=False, prog="asyncpp recipes",
         description="List the recipes that come with the package, or copy one for editing. Commands take their names"
-        " as they take files: asyncpp fit --config quickstart",
-        allow_abbrev=False,
-    )
+        " as they take files: asyncpp fit quickstart",
+    )  # fmt: skip
     parser.add_argument("--copy", metavar="NAME", help="write this recipe to a file")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where --copy writes (default: here)")
     return parser
 
 
-def trace_parser() -> ArgumentParser:
+def trace_parser() -> ToolParser:
     """Of ``asyncpp trace``."""
-    parser = ArgumentParser(
+    parser = ToolParser(
         allow_abbrev=False,
         prog="asyncpp trace", description="Show where the time of a run went that PipelineTrace, `asyncpp fit --trace`"
         " or Fabric's strategy.record_trace() recorded.",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from lightning_asyncpp.lightning_cli.nearest import advice
+
 
 def chosen(
     tool: str, commands: Mapping[str, str], argv: Sequence[str] | None, kind: str = "command", arguments: str = ""
@@ -29,6 +31,7 @@ def chosen(
         return None
     command, *rest = given
     if command not in commands:
-        print(f"{usage}\nasyncpp {tool}: error: unknown {kind} {command!r}", file=sys.stderr)
+        said = f"asyncpp {tool}: error: there is no {kind} {command!r}{advice(command, commands)}"
+        print(f"{said}\n(`asyncpp {tool} --help` lists all)", file=sys.stderr)
         raise SystemExit(2)
     return command, rest

@@ -117,7 +117,7 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "unknown benchmark 'nothing'"),
+        (["nothing"], "there is no benchmark 'nothing'; there are schedule, "),
         (["schedule", "--stages", "1"], "at least 2 stages"),
         (["schedule", "--stages", "4", "--micro-batches", "3"], "use micro_batches >= 4"),
         (["schedule", "--stages", "4", "--micro-batches", "4", "--lookahead", "3"], "lookahead=3 does not fit"),

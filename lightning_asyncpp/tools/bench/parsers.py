@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_asyncpp.pipeline.schedule import Slack, Staleness
@@ -26,6 +25,7 @@ from lightning_asyncpp.tools.bench.names import (
     ZBV,
 )
 from lightning_asyncpp.tools.subcommands import chosen
+from lightning_asyncpp.tools.tool_parser import ToolParser
 
 _COMMANDS = {  # by the name of their module
     "schedule": "utilisation of sleeping stages under every schedule",
@@ -49,9 +49,7 @@ def given_command(argv: Sequence[str] | None) -> tuple[str, list[str]] | None:
     return chosen("bench", _COMMANDS, argv, kind="benchmark")
 
 
-def _shared_parser(
-    name: str, description: str, systems: Sequence[str], known: Iterable[str] = TITLES
-) -> ArgumentParser:
+def _shared_parser(name: str, description: str, systems: Sequence[str], known: Iterable[str] = TITLES) -> ToolParser:
     """A parser with the arguments of every benchmark that compares systems.
 
     Args:
@@ -60,7 +58,7 @@ def _shared_parser(
         systems: that run by default.
         known: that it has.
     """
-    parser = ArgumentParser(allow_abbrev=False, prog=f"asyncpp bench {name}", description=description)
+    parser = ToolParser(allow_abbrev=False, prog=f"asyncpp bench {name}", description=description)
     parser.add_argument(
         "--systems", type=str, nargs="+", default=list(systems), help=f"what is compared, of {', '.join(known)}"
     )
@@ -81,13 +79,13 @@ def _shared_parser(
     return parser
 
 
-def _add_extras(parser: ArgumentParser, known: Iterable[str] = EXTRAS) -> None:
+def _add_extras(parser: ToolParser, known: Iterable[str] = EXTRAS) -> None:
     """Add ``--also``."""
     help_text = f"asynchronous pipelines with one thing more, whose price is told: of {', '.join(known)}"
     parser.add_argument("--also", type=str, nargs="+", default=[], help=help_text)
 
 
-def _add_link(parser: ArgumentParser) -> None:
+def _add_link(parser: ToolParser) -> None:
     parser.add_argument(
         "--hosts",
         type=PositiveInt,
@@ -102,7 +100,7 @@ def _add_link(parser: ArgumentParser) -> None:
     )
 
 
-def schedule_parser() -> ArgumentParser:
+def schedule_parser() -> ToolParser:
     """Of ``asyncpp bench schedule``."""
     parser = _shared_parser("schedule", "Utilisation of sleeping stages under every schedule.", USUAL)
     parser.add_argument("--stages", type=PositiveInt, default=8, help="number of stages, one process each")
@@ -123,7 +121,7 @@ def schedule_parser() -> ArgumentParser:
     return parser
 
 
-def compute_parser() -> ArgumentParser:
+def compute_parser() -> ToolParser:
     """Of ``asyncpp bench compute``."""
     parser = _shared_parser("compute", "Gain of an asynchronous pipeline whose stages multiply matrices.", _COMPUTED)
     parser.add_argument("--stages", type=PositiveInt, default=2, help="number of stages, one process each")
@@ -138,7 +136,7 @@ def compute_parser() -> ArgumentParser:
     return parser
 
 
-def network_parser() -> ArgumentParser:
+def network_parser() -> ToolParser:
     """Of ``asyncpp bench network``."""
     parser = _shared_parser(
         "network",
@@ -159,9 +157,9 @@ def network_parser() -> ArgumentParser:
     return parser
 
 
-def time_to_loss_parser() -> ArgumentParser:
+def time_to_loss_parser() -> ToolParser:
     """Of ``asyncpp bench time-to-loss``."""
-    parser = ArgumentParser(
+    parser = ToolParser(
         allow_abbrev=False, prog="asyncpp bench time-to-loss", description="Wall-clock time to a validation loss."
     )
     parser.add_argument("--config", type=str, default="quickstart", help="recipe of `asyncpp fit`: a file or a name")
@@ -187,9 +185,9 @@ def time_to_loss_parser() -> ArgumentParser:
     return parser
 
 
-def optimizer_parser() -> ArgumentParser:
+def optimizer_parser() -> ToolParser:
     """Of ``asyncpp bench optimizer``."""
-    parser = ArgumentParser(
+    parser = ToolParser(
         allow_abbrev=False, prog="asyncpp bench optimizer", description="Time of an update of one stage of a GPT."
     )
     sizes: dict[str, tuple[Any, int, str]] = {
@@ -214,9 +212,9 @@ def optimizer_parser() -> ArgumentParser:
     return parser
 
 
-def draw_parser() -> ArgumentParser:
+def draw_parser() -> ToolParser:
     """Of ``asyncpp bench draw``."""
-    parser = ArgumentParser(
+    parser = ToolParser(
         allow_abbrev=False, prog="asyncpp bench draw", description="Draw the ideal timelines of both schedules."
     )
     parser.add_argument("--stages", type=PositiveInt, default=4, help="number of stages")

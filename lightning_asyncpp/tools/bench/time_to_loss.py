@@ -31,6 +31,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_asyncpp.lightning_cli.arguments import recipes_first
 from lightning_asyncpp.lightning_cli.recipe_names import recipe_path
 from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
@@ -50,7 +51,7 @@ _START_SHARE = 0.2  # of the updates, without delay
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print its table."""
     parser = time_to_loss_parser()
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(recipes_first(sys.argv[1:] if argv is None else argv))
     recipe = _checked(parser, arguments)
     curves = _measure(arguments, recipe)
     targets = arguments.targets or common_targets([curve for of_seeds in curves.values() for curve in of_seeds])

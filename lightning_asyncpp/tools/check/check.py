@@ -1,4 +1,4 @@
-"""``asyncpp check --config RECIPE``: would a pipeline train this recipe's model as a single process does?"""
+"""``asyncpp check RECIPE``: would a pipeline train this recipe's model as a single process does?"""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 
+from lightning_asyncpp.lightning_cli.arguments import recipes_first, written_out
 from lightning_asyncpp.lightning_cli.command import make_cli
-from lightning_asyncpp.lightning_cli.recipe_names import with_recipe_paths
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.check.model_check import check_model
 from lightning_asyncpp.tools.parsers import check_parser
@@ -20,9 +20,10 @@ from lightning_asyncpp.tools.parsers import check_parser
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print how the model is cut and how near the results are; what is to be mended ends with code 1."""
-    own, rest = check_parser().parse_known_args(argv)
-    sys.argv[1:] = with_recipe_paths(rest)
-    cli = make_cli(run=False, save_config_callback=None)
+    parser = check_parser()
+    own, rest = parser.parse_known_args(recipes_first(sys.argv[1:] if argv is None else argv))
+    sys.argv[1:] = written_out(rest)
+    cli = make_cli(prog=parser.prog, own_options=parser.option_names, run=False, save_config_callback=None)
     try:
         report = check_model(cli.model, _batches(cli, own.updates), **_shape(cli, own), seed=own.seed)
     except ConfigurationError as error:

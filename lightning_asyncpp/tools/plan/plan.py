@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_asyncpp.lightning_cli.arguments import CONFIG, recipes_in
 from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.lightning_cli.recipe_names import recipe_path
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -31,7 +32,7 @@ from lightning_asyncpp.tools.plan.timing import Speeds
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan; a recipe that cannot be run ends with code 2, one that does not fit with code 1."""
     parser = plan_parser()
-    own, rest = parser.parse_known_args(argv)
+    own, rest = parser.parse_known_args(_with_recipe_in_front(sys.argv[1:] if argv is None else argv))
     if problems := _problems(own):
         parser.error("; ".join(problems))
     try:
@@ -56,6 +57,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table(made))
     if not made.question.fits:
         raise SystemExit(1)
+
+
+def _with_recipe_in_front(argv: Sequence[str]) -> list[str]:
+    """Let ``--config RECIPE`` stand for a first ``RECIPE``."""
+    recipes = [] if argv and not argv[0].startswith("-") else recipes_in(argv)[:1]
+    if not recipes:
+        return list(argv)
+    at = next(i for i, argument in enumerate(argv) if argument.partition("=")[0] in CONFIG)
+    return [*recipes, *argv[:at], *argv[at + (1 if "=" in argv[at] else 2) :]]
 
 
 def make_plan(own: Namespace, overrides: Sequence[str]) -> Plan:
@@ -93,11 +103,12 @@ def _parsed(recipe: str, overrides: Sequence[str]) -> dict[str, Any]:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return read_configuration(["fit", "--config", recipe, *overrides])
+            return read_configuration(["fit", "--config", recipe, *overrides], plan_parser().option_names)
     except SystemExit as end:
         if not end.code:
             raise  # help was asked for
-        raise ValueError(printed.getvalue().rpartition("error: ")[2].strip()) from None
+        said = printed.getvalue().rpartition("error: ")[2].partition("\n(`")[0].strip()
+        raise ValueError(f"{said}\n(`asyncpp plan --help` lists the options)") from None
 
 
 def _device(own: Namespace) -> Device:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+from lightning_asyncpp.tools.tool_parser import ToolParser
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 SPLITS = ("validation", "train", "all")
 
 
-def _add_model(parser: ArgumentParser) -> None:
+def _add_model(parser: ToolParser) -> None:
     """Add what names a model and its tokenizer."""
     parser.add_argument(
         "model", type=str, help="a checkpoint of the Trainer or of Fabric, or a folder with config.json and safetensors"
@@ -28,7 +29,7 @@ def _add_model(parser: ArgumentParser) -> None:
     )
 
 
-def _add_execution(parser: ArgumentParser) -> None:
+def _add_execution(parser: ToolParser) -> None:
     """Add where and how the model is computed."""
     parser.add_argument("--device", type=str, default="cpu", help="where the model runs: cpu, cuda, cuda:1, ...")
     parser.add_argument(
@@ -36,9 +37,9 @@ def _add_execution(parser: ArgumentParser) -> None:
     )
 
 
-def evaluate_parser() -> ArgumentParser:
+def evaluate_parser() -> ToolParser:
     """Of ``asyncpp evaluate``."""
-    parser = ArgumentParser(
+    parser = ToolParser(
         allow_abbrev=False,
         prog="asyncpp evaluate",
         description="Measure a saved model on tokens, in one process: the loss that the Trainer's validation reports.",
@@ -71,9 +72,9 @@ def evaluate_parser() -> ArgumentParser:
     return parser
 
 
-def export_parser() -> ArgumentParser:
+def export_parser() -> ToolParser:
     """Of ``asyncpp export``."""
-    parser = ArgumentParser(
+    parser = ToolParser(
         allow_abbrev=False,
         prog="asyncpp export",
         description="Write a trained model as a folder that Hugging Face transformers loads: safetensors, config.json,"
@@ -94,9 +95,9 @@ def export_parser() -> ArgumentParser:
     return parser
 
 
-def generate_parser() -> ArgumentParser:
+def generate_parser() -> ToolParser:
     """Of ``asyncpp generate``."""
-    parser = ArgumentParser(
+    parser = ToolParser(
         allow_abbrev=False,
         prog="asyncpp generate",
         description="Continue a prompt with a saved model, in one process. It ends where the model ends the document;"
@@ -118,9 +119,9 @@ def generate_parser() -> ArgumentParser:
     return parser
 
 
-def import_parser() -> ArgumentParser:
+def import_parser() -> ToolParser:
     """Of ``asyncpp import``."""
-    parser = ArgumentParser(
+    parser = ToolParser(
         allow_abbrev=False,
         prog="asyncpp import",
         description="Read a model folder of Hugging Face transformers (Llama, Qwen3, Mixtral, Qwen3-MoE, GLM-4-MoE"

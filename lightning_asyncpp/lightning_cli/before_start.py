@@ -1,0 +1,95 @@
+"""What can be known to be wrong before processes start: names, devices, data, and more stages than layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+from lightning_asyncpp.data import DataError, TextDataModule
+from lightning_asyncpp.lightning_cli.nearest import advice
+from lightning_asyncpp.models import GPT
+from lightning_asyncpp.pipeline.cut.partition import check_given, uniform
+from lightning_asyncpp.pipeline.cut.units import has_parameters, pipeline_units
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.trainer import GPTModule
+from lightning_asyncpp.trainer.base import PipelineStrategy
+
+
+def check_strategy_name(trainer: Mapping[str, Any] | None) -> None:
+    """Refuse the name of a strategy that nobody registered.
+
+    Args:
+        trainer: the section of a recipe.
+
+    Raises:
+        ConfigurationError: it is one; with the nearest.
+    """
+    name = (trainer or {}).get("strategy")
+    known = ["auto", *StrategyRegistry.available_strategies()]
+    if isinstance(name, str) and name not in known:
+        near = advice(name, known) or f"; there are {', '.join(known)}"
+        raise ConfigurationError(f"--trainer.strategy: there is no strategy {name!r}{near}")
+
+
+def refused_by_trainer(error: MisconfigurationException, trainer: Mapping[str, Any]) -> ConfigurationError:
+    """Lightning's refusal of the Trainer's arguments in a line; of devices, with what would work.
+
+    Args:
+        error: the refusal.
+        trainer: the section of the recipe.
+    """
+    said = " ".join(str(error).split())
+    found = torch.cuda.device_count()
+    if trainer.get("accelerator") in ("gpu", "cuda") and (not found or "gpu" in said.lower()):
+        asked = f"accelerator={trainer.get('accelerator')!r} and devices={trainer.get('devices')!r}"
+        mend = f"give --trainer.devices {found}, or" if found else "give"
+        return ConfigurationError(
+            f"the recipe has {asked}, and torch {torch.__version__} finds {found} GPUs on this machine: {mend}"
+            " --trainer.accelerator cpu"
+        )
+    return ConfigurationError(f"the Trainer refuses its arguments: {said}")
+
+
+def check_start(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    """Refuse what every process that is to be started would refuse.
+
+    Raises:
+        ConfigurationError: the data are not there, or there are more stages than layers.
+    """
+    if isinstance(data, TextDataModule):
+        try:
+            data.check_source()
+        except DataError as error:
+            raise ConfigurationError(str(error)) from error
+    if isinstance(strategy := trainer.strategy, PipelineStrategy):
+        settings = strategy.session.settings.resolved(trainer.num_nodes * trainer.num_devices)
+        if (model := _model_of(module)) is not None and settings.num_stages > 1:
+            trained = [has_parameters(unit) for unit in pipeline_units(model)]
+            if isinstance(settings.partition, str):
+                uniform(trained, settings.num_stages)
+            else:
+                check_given(settings.partition, trained)
+
+
+def _model_of(module: L.LightningModule) -> nn.Module | None:
+    """What will be cut, without memory; None where only the module knows how it is made, or it cannot be cut."""
+    model = getattr(module, "model", None)
+    if isinstance(model, nn.Sequential) or callable(getattr(model, "pipeline_layers", None)):
+        return model if isinstance(model, nn.Module) else None
+    if isinstance(module, GPTModule) and type(module).build_model is GPTModule.build_model:
+        with torch.device("meta"):
+            return GPT(module.config)
+    return None
+
+
+def processes_of(trainer: L.Trainer) -> str:
+    """How many processes a Trainer runs on, and under which strategy."""
+    count, kind = trainer.num_nodes * trainer.num_devices, type(trainer.strategy).__name__
+    device = type(trainer.accelerator).__name__.removesuffix("Accelerator")
+    return f"{count} {'process' if count == 1 else 'processes'} ({kind}, {device})"

@@ -1,0 +1,263 @@
+"""What the command takes: recipes by their place, strategies by their names, and names that are nearly right."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_asyncpp.cli import main, read_configuration
+from lightning_asyncpp.lightning_cli.arguments import recipes_first, recipes_in, written_out
+from lightning_asyncpp.lightning_cli.nearest import advice, nearest
+from lightning_asyncpp.lightning_cli.startup import is_first_process
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.tools.parsers import PARSERS
+from lightning_asyncpp.tools.plan.plan import _with_recipe_in_front
+
+RECIPE = str(Path(__file__).parents[1] / "recipes/quickstart.yaml")
+ASYNC, SYNC = "lightning_asyncpp.AsyncPipelineStrategy", "lightning_asyncpp.SyncPipelineStrategy"
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        (["fit", "a.yaml", "--x", "3"], ["fit", "--config", "a.yaml", "--x", "3"]),
+        (["fit", "a.yaml", "b.yaml"], ["fit", "--config", "a.yaml", "--config", "b.yaml"]),
+        (["fit", "--config", "a.yaml", "--x", "3"], ["fit", "--config", "a.yaml", "--x", "3"]),
+        (["--config", "a.yaml", "fit"], ["--config", "a.yaml", "fit"]),
+        (
+            ["fit", "--trainer.strategy", "async_pipeline"],
+            ["fit", "--trainer.strategy", f'{{"class_path": "{ASYNC}"}}'],
+        ),
+        (["fit", "--trainer.strategy=sync_pipeline"], ["fit", f'--trainer.strategy={{"class_path": "{SYNC}"}}']),
+        (["fit", "--trainer.strategy", "ddp"], ["fit", "--trainer.strategy", "ddp"]),
+        ([], []),
+    ],
+)
+def test_short_forms_are_written_out(given: list[str], written: list[str]) -> None:
+    assert written_out(given) == written
+
+
+def test_recipes_are_found_among_arguments() -> None:
+    assert recipes_in(["fit", "--config", "a", "-c", "b", "--x", "c"]) == ["a", "b"]
+    assert recipes_in(["fit", "--config=a"]) == ["a"]
+    assert recipes_first(["a", "--x", "b"]) == ["--config", "a", "--x", "b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "in_front"),
+    [
+        (["r", "--devices", "8"], ["r", "--devices", "8"]),
+        (["--devices", "8", "r"], ["--devices", "8", "r"]),
+        (["--devices", "8", "--config", "r", "--x=1"], ["r", "--devices", "8", "--x=1"]),
+        (["--config=r", "--x=1"], ["r", "--x=1"]),
+        (["r", "--config", "more"], ["r", "--config", "more"]),
+    ],
+)
+def test_plan_takes_a_recipe_in_both_ways(given: list[str], in_front: list[str]) -> None:
+    assert _with_recipe_in_front(given) == in_front
+
+
+def strategy_of(*arguments: str) -> Any:
+    return read_configuration(["fit", *arguments])["trainer"]["strategy"]
+
+
+def with_strategy(folder: Path, strategy: Any) -> str:
+    content = yaml.safe_load(Path(RECIPE).read_text())
+    content["trainer"]["strategy"] = strategy
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "class_path", "micro_batches"),
+    [
+        ("async_pipeline", [], ASYNC, None),
+        ("async_pipeline", ["--trainer.strategy.micro_batches", "7"], ASYNC, 7),
+        ({"class_path": "AsyncPipelineStrategy", "init_args": {"micro_batches": 6}}, [], ASYNC, 6),
+        ("auto", ["--trainer.strategy", "async_pipeline", "--trainer.strategy.micro_batches", "4"], ASYNC, 4),
+        (
+            {"class_path": "AsyncPipelineStrategy", "init_args": {"micro_batches": 6}},
+            ["--trainer.strategy", "sync_pipeline"],
+            SYNC,
+            6,
+        ),
+        ("auto", ["--trainer.strategy", "SyncPipelineStrategy"], SYNC, None),
+        ("SyncPipelineStrategy", [], SYNC, None),
+    ],
+    ids=[
+        "name",
+        "name and option",
+        "short class",
+        "command line",
+        "another name",
+        "class alone",
+        "class alone in a recipe",
+    ],
+)
+def test_a_strategy_by_its_name_takes_options(
+    strategy: Any, arguments: list[str], class_path: str, micro_batches: int | None, tmp_path: Path
+) -> None:
+    """In a recipe, on the command line, or in both; another pipeline keeps the options that it has, too."""
+    read = strategy_of(with_strategy(tmp_path, strategy), *arguments)
+    assert read["class_path"] == class_path
+    assert read["init_args"]["micro_batches"] == micro_batches
+
+
+@pytest.mark.parametrize("where", ["recipe", "command line"])
+def test_the_unknown_name_of_a_strategy_is_answered_with_the_nearest(where: str, tmp_path: Path) -> None:
+    arguments = [with_strategy(tmp_path, "async-pipline")] if where == "recipe" else [RECIPE]
+    arguments += [] if where == "recipe" else ["--trainer.strategy", "async-pipline"]
+    with pytest.raises(ConfigurationError, match=r"no strategy 'async-pipline'; did you mean async_pipeline"):
+        strategy_of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model.init_args.config.dimm", "3"], "GPTModule has no argument 'config.dimm'; did you mean config.dim?"),
+        (["--mircobatches", "3"], "there is no option --mircobatches; did you mean --trainer.strategy.micro_batches?"),
+        (["--lr", "3"], "there is no option --lr; did you mean --optimizer.lr?"),
+        (
+            ["--trainer.strategy.micro_batchs", "3"],
+            "Strategy has no argument 'micro_batchs'; did you mean micro_batches?",
+        ),
+        (["--optimizer", "Adamm"], "--model.optimizer: there is no Optimizer 'Adamm'; did you mean Adam"),
+        (["--optimizer", "AdamW", "--optimizer.lrr", "3"], "torch.optim.AdamW has no argument 'lrr'; did you mean lr?"),
+        (["--optimizer.bse.lr", "3"], "ErrorFeedback has no argument 'bse.lr'; there are base, "),
+        (["--data", "TextDataModul"], "--data: there is no LightningDataModule 'TextDataModul'; did you mean TextData"),
+        (
+            ["--trainer.callbacks+=PipelineMonitr"],
+            "there is no Callback 'PipelineMonitr'; did you mean PipelineMonitor?",
+        ),
+        (["--trainer.max_steps", "3", "stray.yaml"], "a recipe stands right after the subcommand: `asyncpp fit stray"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_name_that_is_nearly_right_is_answered_in_two_lines(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read_configuration(["fit", RECIPE, *arguments])
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.count("\n") == 2, printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trainer.callbacks+=PipelineTrace", "--trainer.callbacks.mini_batches", "x"], "Expected a <class 'int'>"),
+        (["--model", "own_module.Model"], "own_dependency"),
+        (["--model", "own_module.Other"], "there is no LightningModule 'Other'"),
+        (["--model", "nowhere.Model"], "there is no module 'nowhere' to be imported"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_another_cause_is_not_taken_for_an_unknown_name(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs = "" if "Other" in arguments[1] else "import own_dependency\n"
+    (tmp_path / "own_module.py").write_text(needs)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        read_configuration(["fit", RECIPE, *arguments])
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "has no argument" not in printed
+    sys.modules.pop("own_module", None)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("  devices:", "  devicess:", "there is no option 'trainer.devicess'; did you mean trainer.devices?"),
+        ("micro_batches:", "micro_batchs:", "no argument 'micro_batchs'; did you mean micro_batches?"),
+        ("num_layers:", "num_layer:", "no argument 'config.num_layer'; did you mean config.num_layers?"),
+        ("data:\n", "datta:\n", "there is no option 'datta"),
+        (
+            ".AsyncPipelineStrategy",
+            ".AsyncPipelinStrategy",
+            "'AsyncPipelinStrategy'; did you mean AsyncPipelineStrategy",
+        ),
+    ],
+    ids=["trainer", "strategy", "config", "section", "class"],
+)
+def test_an_unknown_key_of_a_recipe_is_answered_with_the_nearest(
+    right: str, wrong: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(Path(RECIPE).read_text().replace(right, wrong))
+    with pytest.raises(SystemExit, match="2"):
+        read_configuration(["fit", str(tmp_path / "recipe.yaml")])
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.count("\n") == 2, printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check", RECIPE, "--micro-batchs", "2"], "there is no option --micro-batchs; did you mean --micro-batches"),
+        (["plan", RECIPE, "--devices-per-nod=2"], "did you mean --devices-per-node?"),
+        (["prepare", "x", "--output", "y", "--tokenizer", "byte", "--vocab_siz=3"], "did you mean --vocab-size?"),
+        (["prepare", "x", "--tokenizer", "byte"], "asyncpp prepare: error: missing: --output\n"),
+        (["trace", "x", "--from-mini-batch", "-1"], "--from-mini-batch -1: Not of type NonNegativeInt: does not"),
+        (["bench", "draw", "--svg", "x.svg", "--stages", "two"], "error: --stages: Not of type PositiveInt: "),
+        (["bench", "schedul"], "there is no benchmark 'schedul'; did you mean schedule?"),
+        (["checkpoint", "inf"], "there is no command 'inf'; did you mean info?"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_tools_answer_with_the_nearest_and_without_their_usage(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "usage:" not in printed
+
+
+def test_options_of_tools_have_hyphens() -> None:
+    options = [option for make in PARSERS.values() for action in make()._actions for option in action.option_strings]
+    assert not [option for option in options if "_" in option and not option.startswith("--print_")]
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "name", "value"),
+    [
+        ("check", ["--micro_batches", "3"], "micro_batches", 3),
+        ("plan", ["r", "--devices_per_node=3"], "devices_per_node", 3),
+        ("prepare", ["x_y", "--output", "a_b", "--tokenizer", "byte", "--vocab_size", "300"], "vocab_size", 300),
+        ("bench schedule", ["--micro_batches=3"], "micro_batches", 3),
+    ],
+)
+def test_underscores_are_taken_for_hyphens(tool: str, arguments: list[str], name: str, value: int) -> None:
+    assert getattr(PARSERS[tool]().parse_args(arguments), name) == value
+
+
+def test_what_another_parser_reads_keeps_its_underscores() -> None:
+    given = ["--seed_everything", "3", "--micro_batches", "4"]
+    known, rest = PARSERS["check"]().parse_known_args(given)
+    assert (known.micro_batches, rest) == (4, ["--seed_everything", "3"])
+
+
+def test_the_nearest_names() -> None:
+    known = ["trainer.max_steps", "trainer.min_steps", "model.config.dim", "data.batch_size"]
+    assert nearest("trainer.max_step", known) == ["trainer.max_steps"]
+    assert nearest("Batch-Size", known) == ["data.batch_size"]
+    assert nearest("frobnicate", known) == []
+    assert advice("frobnicate", ["a", "b"]) == "; there are a, b"
+    assert advice("frobnicate", [str(number) for number in range(99)]) == ""
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"])
+def test_one_process_says_what_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "0")
+    assert is_first_process()
+    monkeypatch.setenv(name, "1")
+    assert not is_first_process()
