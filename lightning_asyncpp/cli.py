@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_asyncpp.lightning_cli.arguments import find_own_modules, recipes_in, written_out
+from lightning_asyncpp.lightning_cli.arguments import find_own_modules, recipes_named, written_out
 from lightning_asyncpp.lightning_cli.nearest import advice
 from lightning_asyncpp.lightning_cli.overview import FULL_HELP, GROUPS, SUBCOMMANDS, help_of, overview
 from lightning_asyncpp.lightning_cli.startup import say
@@ -151,9 +151,16 @@ def announce(given: Sequence[str]) -> None:
 
     Args:
         given: what follows ``asyncpp``.
+
+    Raises:
+        SystemExit: there is no recipe that it names.
     """
     if given and given[0] in _READ_RECIPES:
-        say(f"{' '.join([given[0], *recipes_in(written_out(given))])}: importing torch and Lightning ...")
+        try:
+            written_out(given)
+        except ConfigurationError as error:
+            _refuse(error)
+        say(f"{' '.join([given[0], *recipes_named(given)])}: importing torch and Lightning ...")
 
 
 def _refuse(error: ConfigurationError) -> NoReturn:

@@ -37,7 +37,12 @@ ASYNC, SYNC = "lightning_asyncpp.AsyncPipelineStrategy", "lightning_asyncpp.Sync
         ([], []),
     ],
 )
-def test_short_forms_are_written_out(given: list[str], written: list[str]) -> None:
+def test_short_forms_are_written_out(
+    given: list[str], written: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.yaml", "b.yaml"):
+        Path(name).touch()
     assert written_out(given) == written
 
 

@@ -142,7 +142,7 @@ def test_help_names_every_subcommand() -> None:
 def test_a_line_says_what_starts_before_torch_is_imported() -> None:
     """On the first rank alone."""
     program = (
-        "import sys; sys.argv = ['asyncpp', 'fit', 'x.yaml']\n"
+        "import sys; sys.argv = ['asyncpp', 'fit', 'quickstart']\n"
         "class Stop:\n"
         "    def find_spec(self, name, *rest):\n"
         "        if name in ('torch', 'lightning'): sys.exit(7)\n"
@@ -156,7 +156,7 @@ def test_a_line_says_what_starts_before_torch_is_imported() -> None:
         for variables in ({"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"})
     ]
     assert [done.returncode for done in said] == [7, 7]
-    assert [done.stderr for done in said] == ["asyncpp: fit x.yaml: importing torch and Lightning ...\n", ""]
+    assert [done.stderr for done in said] == ["asyncpp: fit quickstart: importing torch and Lightning ...\n", ""]
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,11 @@ def recipes_in(arguments: Sequence[str]) -> list[str]:
     return recipes
 
 
+def recipes_named(arguments: Sequence[str]) -> list[str]:
+    """The recipes of a subcommand, as they were given: by their place or as ``--config``."""
+    return recipes_in(_with_recipe(arguments))
+
+
 def _with_recipe(arguments: Sequence[str]) -> list[str]:
     """The same after the subcommand, if there is one."""
     is_given = arguments and not arguments[0].startswith("-")
