@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import lightning as L
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import Strategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -38,6 +40,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, ranks_of
 from lightning_asyncpp.trainer.checkpoint.kept_apart import Given, hand_back, unite_stages
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
+from lightning_asyncpp.trainer.checkpoint.restored_paths import drop_foreign_paths, looks_inside
 from lightning_asyncpp.trainer.checkpoint.superseded import SUPERSEDED, Superseded
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import leave_alone
@@ -61,6 +64,8 @@ class TrainerCheckpoints(Strategy):
         content = super().load_checkpoint(checkpoint_path, weights_only)
         origin = origin_of(content)
         if origin.writer == TRAINER:
+            if (trainer := self._trainer) is not None:
+                drop_foreign_paths(trainer, content)
             return content
         weights = "the entry of the model" if origin.writer == FABRIC else "them"
         raise ConfigurationError(
@@ -68,6 +73,23 @@ class TrainerCheckpoints(Strategy):
             f" begin with weights from elsewhere, load {weights} into self.model (load_state_dict) before training, and"
             " leave ckpt_path out"
         )
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint; a path that seems to lie in a callback's folder, and leads out of it, with a warning."""
+        if self.is_global_zero and self._may_remove(filepath):
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    def _may_remove(self, path: Any) -> bool:
+        if (trainer := self._trainer) is None or not looks_inside(trainer, path):
+            return True
+        rank_zero_warn(f"{path} is not removed: it leads out of the folders that callbacks write checkpoints into")
+        return False
+
+    @property
+    def _trainer(self) -> L.Trainer | None:
+        module = self.lightning_module
+        return None if module is None else module._trainer
 
 
 class PipelineCheckpoints(TrainerCheckpoints):
@@ -161,7 +183,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
+        if self.is_global_zero and self._may_remove(filepath):
             self.checkpoints.remove(partial(self.checkpoint_io.remove_checkpoint, filepath))
 
     @override
