@@ -240,7 +240,8 @@ def _quiet() -> None:
 
 @rank_zero_only
 def _print(text: Any) -> None:
-    print(text, flush=True)
+    encoding = sys.stdout.encoding or "utf-8"  # which may not have the bytes of a path
+    print(str(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 @rank_zero_only
