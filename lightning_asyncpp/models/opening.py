@@ -40,7 +40,7 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
         raise WeightsError(
             f"{path} is a folder without index.json and config.json; name a checkpoint, or a folder of transformers"
         )
-    if path.exists():
+    if path.exists():  # and is neither
         raise WeightsError(no_regular_file(path))
     raise WeightsError(f"{path}: there is no such file or folder; models of a hub have to be downloaded first")
 

@@ -6,6 +6,7 @@ than once, to be compared with a checksum and to be loaded, is read from files t
 
 from __future__ import annotations
 
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -238,11 +239,14 @@ class _Tensors:
 
 
 def _opened_file(path: Path) -> BinaryIO:
-    # A pipe would wait for somebody who writes, a device never end, and some do something when they are opened.
-    if path.exists() and not path.is_dir() and not path.is_file():
-        raise StorageError(no_regular_file(path))
     try:
+        # A pipe would wait for somebody who writes, a device never end, and some do something when they are opened.
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise StorageError(no_regular_file(path))
         return path.open("rb")
+    except StorageError:
+        raise
     except NotADirectoryError as error:
         raise FileNotFoundError(error.errno, error.strerror, error.filename) from error
     except FileNotFoundError:
