@@ -11,7 +11,7 @@ from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
-from lightning_asyncpp.trainer.identity import trainer_section
+from lightning_asyncpp.trainer.identity import known_beside, trainer_section
 
 
 class Launching(PipelineCheckpoints, DDPStrategy):
@@ -36,7 +36,8 @@ class Launching(PipelineCheckpoints, DDPStrategy):
         private.check_launcher()
         super().setup_environment()
         # Now: what comes next, hooks of callbacks among it, has collective calls that go by these.
-        self.session.agree("trainer", trainer_section(self._module.trainer))
+        trainer = self._module.trainer
+        self.session.agree("trainer", trainer_section(trainer), known_beside(trainer, self._module))
 
     def gather_whole_model(self) -> None:
         """Bring the trained model to rank 0; a collective call."""
