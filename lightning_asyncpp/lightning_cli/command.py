@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short names)
+from lightning_asyncpp.data import DataError
 from lightning_asyncpp.lightning_cli.arguments import DESCRIPTION, find_own_modules, written_out
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
 from lightning_asyncpp.lightning_cli.resumed_model import (
@@ -165,7 +166,10 @@ def run() -> None:
         SystemExit: it cannot even be read.
     """
     sys.argv[1:] = written_out(sys.argv[1:])
-    make_cli(save_config_kwargs={"overwrite": True})
+    try:
+        make_cli(save_config_kwargs={"overwrite": True})
+    except DataError as error:  # as it is prepared
+        raise ConfigurationError(str(error)) from error
 
 
 def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:

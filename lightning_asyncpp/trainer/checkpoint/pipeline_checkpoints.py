@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_asyncpp.pipeline.checkpoint.gathering import gather_by_rank
 from lightning_asyncpp.pipeline.checkpoint.origin import FABRIC, PIPELINE, TRAINER, origin_of
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.checkpoint.state import (
+    check_whole,
     facts,
     gather_model_state,
     gather_optimizer_state,
@@ -49,6 +50,19 @@ _PREFIX = "model."
 _PARTS = ("state_dict", "optimizer_states")
 _CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
 _WEIGHTS = frozenset(("state_dict", _CURRENT))
+
+
+def check_states(optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that has not a state for each optimizer, which would begin anew in silence.
+
+    Raises:
+        ConfigurationError: it has not.
+    """
+    if (found := len(checkpoint["optimizer_states"])) != len(optimizers):
+        raise ConfigurationError(
+            f"the checkpoint holds {found} states of optimizers, and this run has {len(optimizers)}: it is damaged or"
+            " of another training; to begin with its weights alone, load them into the module, and leave ckpt_path out"
+        )
 
 
 class TrainerCheckpoints(Strategy):
@@ -225,6 +239,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
         state = content.get(PIPELINE)
         if state is None:
             return
+        check_whole(state)
         mesh, replicas = self.session.running().mesh, state["data_parallel_size"]
         changes = []
         if replicas != mesh.num_replicas:
@@ -256,5 +271,6 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        check_states(self.optimizers, checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             load_optimizer_state(self.session, optimizer, state)

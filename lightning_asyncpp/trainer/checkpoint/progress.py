@@ -161,7 +161,14 @@ class Progress:
             state: of this rank; None: the checkpoint holds none.
             loops: the state of the Trainer's loops in the checkpoint; changed if their epoch goes on.
             changes: what makes it impossible to go on exactly in the middle of an epoch, in words.
+
+        Raises:
+            ConfigurationError: the state is damaged.
         """
+        if state is not None and not isinstance(state.get("random"), Mapping):
+            raise ConfigurationError(
+                "the checkpoint is damaged: it holds no random numbers of the training, which would go on with others"
+            )
         if state is not None and Outstanding(*state["outstanding"]).rest_of_epoch:
             count_as_unfinished(loops)
         self._state, self._loops, self._changes, self._at_cut = state, loops, list(changes), None
@@ -276,7 +283,7 @@ class Progress:
             rank_zero_warn(f"{_ACCEPTED}:\n" + "\n".join(f"  - {problem}" for problem in problems))
             return
         after = self._loops["epoch_loop.batch_progress"]["current"]["ready"]
-        raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}. {_at(after)}{INEXACT}"])
+        raise ConfigurationError.from_problems(problems, f"{_at(after)}{INEXACT}", ". ")
 
 
 def _accumulating(trainer: Trainer) -> bool:
