@@ -246,10 +246,20 @@ class Progress:
         return recorded
 
     def draw_as_before(self) -> None:
-        """Put the random numbers where the checkpoint was, after all that a run draws to begin with."""
-        if self._draws is not None:
-            set_random_states(self._draws)
-            self._draws = None
+        """Put the random numbers where the checkpoint was, after all that a run draws to begin with.
+
+        Raises:
+            ConfigurationError: it does not say where.
+        """
+        draws, self._draws = self._draws, None
+        try:
+            if draws is not None:
+                set_random_states(draws)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                "the checkpoint is damaged: its random numbers cannot be taken up, and training would go on with others"
+                f" ({type(error).__name__}: {error})"
+            ) from error
 
     @property
     def _in_mid_epoch(self) -> bool:

@@ -31,9 +31,15 @@ def no_random_numbers(content: dict[str, Any]) -> None:
         progress["random"] = None
 
 
+def fewer_random_numbers(content: dict[str, Any]) -> None:
+    for progress in content[PIPELINE]["progress"]:
+        del progress["random"]["numpy"]
+
+
 CHANGES: dict[str, tuple[Change, str]] = {
     "no optimizer": (lambda content: content.update(optimizer_states=[]), "holds 0 states of optimizers, and this run"),
     "no random numbers": (no_random_numbers, "holds no random numbers of the training"),
+    "fewer": (fewer_random_numbers, "its random numbers cannot be taken up, .* .KeyError: 'numpy'"),
     "partition": (of_pipeline(partition=[10**15]), r"says of its pipeline partition=\[1000000000000000\] of 2 stages"),
     "layers": (of_pipeline(partition=[2, -1]), r"partition=\[2, -1\] of 2 stages"),
     "stages": (of_pipeline(num_stages=-1), "says of its pipeline num_stages=-1"),
