@@ -65,6 +65,17 @@ def test_what_a_class_refuses_is_all_that_is_printed(
     assert len(said.splitlines()) <= 1 + len(messages)
 
 
+def test_data_that_cannot_be_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is only known once training begins."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / os.fsdecode(b"\xff.txt")).write_text("a text " * 1000)
+    given = ["--data.init_args.source", str(tmp_path / "texts"), "--data.init_args.cache_dir", str(tmp_path / "cache")]
+    given += ["--trainer.devices", "1", "--trainer.logger", "false", "--trainer.default_root_dir", str(tmp_path)]
+    assert refused("fit", *RECIPE, *given) == 2
+    assert re.search(r"asyncpp: error: \\udcff.txt in .*not UTF-8", said := capsys.readouterr().err), said
+    assert "Traceback" not in said
+
+
 def test_the_mistake_of_another_class_keeps_its_own_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=r"^invalid literal for int\(\) with base 10: 'seven'$") as caught:
         main(["fit", *RECIPE, "--model", "tests.test_command_line_errors.Untidy"])

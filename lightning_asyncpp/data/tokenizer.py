@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.data.byte_tokenizer_json import END, byte_tokenizer_json, is_byte_tokenizer_json
-from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.errors import DataError, printable
 
 if TYPE_CHECKING:
     import tokenizers
@@ -100,6 +100,8 @@ class BPETokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, end_of_text: str | None = None) -> None:
+        if not backend.get_vocab_size():
+            raise DataError("the tokenizer has an empty vocabulary: name one that has tokens")
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
@@ -210,9 +212,11 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Token ids to continue; of an empty prompt the end of a document, behind which another begins.
 
     Raises:
-        DataError: the prompt is empty, and the tokenizer has no such token.
+        DataError: the prompt is no text, or is empty, and the tokenizer has no such token.
     """
     if prompt:
+        if printable(prompt) != prompt:  # as an argument of a command whose bytes are no text
+            raise DataError(f"the prompt {printable(prompt)!r} is no text in UTF-8")
         return [int(token) for token in tokenizer.encode_batch([prompt])[0]]
     if tokenizer.end_of_document is None:
         raise DataError("the prompt is empty, and the tokenizer has no token that ends a document: give a prompt")

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short names)
+from lightning_asyncpp.data import DataError
 from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
 from lightning_asyncpp.lightning_cli.before_start import (
     check_start,
@@ -196,7 +197,10 @@ def run() -> None:
     """
     say_what_is_logged()
     sys.argv[1:] = written_out(sys.argv[1:])
-    make_cli(save_config_kwargs={"overwrite": True})
+    try:
+        make_cli(save_config_kwargs={"overwrite": True})
+    except DataError as error:  # as it is prepared
+        raise ConfigurationError(str(error)) from error
 
 
 def read_configuration(arguments: Sequence[str], own_options: Sequence[str] = ()) -> dict[str, Any]:
@@ -281,7 +285,8 @@ def _quiet() -> None:
 
 @rank_zero_only
 def _print(text: Any) -> None:
-    print(text, flush=True)
+    encoding = sys.stdout.encoding or "utf-8"  # which may not have the bytes of a path
+    print(str(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 @rank_zero_only

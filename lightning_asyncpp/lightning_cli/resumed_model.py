@@ -13,7 +13,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError, local_path
 from lightning_asyncpp.storage.sharded import is_sharded
-from lightning_asyncpp.storage.whole import missing
+from lightning_asyncpp.storage.whole import missing, unreadable
 from lightning_asyncpp.trainer.checkpoint.saved_arguments import (
     ARGUMENTS,
     CLASS,
@@ -78,9 +78,14 @@ def _local_checkpoint(ckpt_path: str | None) -> Path | None:
         path = local_path(ckpt_path)
     except (ImportError, ValueError) as error:  # of a URL: a package is missing, or nobody knows its protocol
         raise ConfigurationError(f"--ckpt_path {ckpt_path}: {error}") from error
-    if path is None or (path.is_dir() and not is_sharded(path)):  # a folder may be another strategy's checkpoint
-        return None
-    if not path.exists():
+    try:
+        if path is None or (path.is_dir() and not is_sharded(path)):  # a folder may be another strategy's checkpoint
+            return None
+        is_there = path.exists()
+    except OSError as error:
+        assert path is not None
+        raise ConfigurationError(f"--ckpt_path: {unreadable(path, error)}") from error
+    if not is_there:
         raise ConfigurationError(f"--ckpt_path: {missing(path)}")
     return path
 

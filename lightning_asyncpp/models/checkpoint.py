@@ -14,6 +14,7 @@ from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.saved import SavedGPT, WeightsError
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
+from lightning_asyncpp.storage.whole import unreadable
 
 MARK = "embedding.token.weight"  # what the state_dict of a GPT has and no other model
 COMPILED = "_orig_mod."
@@ -50,9 +51,9 @@ def read_checkpoint(path: Path, config: GPTConfig | None = None) -> SavedGPT:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    if path.is_file() and not zipfile.is_zipfile(path):
-        raise WeightsError(f"{path} is no checkpoint: torch.save writes zip archives, and this is none")
     try:
+        if path.is_file() and not _is_archive(path):
+            raise WeightsError(f"{path} is no checkpoint: torch.save writes zip archives, and this is none")
         content = load(path)
     except StorageError as error:
         if isinstance(cause := error.__cause__, pickle.UnpicklingError):
@@ -64,6 +65,14 @@ def _load(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise WeightsError(f"{path} holds a {type(content).__name__}, and a checkpoint is a dictionary")
     return content
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return zipfile.is_zipfile(file)
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def _state_of_gpt(path: Path, content: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

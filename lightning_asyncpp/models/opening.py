@@ -14,6 +14,7 @@ from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.gpt import GPT
 from lightning_asyncpp.models.saved import SavedGPT, WeightsError, differences
 from lightning_asyncpp.storage.sharded import is_sharded
+from lightning_asyncpp.storage.whole import no_regular_file
 
 
 def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
@@ -39,6 +40,8 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
         raise WeightsError(
             f"{path} is a folder without index.json and config.json; name a checkpoint, or a folder of transformers"
         )
+    if path.exists():  # and is neither
+        raise WeightsError(no_regular_file(path))
     raise WeightsError(f"{path}: there is no such file or folder; models of a hub have to be downloaded first")
 
 

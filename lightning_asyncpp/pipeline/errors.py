@@ -20,12 +20,20 @@ class ConfigurationError(ValueError):
         return found
 
     @classmethod
-    def from_problems(cls, problems: Sequence[str]) -> ConfigurationError:
-        """Join all problems into one error, so that nobody mends them one run at a time."""
+    def from_problems(cls, problems: Sequence[str], mend: str = "", joint: str = "; ") -> ConfigurationError:
+        """Join all problems into one error, so that nobody mends them one run at a time.
+
+        Args:
+            problems: at least one.
+            mend: what there is to say about all of them: after a single one, or on a line of its own.
+            joint: between a single one and that.
+        """
+        ends_with_mend = f"{problems[-1]}{joint}{mend}" if mend else problems[-1]
         if len(problems) == 1:
-            return cls(problems[0])
-        error = cls(f"{len(problems)} problems:\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1)))
-        error.__dict__["_problems"] = tuple(problems)
+            return cls(ends_with_mend)
+        lines = [f"{len(problems)} problems:", *(f"  {i}. {p}" for i, p in enumerate(problems, 1))]
+        error = cls("\n".join([*lines, mend[:1].upper() + mend[1:]] if mend else lines))
+        error.__dict__["_problems"] = (*problems[:-1], ends_with_mend)
         return error
 
 

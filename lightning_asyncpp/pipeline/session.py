@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,7 @@ from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.manifest import Manifest, Section
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems, version_problems
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
-from lightning_asyncpp.pipeline.ranks.manifests import agree_on_run, agree_on_section, differences_between_ranks
+from lightning_asyncpp.pipeline.ranks.manifests import agree_on_run, agree_on_sections, differences_between_ranks
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
@@ -94,13 +94,19 @@ class PipelineSession:
         self.watch.begin(self.mesh)
         return self.mesh
 
-    def agree(self, name: str, section: Section) -> None:
+    def agree(self, name: str, section: Section, known: Mapping[str, Section] | None = None) -> None:
         """Keep a section of the manifest, and compare it with those of all ranks; a collective call.
+
+        Args:
+            name: of the section.
+            section: its values.
+            known: other sections, in which differences are named, too, if there are any in this one.
 
         Raises:
             ConfigurationError: ranks differ; every rank finds the same.
         """
-        agree_on_section(self._connected(), name, self.manifest.keep(name, section))
+        others = {other: Manifest().keep(other, values) for other, values in (known or {}).items()}
+        agree_on_sections(self._connected(), {name: self.manifest.keep(name, section)}, known=others)
 
     def compare(self, name: str, section: Section) -> list[str]:
         """As :meth:`agree`, for what may be right in either way: in what ranks differ, in words."""
@@ -109,8 +115,7 @@ class PipelineSession:
     def _agree_at_first(self, mesh: Mesh, group: dist.ProcessGroup) -> None:
         """Compare what was kept before there was a connection."""
         self.manifest.run = agree_on_run(mesh, self.manifest.run, group)
-        for name, section in self.manifest.sections.items():
-            agree_on_section(mesh, name, section, group)
+        agree_on_sections(mesh, self.manifest.sections, group)
 
     def cut(
         self,

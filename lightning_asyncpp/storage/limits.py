@@ -25,6 +25,11 @@ _PICKLE = "/data.pkl"
 _BYTES_OF = b"bytearray"
 _BLOCK_BYTES = 2**20
 _MARK = object()
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
+}  # fmt: skip
 _OFF = {
     "TUPLE": None, "APPENDS": None, "SETITEMS": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "BUILD": 1,
     "SETITEM": 2, "BINPERSID": 1,
@@ -189,7 +194,7 @@ class _Measure:
 
     def _count_bytes(self, leaf: Any) -> None:
         if isinstance(leaf, Tensor):
-            parts = _parts(leaf)
+            parts = dense_parts(leaf)
         elif isinstance(leaf, (str, bytes, bytearray)):
             parts = [((id(leaf),), len(leaf))]
         else:
@@ -205,12 +210,12 @@ def _check_level(level: int) -> None:
         raise LimitError(f"RecursionError: it holds itself, or has more than {_LEVELS} levels")
 
 
-def _parts(tensor: Tensor) -> list[tuple[tuple[Any, ...], int]]:
+def dense_parts(tensor: Tensor) -> list[tuple[tuple[Any, ...], int]]:
     """Where the dense tensors are that one consists of, and how many bytes each takes as one of its own."""
-    if tensor.layout == torch.sparse_coo:
-        return _parts(tensor._indices()) + _parts(tensor._values())
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return []
+    if tensor.layout != torch.strided:
+        return [found for part in _PARTS.get(tensor.layout, ()) for found in dense_parts(getattr(tensor, part)())]
+    if tensor.is_meta:  # it takes none before somebody makes a real one of it
+        return [((id(tensor),), tensor.numel() * tensor.element_size())]
     try:
         start = tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a class around other tensors, which the user has allowed

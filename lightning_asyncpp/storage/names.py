@@ -38,6 +38,27 @@ def local_path(path: Any) -> Path | None:
     return Path(name) if isinstance(files, LocalFileSystem) else None
 
 
+def is_inside(path: Any, folder: Any) -> bool:
+    """Whether what removing ``path`` removes is in a folder: ``..`` and links on the way to it are followed.
+
+    Args:
+        path: of a file system of this machine, or a URL; what is no path is in no folder.
+        folder: likewise.
+    """
+    try:
+        local, around = local_path(path), local_path(folder)
+        if local is None and around is None:
+            files, name = url_to_fs(str(path))
+            others, start = url_to_fs(str(folder))
+            is_below = name.startswith(f"{start.rstrip('/')}/") and ".." not in name.split("/")
+            return is_below and type(files) is type(others)
+        if local is None or around is None or local.name in ("", ".."):
+            return False
+        return around.resolve() in (local.parent.resolve() / local.name).parents
+    except (OSError, ValueError, RuntimeError, ImportError):  # such as of links that lead to themselves
+        return False
+
+
 def beside(path: Path) -> Path:
     """A name beside it for what is not complete."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")

@@ -6,6 +6,7 @@ than once, to be compared with a checksum and to be loaded, is read from files t
 
 from __future__ import annotations
 
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,7 +20,14 @@ from lightning_asyncpp.storage.durable import checksum_of, name_of_opened, size_
 from lightning_asyncpp.storage.names import INDEX, StorageError
 from lightning_asyncpp.storage.nested import STORED, entry_dtype, entry_shape, put_together, shard_of
 from lightning_asyncpp.storage.sharded import Shard, files_of, is_sharded, no_index, parsed_index
-from lightning_asyncpp.storage.whole import damage_of, missing, read_opened, unreadable, unreadable_file
+from lightning_asyncpp.storage.whole import (
+    damage_of,
+    missing,
+    no_regular_file,
+    read_opened,
+    unreadable,
+    unreadable_file,
+)
 
 _ATTEMPTS = 20
 _END_BYTES = 2**20
@@ -99,8 +107,14 @@ def open_checkpoint(path: Path) -> Opened:
         StorageError: there is none, its index is damaged, or it is replaced again and again.
     """
     for _ in range(_ATTEMPTS):
-        with suppress(ReplacedError):
+        try:
             return _OpenedFolder(path) if path.is_dir() else _OpenedFile(path)
+        except ReplacedError:
+            continue
+        except StorageError:
+            raise
+        except (OSError, ValueError) as error:
+            raise unreadable(path, error) from error
     raise StorageError(
         f"the checkpoint {path} is being replaced by a run, faster than it can be opened: copy it, or name one that"
         " stays"
@@ -174,11 +188,14 @@ class _OpenedFolder(Opened):
             file = self._file_of(shard)
         except StorageError as error:
             return [str(error)]
-        found = checksum_of(file)
+        path = self.path / shard.file
+        try:
+            found = checksum_of(file)
+        except OSError as error:
+            return [str(unreadable(path, error))]
         done(shard.num_bytes)
         if found == shard.crc32:
             return []
-        path = self.path / shard.file
         return [f"{path} is damaged: its CRC-32 is {found}, and was {shard.crc32} when it was written"]
 
     def _file_of(self, shard: Shard) -> BinaryIO:
@@ -223,7 +240,15 @@ class _Tensors:
 
 def _opened_file(path: Path) -> BinaryIO:
     try:
+        # A pipe would wait for somebody who writes, a device never end, and some do something when they are opened.
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise StorageError(no_regular_file(path))
         return path.open("rb")
+    except StorageError:
+        raise
+    except NotADirectoryError as error:
+        raise FileNotFoundError(error.errno, error.strerror, error.filename) from error
     except FileNotFoundError:
         raise
     except IsADirectoryError as error:
@@ -234,8 +259,9 @@ def _opened_file(path: Path) -> BinaryIO:
 
 def _index_text(folder: Path) -> bytes:
     try:
-        return (folder / INDEX).read_bytes()
-    except OSError as error:
+        with _opened_file(folder / INDEX) as file:
+            return file.read()
+    except (FileNotFoundError, ReplacedError) as error:
         if is_sharded(folder) or not folder.is_dir():
             raise ReplacedError(f"{folder} had no index for a moment") from error
         raise StorageError(no_index(folder)) from error

@@ -74,8 +74,10 @@ class Target(NamedTuple):
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether it is a folder with an index."""
-    return (path / INDEX).is_file()
+    """Whether it is a folder with an index; of one that nobody may look into it cannot be told."""
+    with suppress(OSError):
+        return (path / INDEX).is_file()
+    return False
 
 
 def index_bytes(run: Shard, shards: Sequence[Shard], about: Mapping[str, Any]) -> bytes:

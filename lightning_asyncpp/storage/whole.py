@@ -6,6 +6,7 @@ alone: not of its lists of what is where, nor of padding.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -180,8 +181,15 @@ def missing(path: Path) -> StorageError:
     return StorageError(f"there is no checkpoint {path}{aside}")
 
 
+def no_regular_file(path: Path) -> str:
+    """What is wrong with a pipe, a device and the like."""
+    return f"{path} is no regular file: name a checkpoint, or a copy of what comes from there"
+
+
 def unreadable(path: Path, error: BaseException) -> StorageError:
     """The error to raise where a checkpoint could not be read."""
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # such as of places that a file has not
+        return StorageError(f"{path} cannot be read ({error.strerror})")
     if isinstance(error, LimitError):
         return StorageError(f"{path} is damaged or no checkpoint: {error}")
     if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
@@ -199,7 +207,7 @@ def unreadable_file(file: BinaryIO, path: Path, error: BaseException) -> Storage
     """The error to raise where a file of torch could not be read, in words if it is none, or not all of one."""
     # Of a text torch would advise to run its code, and of other things it says what its unpickler stumbled over.
     with suppress(OSError):  # then nothing can be read of it
-        if not isinstance(error, LimitError) and (reason := _looks_wrong(file)):
+        if not isinstance(error, (OSError, LimitError)) and (reason := _looks_wrong(file)):
             return StorageError(f"{path} is damaged or no checkpoint: {reason}")
     return unreadable(path, error)
 

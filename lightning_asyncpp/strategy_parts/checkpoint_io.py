@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, exchange
@@ -20,6 +21,7 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError, local_path
 from lightning_asyncpp.storage.opened import Opened, open_checkpoint
+from lightning_asyncpp.storage.removal import is_checkpoint
 from lightning_asyncpp.storage.sharded import is_sharded, remove_sharded
 from lightning_asyncpp.storage.whole import save_file
 
@@ -78,9 +80,11 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file or a folder, if it is there."""
+        """Remove a checkpoint, if it is there; what is none stays, with a warning: its name came from another file."""
         local = local_path(path)
-        if local is not None and is_sharded(local):
+        if local is not None and local.exists() and not is_checkpoint(local):
+            rank_zero_warn(f"{local} is not removed: it is no checkpoint")
+        elif local is not None and is_sharded(local):
             remove_sharded(local)
         else:
             super().remove_checkpoint(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import fields
@@ -16,6 +17,11 @@ from lightning_asyncpp.version import __version__
 
 _PACKAGES = ("lightning", "torch")
 _SHARED = ("state_dict_type", "async_checkpoints", "inexact_resume", "timeout")
+SEED_OF_RANK_0 = (
+    "{}. The pipeline's weights and random numbers are made of rank 0's, and what a script draws by itself of each"
+    " rank's own"
+)
+"""Of a warning."""
 _OF_A_PROCESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")
 
 
@@ -30,6 +36,12 @@ def arguments_of(strategy: object, arguments: PipelineArguments, settings: Pipel
     shared = {name: getattr(arguments, name) for name in _SHARED if hasattr(arguments, name)}
     chosen = {field.name: getattr(settings, field.name) for field in fields(settings)}
     return {"strategy": type(strategy).__name__, **chosen, **shared}
+
+
+def seed_section() -> dict[str, Any]:
+    """What ``seed_everything`` was given, if it was called."""
+    given = os.environ.get("PL_GLOBAL_SEED")
+    return {} if given is None else {"seed_everything": given}
 
 
 def described_model(model: nn.Module) -> dict[str, Any]:

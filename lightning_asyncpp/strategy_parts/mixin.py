@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_asyncpp.pipeline.checkpoint.resumed import SEED
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.cut.partition import Partition
 from lightning_asyncpp.pipeline.cut.partition_choice import Example, choose_partition
@@ -26,7 +27,7 @@ from lightning_asyncpp.pipeline.ranks.process_groups import unbind_default_group
 from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
-from lightning_asyncpp.strategy_parts.identity import arguments_of, versions
+from lightning_asyncpp.strategy_parts.identity import SEED_OF_RANK_0, arguments_of, seed_section, versions
 from lightning_asyncpp.strategy_parts.process_group import QUEUES_VARIABLE, backend_of, join_again, queue_warning
 from lightning_asyncpp.strategy_parts.store import store_listening_on
 
@@ -166,6 +167,8 @@ class PipelineStrategyMixin:
             example: to measure its layers with, if the partition needs that.
             averages: of it, which are no part of ``root``.
         """
+        if differing := self.session.compare(SEED, seed_section()):
+            rank_zero_warn(SEED_OF_RANK_0.format("; ".join(differing)))
         seed, partition, error = seed_of_run(), None, None
         if self._mesh.rank == 0:
             try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from lightning_asyncpp.data.replica import classes_of_litdata, leave_where_it_was, set_epoch_before, with_own_place
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, Plain, differing, keeps_place, loader_identity
 from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
@@ -77,7 +78,18 @@ class ResumableLoader(LoaderInFront):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state of the loader's own, from a checkpoint of Lightning's; :meth:`resume` is told more."""
         if "batches" not in state:
+            self._go_on_in(state)
+
+    def _go_on_in(self, state: Any) -> None:
+        try:
             self._take_up(state)
+        except ConfigurationError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                "the training loader cannot go on from its state in the checkpoint, which is damaged or another"
+                f" loader's: {type(error).__name__}: {error}"
+            ) from error
 
     def resume(self, state: Mapping[str, Any], ended: bool) -> None:
         """Begin the next iteration where a checkpoint was.
@@ -119,9 +131,9 @@ class ResumableLoader(LoaderInFront):
         elif isinstance(self.loader, classes_of_litdata("StreamingDataLoader")) and (ended or not has_place):
             set_epoch_before(self.loader, inner, again=not ended)
         elif has_place and not ended:
-            self._take_up(with_own_place(self.loader, inner))
+            self._go_on_in(with_own_place(self.loader, inner))
         elif has_place:
-            self._take_up(inner)
+            self._go_on_in(inner)
             # Some begin the next epoch by themselves once the last one was read, others must be asked twice.
             with isolate_rng():
                 began_anew = next(iter(self.loader), _END) is not _END

@@ -1,12 +1,14 @@
-"""What tools print and write: tables, measured quantities, JSON."""
+"""What tools print and write: tables, measured quantities, JSON, and names that may be anything."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,22 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def escaped(text: str) -> str:
+    """A text of a file, or a path, in one line: what would change the line, or the terminal, as its escape sequence."""
+    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:
+    """Print; what the output cannot encode, such as parts of a path that are no text, as its escape sequence."""
+    file = sys.stdout if file is None else file
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, file=file, flush=True)
 
 
 def write_json(path: str, content: Any) -> None:

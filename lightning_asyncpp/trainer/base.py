@@ -165,6 +165,7 @@ class PipelineStrategy(
                 show_stages(trainer)
             self.checkpoints.lease(checkpoint_folders(trainer))
             link_when_written(trainer, self.checkpoints.then)
+            self.superseded.overwrite_later_ones(trainer)
             self.setup_optimizers(trainer)
             self._check_optimizer(trainer)
             self._attach_optimizer(trainer)
@@ -257,7 +258,7 @@ class PipelineStrategy(
         self.session.agree("data", comparable(data, self._mesh.replica))
         self.session.manifest.keep("data", data)
         if self.is_global_zero:
-            self.superseded.remove_left(self._module.trainer, self.session.manifest.run, self.remove_checkpoint)
+            self.superseded.go_on(self._module.trainer, self.session.manifest.run, self.remove_checkpoint)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

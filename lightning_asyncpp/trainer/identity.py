@@ -36,6 +36,13 @@ def trainer_section(trainer: L.Trainer) -> dict[str, Any]:
     return {**given, "checkpoint and early-stopping callbacks": deciding}
 
 
+def known_beside(trainer: L.Trainer, module: LightningModule) -> dict[str, dict[str, Any]]:
+    """Sections in which ranks may differ, and which are worth a look where they do in others."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    sections = {"hyper-parameters": hyper_parameters(module)}
+    return sections if data is None else {**sections, "hyper-parameters of the data": hyper_parameters(data)}
+
+
 def checkpoint_folders(trainer: L.Trainer) -> list[Path]:
     """Where its callbacks will write, as far as that is known, on this machine."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # it saves nothing
@@ -51,7 +58,7 @@ def _saves(callback: Checkpoint) -> bool:
     return any(keeps)
 
 
-def hyper_parameters(module: LightningModule) -> dict[str, Any]:
+def hyper_parameters(module: LightningModule | L.LightningDataModule) -> dict[str, Any]:
     """What ``save_hyperparameters`` kept."""
     try:
         return dict(module.hparams)

@@ -9,6 +9,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_asyncpp.pipeline.manifest import Manifest, changes
 
 _AS_ASKED = ("versions", "trainer", "hyper-parameters", "optimizer")
+SEED = "seed"
+"""Section of a manifest, of what ``seed_everything`` was given."""
 _RESTORED = ("optimizer's", "scheduler")
 
 
@@ -29,6 +31,11 @@ def go_on_from(manifest: Manifest, saved: Any) -> None:
         rank_zero_warn(
             f"this run asks for {restored}; the checkpoint's values go on, which an optimizer and its schedulers load"
             " with their state: to change them, set them after the checkpoint was loaded (in on_train_start)"
+        )
+    for name, old, new in changes(before.sections.get(SEED, {}), manifest.sections.get(SEED, {})):
+        rank_zero_warn(
+            f"this run asks for {name}={new} (it was {old}); the checkpoint's random numbers go on: to draw others,"
+            " leave ckpt_path out, and load its weights alone"
         )
     if other := _differences(before, manifest, ("model",)):
         rank_zero_warn(f"the checkpoint's weights go on in another model: {other}")

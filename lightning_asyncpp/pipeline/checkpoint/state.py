@@ -118,6 +118,25 @@ def gather_pipeline_state(session: PipelineSession) -> dict[str, Any]:
     return state
 
 
+def check_whole(state: Mapping[str, Any]) -> None:
+    """Refuse facts on a pipeline that none has.
+
+    Args:
+        state: what :func:`gather_pipeline_state` gave.
+
+    Raises:
+        ConfigurationError: they are damaged.
+    """
+    counts = {name: state.get(name) for name in ("num_stages", "data_parallel_size")}
+    wrong = [f"{name}={value!r}" for name, value in counts.items() if type(value) is not int or value < 1]
+    partition = state.get("partition", [1] * (state["num_stages"] if not wrong else 0))
+    is_list = isinstance(partition, (list, tuple)) and all(type(count) is int and count > 0 for count in partition)
+    if not wrong and not (is_list and len(partition) == counts["num_stages"]):
+        wrong = [f"partition={partition!r} of {counts['num_stages']} stages"]
+    if wrong:
+        raise ConfigurationError(f"the checkpoint is damaged: it says of its pipeline {', '.join(wrong)}")
+
+
 def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
     """Go on where a checkpoint ended; the weights were loaded before. Without a state, both versions are the weights.
 
@@ -131,6 +150,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     if state is None:
         engine.weights.restore(0, None)
         return
+    check_whole(state)
     if state.get("weight_dtype") != (dtype := engine.settings.weight_dtype):
         raise ConfigurationError(
             f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"

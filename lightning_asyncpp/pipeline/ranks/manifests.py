@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,20 +17,28 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 SAME = "all ranks of a run must be started with the same script, recipe, arguments and versions"
 
 
-def agree_on_section(mesh: Mesh, name: str, section: Section, group: dist.ProcessGroup | None = None) -> None:
-    """Refuse to go on where ranks differ in a section of their manifests; a blocking collective.
+def agree_on_sections(
+    mesh: Mesh,
+    sections: Mapping[str, Section],
+    group: dist.ProcessGroup | None = None,
+    known: Mapping[str, Section] | None = None,
+) -> None:
+    """Refuse to go on where ranks differ in sections of their manifests; a blocking collective.
 
     Args:
         mesh: this rank's place.
-        name: of the section.
-        section: name -> plain value; what some ranks do not name is compared among the others.
+        sections: name -> values by their names; what some ranks do not name is compared among the others.
         group: of all ranks, over gloo, while the mesh has none.
+        known: what else is compared if they differ, so that nobody finds it out one start later.
 
     Raises:
         ConfigurationError: on every rank, with all differences, side by side.
     """
-    if problems := differences_between_ranks(mesh, name, section, group):
-        raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}; {SAME}"])
+    found = [p for name, section in sections.items() for p in differences_between_ranks(mesh, name, section, group)]
+    if found:
+        for name, section in (known or {}).items():
+            found += differences_between_ranks(mesh, name, section, group)
+        raise ConfigurationError.from_problems(found, SAME)
 
 
 def differences_between_ranks(
@@ -38,7 +46,13 @@ def differences_between_ranks(
 ) -> list[str]:
     """In what ranks differ in a section of their manifests, in words: the same on all; a blocking collective.
 
-    They exchange digests, and the whole only if these differ. Arguments as for :func:`agree_on_section`.
+    They exchange digests, and the whole only if these differ.
+
+    Args:
+        mesh: this rank's place.
+        name: of the section.
+        section: name -> plain value.
+        group: of all ranks, over gloo, while the mesh has none.
     """
     mine = text_of(section)
     if len(set(exchange(mesh, hashlib.sha256(mine.encode()).hexdigest(), group))) == 1:

@@ -15,6 +15,7 @@ from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.tools.checkpoint.contents import describe, size_on_disk, table
 from lightning_asyncpp.tools.checkpoint.convert import Request, convert
 from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser, verify_parser
+from lightning_asyncpp.tools.text import escaped, say
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,7 +31,7 @@ def _info(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     with _reported("info"):
         facts = describe(Path(arguments.checkpoint).expanduser())
-    print(json.dumps(facts, indent=2) if arguments.json else table(facts))
+    say(json.dumps(facts, indent=2) if arguments.json else table(facts))
 
 
 def _convert(argv: Sequence[str]) -> None:
@@ -51,7 +52,8 @@ def _convert(argv: Sequence[str]) -> None:
             bar.update(num_bytes)
 
         convert(request, written)
-    print(f"{output}: {arguments.to}, {size_on_disk(output):,} bytes; equal to what it was made from, bit for bit")
+    written_as = f"{escaped(str(output))}: {arguments.to}, {size_on_disk(output):,} bytes"
+    say(f"{written_as}; equal to what it was made from, bit for bit")
 
 
 def _verify(argv: Sequence[str]) -> None:
@@ -60,10 +62,10 @@ def _verify(argv: Sequence[str]) -> None:
     with _reported("verify"), _bar("verifying", size_on_disk(path)) as bar:
         problems = verify(path, bar.update)
     for problem in problems:
-        print(problem)
+        say(escaped(problem))
     if problems:
         raise SystemExit(1)
-    print(f"{path} is whole: {size_on_disk(path):,} bytes")
+    say(f"{escaped(str(path))} is whole: {size_on_disk(path):,} bytes")
 
 
 @contextmanager
@@ -72,7 +74,7 @@ def _reported(command: str) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        print(f"asyncpp checkpoint {command}: error: {error}", file=sys.stderr)
+        say(f"asyncpp checkpoint {command}: error: {escaped(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_asyncpp.pipeline.batches import tree
@@ -15,9 +16,11 @@ from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT, PIPEL
 from lightning_asyncpp.pipeline.checkpoint.state import MASTERS, OLDER, with_staleness
 from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
+from lightning_asyncpp.storage.limits import dense_parts
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.opened import opened
 from lightning_asyncpp.storage.sharded import files_of
+from lightning_asyncpp.tools.text import escaped
 
 _STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
 _OF_STRATEGY = (
@@ -103,8 +106,9 @@ def tensors_of(content: Any) -> list[Tensor]:
 
 
 def _identity(tensor: Tensor) -> Any:
-    where = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    return where if tensor.numel() else id(tensor)
+    if not tensor.numel() or tensor.is_meta or tensor.layout != torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _models(origin: Origin, entries: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -169,11 +173,12 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def size_on_disk(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder; 0 if it is not there."""
+    """Bytes of a file, or of all files in a folder; 0 if it is not there, or cannot be looked at."""
     total = 0
-    for file in path.iterdir() if path.is_dir() else [path]:
-        with suppress(FileNotFoundError):  # a run may remove it right now
-            total += file.stat().st_size if file.is_file() else 0
+    with suppress(OSError):
+        for file in path.iterdir() if path.is_dir() else [path]:
+            with suppress(FileNotFoundError):  # a run may remove it right now
+                total += file.stat().st_size if file.is_file() else 0
     return total
 
 
@@ -197,7 +202,7 @@ def table(facts: Mapping[str, Any]) -> str:
         **{f"  {name}": f"{size:,} bytes" for name, size in facts["bytes"].items() if size},
         "on disk": f"{facts['bytes_on_disk']:,} bytes",
     }
-    return "\n".join(f"{name:<22}{text}" for name, text in shown.items() if text)
+    return "\n".join(f"{escaped(name):<22}{escaped(text)}" for name, text in shown.items() if text)
 
 
 def _of_manifest(manifest: Mapping[str, Any] | None) -> dict[str, str]:
@@ -225,7 +230,7 @@ def _of_index(path: Path, index: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _num_bytes(part: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors_of(part))
+    return sum(size for tensor in tensors_of(part) for _, size in dense_parts(tensor))
 
 
 def _parts(facts: Mapping[str, Any]) -> str:

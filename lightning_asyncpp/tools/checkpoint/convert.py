@@ -66,6 +66,13 @@ def convert(request: Request, written: Written = lambda num_bytes, total: None) 
         StorageError: the first one cannot be read, the second one cannot be written or is not equal, or something is in
             its place.
     """
+    try:
+        _convert(request, written)
+    except UnicodeEncodeError as error:  # of safetensors and JSON
+        raise StorageError(f"{request.source} cannot be written in this form: {error.object!r} is not UTF-8") from error
+
+
+def _convert(request: Request, written: Written) -> None:
     output = request.output
     if os.path.lexists(output) and not request.force:
         raise StorageError(f"{output} exists already; name another, or give --force to replace it")
@@ -73,6 +80,8 @@ def convert(request: Request, written: Written = lambda num_bytes, total: None) 
         content, index = checkpoint.load(), checkpoint.index
         if problems := checkpoint.damages():  # or the copy would have checksums that say it is whole
             raise StorageError("; ".join(problems))
+    if others := sorted({kind for tensor in tensors_of(content) if (kind := _kind_of_other(tensor))}):
+        raise StorageError(f"{request.source} holds tensors of {', '.join(others)}, and only dense ones are written")
     contents = contents_of(content)
     if request.form == "weights":
         weights: Any = model_of(contents, request.entry)
@@ -90,6 +99,11 @@ def convert(request: Request, written: Written = lambda num_bytes, total: None) 
     if problems := verify(output):
         raise StorageError("; ".join(problems))
     check_equal(output, content, load(output))
+
+
+def _kind_of_other(tensor: Tensor) -> str:
+    """What a tensor is whose numbers are not one after the other in memory; nothing of the usual ones."""
+    return str(tensor.layout) if tensor.layout != torch.strided else "the meta device" if tensor.is_meta else ""
 
 
 def check_equal(path: Path, expected: Any, found: Any) -> None:

@@ -31,6 +31,7 @@ from lightning_asyncpp.tools.saved.model_arguments import (
 )
 from lightning_asyncpp.tools.saved.named_data import confirm, named_data
 from lightning_asyncpp.tools.saved.parsers import SPLITS, evaluate_parser
+from lightning_asyncpp.tools.text import say
 from lightning_asyncpp.trainer.gpt_module import IGNORED
 
 _DATA = ("val_source", "val_fraction", "context_length", "batch_size", "max_bytes", "cache_dir")
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = evaluate(model, shown, arguments.device, tokenizer, total)
         settings = {"model": arguments.model, "data": data.source, "split": arguments.split}
         content = {**settings, "context_length": data.context_length, **asdict(result)}
-        print(_table(content))
+        say(_table(content))
         if arguments.json is not None:
             Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -16,6 +16,7 @@ from lightning_asyncpp.tools.saved.model_arguments import (
     reported,
 )
 from lightning_asyncpp.tools.saved.parsers import export_parser
+from lightning_asyncpp.tools.text import escaped, say
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         end = None if tokenizer is None else tokenizer.end_of_document
         dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
         architecture = write_hf(saved, folder, dtype, shard, end, files)
-    print(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {folder}")
+    say(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {escaped(str(folder))}")
     if tokenizer is None:
         print("Without a tokenizer: the checkpoint holds none; --tokenizer names one.")
 

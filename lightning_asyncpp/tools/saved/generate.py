@@ -19,6 +19,7 @@ from lightning_asyncpp.tools.saved.model_arguments import (
     reported,
 )
 from lightning_asyncpp.tools.saved.parsers import generate_parser
+from lightning_asyncpp.tools.text import say
 
 _UNFINISHED = "\ufffd"  # what the decoder puts for a character whose bytes are not all there
 
@@ -55,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         end=tokenizer.end_of_document,
         vocab_size=tokenizer.vocab_size,
     )
-    print(arguments.prompt, end="", flush=True)
+    say(arguments.prompt, end="")
     with reported("generate"):
         for text in stream(tokenizer, tokens, prompt):
-            print(text, end="", flush=True)
+            say(text, end="")
     print()
 
 

@@ -20,7 +20,7 @@ from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
 from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
 from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, processes_of
-from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import TrainerCheckpoints
+from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import TrainerCheckpoints, check_states
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 
 
@@ -105,4 +105,5 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
                 "this checkpoint was written by a pipeline strategy, which keeps the optimizer by stages: load only the"
                 " weights: pass the model loaded with load_state_dict, without ckpt_path"
             )
+        check_states(self.optimizers, checkpoint)
         super().load_optimizer_state_dict(checkpoint)

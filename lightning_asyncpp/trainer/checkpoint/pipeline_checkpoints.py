@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import lightning as L
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import Strategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,6 +21,7 @@ from lightning_asyncpp.pipeline.checkpoint.gathering import gather_by_rank
 from lightning_asyncpp.pipeline.checkpoint.origin import FABRIC, PIPELINE, TRAINER, origin_of
 from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.pipeline.checkpoint.state import (
+    check_whole,
     facts,
     gather_model_state,
     gather_optimizer_state,
@@ -38,6 +41,7 @@ from lightning_asyncpp.pipeline.session import PipelineSession
 from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, ranks_of
 from lightning_asyncpp.trainer.checkpoint.kept_apart import Given, hand_back, unite_stages
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
+from lightning_asyncpp.trainer.checkpoint.restored_paths import drop_foreign_paths, looks_inside
 from lightning_asyncpp.trainer.checkpoint.superseded import SUPERSEDED, Superseded
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import with_state_dict
@@ -46,6 +50,19 @@ _PREFIX = "model."
 _PARTS = ("state_dict", "optimizer_states")
 _CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
 _WEIGHTS = frozenset(("state_dict", _CURRENT))
+
+
+def check_states(optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that has not a state for each optimizer, which would begin anew in silence.
+
+    Raises:
+        ConfigurationError: it has not.
+    """
+    if (found := len(checkpoint["optimizer_states"])) != len(optimizers):
+        raise ConfigurationError(
+            f"the checkpoint holds {found} states of optimizers, and this run has {len(optimizers)}: it is damaged or"
+            " of another training; to begin with its weights alone, load them into the module, and leave ckpt_path out"
+        )
 
 
 class TrainerCheckpoints(Strategy):
@@ -61,6 +78,8 @@ class TrainerCheckpoints(Strategy):
         content = super().load_checkpoint(checkpoint_path, weights_only)
         origin = origin_of(content)
         if origin.writer == TRAINER:
+            if (trainer := self._trainer) is not None:
+                drop_foreign_paths(trainer, content)
             return content
         weights = "the entry of the model" if origin.writer == FABRIC else "them"
         raise ConfigurationError(
@@ -68,6 +87,23 @@ class TrainerCheckpoints(Strategy):
             f" begin with weights from elsewhere, load {weights} into self.model (load_state_dict) before training, and"
             " leave ckpt_path out"
         )
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint; a path that seems to lie in a callback's folder, and leads out of it, with a warning."""
+        if self.is_global_zero and self._may_remove(filepath):
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    def _may_remove(self, path: Any) -> bool:
+        if (trainer := self._trainer) is None or not looks_inside(trainer, path):
+            return True
+        rank_zero_warn(f"{path} is not removed: it leads out of the folders that callbacks write checkpoints into")
+        return False
+
+    @property
+    def _trainer(self) -> L.Trainer | None:
+        module = self.lightning_module
+        return None if module is None else module._trainer
 
 
 class PipelineCheckpoints(TrainerCheckpoints):
@@ -162,7 +198,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
+        if self.is_global_zero and self._may_remove(filepath):
             self.checkpoints.remove(partial(self.checkpoint_io.remove_checkpoint, filepath))
 
     @override
@@ -204,6 +240,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
         state = content.get(PIPELINE)
         if state is None:
             return
+        check_whole(state)
         mesh, replicas = self.session.running().mesh, state["data_parallel_size"]
         changes = []
         if replicas != mesh.num_replicas:
@@ -235,5 +272,6 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        check_states(self.optimizers, checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             load_optimizer_state(self.session, optimizer, state)

@@ -161,7 +161,14 @@ class Progress:
             state: of this rank; None: the checkpoint holds none.
             loops: the state of the Trainer's loops in the checkpoint; changed if their epoch goes on.
             changes: what makes it impossible to go on exactly in the middle of an epoch, in words.
+
+        Raises:
+            ConfigurationError: the state is damaged.
         """
+        if state is not None and not isinstance(state.get("random"), Mapping):
+            raise ConfigurationError(
+                "the checkpoint is damaged: it holds no random numbers of the training, which would go on with others"
+            )
         if state is not None and Outstanding(*state["outstanding"]).rest_of_epoch:
             count_as_unfinished(loops)
         self._state, self._loops, self._changes, self._at_cut = state, loops, list(changes), None
@@ -239,10 +246,20 @@ class Progress:
         return recorded
 
     def draw_as_before(self) -> None:
-        """Put the random numbers where the checkpoint was, after all that a run draws to begin with."""
-        if self._draws is not None:
-            set_random_states(self._draws)
-            self._draws = None
+        """Put the random numbers where the checkpoint was, after all that a run draws to begin with.
+
+        Raises:
+            ConfigurationError: it does not say where.
+        """
+        draws, self._draws = self._draws, None
+        try:
+            if draws is not None:
+                set_random_states(draws)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                "the checkpoint is damaged: its random numbers cannot be taken up, and training would go on with others"
+                f" ({type(error).__name__}: {error})"
+            ) from error
 
     @property
     def _in_mid_epoch(self) -> bool:
@@ -276,7 +293,7 @@ class Progress:
             rank_zero_warn(f"{_ACCEPTED}:\n" + "\n".join(f"  - {problem}" for problem in problems))
             return
         after = self._loops["epoch_loop.batch_progress"]["current"]["ready"]
-        raise ConfigurationError.from_problems([*problems[:-1], f"{problems[-1]}. {_at(after)}{INEXACT}"])
+        raise ConfigurationError.from_problems(problems, f"{_at(after)}{INEXACT}", ". ")
 
 
 def _accumulating(trainer: Trainer) -> bool:

@@ -131,3 +131,47 @@ def test_a_checkpoint_names_nothing_else_to_remove(pools: Pools, tmp_path: Path)
     pools.run(2, fit, until(resumed(tmp_path, "hostile.ckpt"), 3))
     assert text.exists()
     assert other.exists()
+
+
+class DiesBeforeLast(ModelCheckpoint):
+    """Its run ends when it would write ``last.ckpt`` at a step."""
+
+    def __init__(self, at: int = 0, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.at = at
+
+    def _save_last_checkpoint(self, trainer: L.Trainer, candidates: dict[str, Any]) -> None:
+        if trainer.global_step == self.at:
+            raise KeyError("the process ends here")
+        super()._save_last_checkpoint(trainer, candidates)
+
+
+def run_with_last(folder: Path, at: int = 0, ckpt_path: str = "", **kept: Any) -> Run:
+    keeping = {"dirpath": folder, "every_n_train_steps": 1, "filename": "{step}", "save_last": True, **kept}
+    run = replace(run_of(folder), callbacks=((DiesBeforeLast, {"at": at, **keeping}),))
+    return until(replace(run, ckpt_path=str(folder / ckpt_path) if ckpt_path else None), 5)
+
+
+@pytest.mark.parametrize("kept", [NEWEST, {"save_top_k": 1, "monitor": "falling"}, {"save_top_k": -1}])
+def test_what_the_last_checkpoint_does_not_know_of_is_written_again(
+    pools: Pools, tmp_path: Path, kept: dict[str, Any]
+) -> None:
+    """Interrupted twice between two checkpoints of one step; a run that goes on has the undisturbed one's files."""
+    for ckpt_path in ("", "last.ckpt"):
+        outcomes = pools.outcomes(2, fit, run_with_last(tmp_path, 4, ckpt_path, **kept))
+        assert outcomes[0].error == "KeyError"
+    assert (tmp_path / "step=4.ckpt").exists()
+    pools.run(2, fit, run_with_last(tmp_path, 0, "last.ckpt", **kept))
+    undisturbed = tmp_path / "undisturbed"
+    pools.run(2, fit, run_with_last(undisturbed, **kept))
+    assert names(tmp_path) - {"undisturbed"} == names(undisturbed)
+
+
+@pytest.mark.parametrize("ckpt_path", ["", "step=2.ckpt"])
+def test_another_branch_of_the_run_keeps_its_checkpoints(pools: Pools, tmp_path: Path, ckpt_path: str) -> None:
+    """One that begins anew, or goes on from an earlier checkpoint than the last one."""
+    pools.run(2, fit, run_with_last(tmp_path, save_top_k=-1))
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path) if name.startswith("step=")}
+    pools.run(2, fit, run_with_last(tmp_path, 0, ckpt_path, save_top_k=-1))
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
+    assert "step=5-v1.ckpt" in names(tmp_path)

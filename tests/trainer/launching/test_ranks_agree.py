@@ -123,7 +123,38 @@ def test_what_ranks_must_share(pools: Pools, name: str) -> None:
     assert [outcome.error for outcome in outcomes] == ["ConfigurationError"] * 2, outcomes
     for outcome in outcomes:
         assert re.search(OTHER[name][1], outcome.message, re.DOTALL), outcome.message
-        assert "all ranks of a run must be started with the same script" in outcome.message
+        assert re.search("[Aa]ll ranks of a run must be started with the same script", outcome.message)
+
+
+def two_sections() -> None:
+    """Rank 1 is told another clipping, and other hyper-parameters."""
+    other = {"trainer": {"gradient_clip_val": 0.5}} if os.environ["RANK"] == "1" else {}
+    train({**other, "hyper_parameters": {"width": 1 + int(os.environ["RANK"])}})
+
+
+def test_what_else_differs_is_named_too(pools: Pools) -> None:
+    """Where ranks are refused; by itself it may be right."""
+    for outcome in pools.outcomes(2, two_sections):
+        problems = outcome.message.splitlines()
+        assert problems[0].endswith("2 problems:")
+        assert "1. ranks differ in trainer gradient_clip_val: it is None" in problems[1]
+        assert "2. ranks differ in hyper-parameters width: it is 1 on rank 0" in problems[2]
+        assert problems[3].startswith("All ranks of a run must be started with the same script")
+
+
+def with_seeds(seeds: tuple[int, int]) -> list[str]:
+    """What is warned of where ranks were given these."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train({"seed": seeds[int(os.environ["RANK"])], "trainer": {"max_steps": 1, "max_epochs": -1}})
+    return [str(warning.message) for warning in caught]
+
+
+def test_other_seeds_are_warned_of(pools: Pools) -> None:
+    text = "ranks differ in seed seed_everything: it is '7' on rank 0 .stage 1. and '42' on rank 1 .stage 0.. The"
+    found = [warning for warning in pools.run(2, with_seeds, (7, 42))[0] if re.search(text, warning)]
+    assert len(found) == 1
+    assert not [warning for warning in pools.run(2, with_seeds, (7, 7))[0] if "seed_everything" in warning]
 
 
 def other_versions() -> None:

@@ -1,0 +1,124 @@
+"""Names that are no text, and texts that a terminal would obey: they are printed, and neither end nor fool anybody."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asyncpp.cli import main
+from lightning_asyncpp.data import DataError, tokenizer_of_definition
+from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
+from lightning_asyncpp.storage.loading import load
+from lightning_asyncpp.storage.names import StorageError
+from lightning_asyncpp.tools.text import escaped
+
+CONFIG = GPTConfig(vocab_size=256, context_length=8, num_layers=1, dim=8, num_heads=1, mlp_dim=8)
+NAME = os.fsdecode(b"caf\xe9\x1b[2J.ckpt")
+SHOWN = r"caf\udce9\x1b[2J"
+EMPTY_VOCABULARY = '{"version":"1.0","model":{"type":"BPE","vocab":{},"merges":[]}}'
+
+
+def written(monkeypatch: pytest.MonkeyPatch, encoding: str, *commands: list[str]) -> str:
+    """What commands print to an output that takes nothing else than its encoding."""
+    bytes_of = io.BytesIO()
+    with monkeypatch.context() as patch, io.TextIOWrapper(bytes_of, encoding=encoding, errors="strict") as output:
+        patch.setattr(sys, "stdout", output)
+        for command in commands:
+            main(command)
+        output.flush()
+        return bytes_of.getvalue().decode()
+
+
+def saved(folder: Path, **more: Any) -> str:
+    path = folder / NAME
+    content = {"config": asdict(CONFIG), "model": GPT(CONFIG).state_dict(), "TextDataModule": {"tokenizer": "byte"}}
+    torch.save({**content, **more}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("form", ["full", "sharded", "weights"])
+def test_a_name_that_is_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, encoding: str) -> None:
+    path = saved(tmp_path)
+    entry = ["--entry", "model"] if form == "weights" else []
+    convert = ["convert", path, f"{path}.{form}", "--to", form, *entry]
+    told = [["info", path], ["info", path, "--json"], ["verify", path], convert]
+    text = written(monkeypatch, encoding, *(["checkpoint", *arguments] for arguments in told))
+    assert f"{SHOWN}.ckpt is whole" in text
+    assert f"{SHOWN}.ckpt.{form}: {form}, " in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_an_exported_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str) -> None:
+    pytest.importorskip("transformers")
+    export = ["export", saved(tmp_path), "--output", f"{tmp_path}/{NAME}.export"]
+    assert f"{SHOWN}.ckpt.export" in written(monkeypatch, encoding, export)
+
+
+def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", saved(tmp_path), "--tokenizer", "byte", "--prompt", os.fsdecode(b"\xe9")])
+    assert r"the prompt '\\udce9' is no text in UTF-8" in capsys.readouterr().err
+
+
+def test_texts_of_a_checkpoint_are_shown_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    told = {"a\x1b[2J": "b\nname of the run       another", "c": "\u202edesrever"}
+    manifest = {"run": "x\rrun", "attempt": 1, "sections": {"data\x07": told}}
+    path = tmp_path / "x.ckpt"
+    content = {"state_dict": {"a": torch.ones(2)}, "pytorch-lightning_version": "2\x9b2J", "global_step": 1}
+    torch.save({**content, "loops": {}, PIPELINE: {"manifest": manifest, "num_stages": 1}}, path)
+    main(["checkpoint", "info", str(path)])
+    text = capsys.readouterr().out
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert r"a\x1b[2J b\nname of the run" in text
+    assert len([line for line in text.splitlines() if line.startswith("name of the run")]) == 1
+
+
+def test_what_is_escaped() -> None:
+    assert escaped("Zürich\u00a0 東京 🙂") == "Zürich\u00a0 東京 🙂"
+    assert escaped("a\tb\x1b\x7f\u2028\u200b\udc80") == r"a\tb\x1b\x7f\u2028\u200b\udc80"
+
+
+@pytest.mark.parametrize("form", ["weights", "full", "sharded"])
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [(torch.eye(3).to_sparse(), "torch.sparse_coo"), (torch.eye(3).to_sparse_csr(), "torch.sparse_csr"),
+     (torch.empty(3, device="meta"), "the meta device")],
+)  # fmt: skip
+def test_tensors_that_are_not_dense(tmp_path: Path, tensor: torch.Tensor, kind: str, form: str, capsys: Any) -> None:
+    path = str(tmp_path / "x.ckpt")
+    torch.save({"state_dict": {"a": tensor}, "pytorch-lightning_version": "2", "loops": {}}, path)
+    main(["checkpoint", "info", path])
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "convert", path, str(tmp_path / "y"), "--to", form])
+    assert f"holds tensors of {kind}, and only dense ones are written" in capsys.readouterr().err
+    assert not (tmp_path / "y").exists()
+
+
+def test_a_weight_whose_name_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "x.ckpt")
+    torch.save({"a\udc80": torch.ones(2)}, path)
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "convert", path, str(tmp_path / "y.safetensors"), "--to", "weights"])
+    assert r"'a\udc80' is not UTF-8" in capsys.readouterr().err
+
+
+def test_meta_tensors_ask_for_memory(tmp_path: Path) -> None:
+    torch.save({"a": torch.empty(2**40, device="meta")}, tmp_path / "x.ckpt")
+    with pytest.raises(StorageError, match=f"would take {4 * 2**40 + 1} bytes"):
+        load(tmp_path / "x.ckpt")
+
+
+def test_a_tokenizer_without_tokens() -> None:
+    pytest.importorskip("tokenizers")
+    with pytest.raises(DataError, match="empty vocabulary"):
+        tokenizer_of_definition(EMPTY_VOCABULARY)
