@@ -119,16 +119,15 @@ def test_default_optimizer_trains_and_a_checkpoint_is_read_without_code(tmp_path
 def test_tokens_per_second_averages_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 2.0, 4.0, 100.0, 101.0])
     monkeypatch.setattr("lightning_asyncpp.trainer.callbacks.tokens_per_second.time.perf_counter", lambda: next(clock))
-    logged: list[float] = []
+    logged: dict[str, list[float]] = {"tokens_per_second": [], "tokens_seen": []}
 
     class Module:
         def micro_batch_weight(self, batch: Any) -> float:
             return 30.0
 
         def log(self, name: str, value: float, **how: Any) -> None:
-            assert name == "tokens_per_second"
             assert how["rank_zero_only"] is True
-            logged.append(float(value))
+            logged[name].append(float(value))
 
     class Run:
         is_global_zero = True
@@ -142,7 +141,8 @@ def test_tokens_per_second_averages_the_window(monkeypatch: pytest.MonkeyPatch) 
     callback.on_validation_start(run, module)  # type: ignore[arg-type]
     callback.on_train_batch_start(run, module, None, 3)  # type: ignore[arg-type]
     callback.on_train_batch_end(run, module, None, None, 3)  # type: ignore[arg-type]
-    assert logged == pytest.approx([60, 60, 120 / 3, 120 / 3])
+    assert logged["tokens_per_second"] == pytest.approx([60, 60, 120 / 3, 120 / 3])
+    assert logged["tokens_seen"] == [60, 120, 180, 240], "of two replicas"
 
 
 def test_all_wrong_arguments_at_once() -> None:
