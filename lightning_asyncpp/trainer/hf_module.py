@@ -41,11 +41,11 @@ class HFModule(L.LightningModule):
     """Trains a model of `transformers` on tokens, on pairs of prompt and response, or on labelled texts.
 
     Batches are mappings with ``input_ids``, ``attention_mask`` and ``labels``, (batch, time) int64 each and padded on
-    the right, -100 where a label does not count; a causal model takes tokens, too, (batch, time + 1) int64. Gradients are
-    those of the mean over all targets of a batch that count, in however many micro-batches.
+    the right, -100 where a label does not count; a causal model takes tokens, too, (batch, time + 1) int64. Gradients
+    are those of the mean over all targets of a batch that count, in however many micro-batches.
 
-    Every process reads the whole model into its own memory before the pipeline cuts it: 4 bytes per parameter and
-    process with ``dtype="float32"``, 2 with ``"bfloat16"`` (7 billion parameters on 8 GPUs of a machine: 224 GB or 112).
+    Every process reads the whole model into its host memory before the pipeline cuts it: 4 bytes per parameter and
+    process with ``dtype="float32"``, 2 with ``"bfloat16"`` (7 billion parameters in 8 processes: 224 GB or 112).
 
     Experts (Mixtral, Qwen3-MoE, DeepSeek-V3) are trained by the loss over tokens alone: the auxiliary loss of
     `transformers`, ``output_router_logits=True``, is not collected over stages and refused. It is off by default there,
@@ -56,10 +56,10 @@ class HFModule(L.LightningModule):
         model_id: a folder of ``save_pretrained``, or the name of a repository of models on the Hugging Face Hub.
         pretrained: whether to start from its weights; otherwise the model is the one of its config, from scratch.
         task: the class of `transformers` that chooses the model's own.
-        dtype: of the weights as they are read. With ``"bfloat16"`` small updates are lost to rounding: it is for a model
-            that ``lora`` freezes. To train all weights in bf16 leave it, and use ``precision: bf16-mixed`` and the
-            strategy's ``weight_dtype: bf16``.
-        attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``, ...; ``None``: what `transformers` chooses.
+        dtype: of the weights as they are read. With ``"bfloat16"`` small updates are lost to rounding: it is for a
+            model that ``lora`` freezes. To train all weights in bf16 leave it, and use ``precision: bf16-mixed`` and
+            the strategy's ``weight_dtype: bf16``.
+        attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``, ...; ``None``: `transformers` chooses.
         config_overrides: fields of the model's config that are to have other values: ``{"num_labels": 3}``.
         lora: trains adapters alone, through the package `peft`: fields of its ``LoraConfig`` with ``alpha`` and
             ``dropout`` for ``lora_alpha`` and ``lora_dropout``; ``{"r": 16, "alpha": 32}``. Adapters are fp32.
@@ -125,8 +125,8 @@ class HFModule(L.LightningModule):
             lora_config(lora, task)
         elif dtype == "bfloat16":
             warnings.warn(
-                "HFModule(dtype='bfloat16') without lora: updates below 1/256 of a weight are lost to rounding. Leave it"
-                " at float32, with precision='bf16-mixed' and weight_dtype='bf16' of the strategy",
+                "HFModule(dtype='bfloat16') without lora: updates below 1/256 of a weight are lost to rounding. Leave"
+                " it at float32, with precision='bf16-mixed' and weight_dtype='bf16' of the strategy",
                 stacklevel=2,
             )
         self.config = read_config(model_id, self.config_overrides)

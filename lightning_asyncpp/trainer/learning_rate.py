@@ -43,11 +43,8 @@ def learning_rate_factor(warmup: int, decay: str, least: float, total: int | Non
         if total is None:
             return 1.0
         progress = min(1.0, (step - warmup) / max(1, total - warmup))
-        if decay == "wsd":
-            left = min(1.0, (1 - progress) / _COOL_DOWN)
-        else:
-            left = 0.5 * (1 + math.cos(math.pi * progress))
-        return least + (1 - least) * left
+        falls = {"wsd": min(1.0, (1 - progress) / _COOL_DOWN), "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+        return least + (1 - least) * falls[decay]
 
     return factor
 

@@ -6,6 +6,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
+LORA_FORMS = ("merged", "adapter")
 SPLITS = ("validation", "train", "all")
 
 
@@ -90,6 +91,12 @@ def export_parser() -> ArgumentParser:
         type=str | None,
         default=None,
         help=f"of the weights, of {', '.join(DTYPE_NAMES)} (default: as saved)",
+    )
+    parser.add_argument(
+        "--lora",
+        type=str,
+        default="merged",
+        help="of an HFModule with adapters: merged into the weights, or adapter: they alone, as peft loads them",
     )
     return parser
 

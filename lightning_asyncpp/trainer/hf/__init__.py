@@ -1,1 +1,1 @@
-"""Models of Hugging Face `transformers`: read, prepared for training, and their loss; nothing is imported before use."""
+"""Models of Hugging Face `transformers`: read, prepared for training, and their loss; imported when used."""

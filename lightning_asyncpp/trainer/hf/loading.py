@@ -76,7 +76,9 @@ def check_reachable(model_id: str) -> None:
     folder = Path(model_id).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG).is_file():
-            raise ConfigurationError(f"model_id={model_id!r}: the folder has no {CONFIG}; name what save_pretrained wrote")
+            raise ConfigurationError(
+                f"model_id={model_id!r}: the folder has no {CONFIG}; give one of save_pretrained"
+            )
         return
     if not is_hub_name(model_id):
         raise ConfigurationError(

@@ -82,7 +82,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     parameters = dict(model.named_parameters())
     if useless := [pattern for pattern in patterns if not fnmatch.filter(parameters, pattern)]:
         raise ConfigurationError(
-            f"freeze: no parameter fits {', '.join(map(repr, useless))}; the first are {', '.join(list(parameters)[:4])}"
+            f"freeze: no parameter fits {', '.join(map(repr, useless))};"
+            f" the first are {', '.join(list(parameters)[:4])}"
         )
     for name, parameter in parameters.items():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
