@@ -49,8 +49,8 @@ class HFModule(L.LightningModule):
 
     Experts (Mixtral, Qwen3-MoE, DeepSeek-V3) are trained by the loss over tokens alone: the auxiliary loss of
     `transformers`, ``output_router_logits=True``, is not collected over stages and refused. It is off by default there,
-    too. A fine-tuning of some thousand updates keeps the balance that pretraining gave the routers; a long one may lose
-    it: watch the loss, or freeze the routers (``freeze: ["*.gate.weight"]``).
+    too. Nothing then keeps the experts equally busy: they begin as balanced as pretraining left them, and a long
+    training may drift from that. ``freeze: ["*.gate.weight"]`` keeps the routers themselves as they are.
 
     Args:
         model_id: a folder of ``save_pretrained``, or the name of a repository of models on the Hugging Face Hub.
@@ -144,7 +144,7 @@ class HFModule(L.LightningModule):
             )
             freeze(model, self.freeze_patterns)
             if self.gradient_checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+                _checkpoint_activations(model)
             if self.lora is not None:
                 model = with_adapters(model, self.lora, self.task)
         batch = example_batch(self.task, config)
@@ -234,6 +234,11 @@ class HFModule(L.LightningModule):
         if self.lora is not None and self.freeze_patterns:
             problems.append("freeze and lora: adapters freeze all other weights; leave freeze out")
         return problems
+
+
+def _checkpoint_activations(model: Any) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None)  # the name since transformers 5.24
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _ids_of(tokenizer: Any) -> str:

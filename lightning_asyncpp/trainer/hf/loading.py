@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ TASKS, DTYPES = get_args(Task), get_args(Dtype)
 CLASSIFICATION = "AutoModelForSequenceClassification"
 CONFIG = "config.json"
 _SECONDS = 10.0
+_HEAD = re.compile(r"(score|classifier)\.")
 
 
 def transformers_package() -> Any:
@@ -76,9 +78,7 @@ def check_reachable(model_id: str) -> None:
     folder = Path(model_id).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG).is_file():
-            raise ConfigurationError(
-                f"model_id={model_id!r}: the folder has no {CONFIG}; give one of save_pretrained"
-            )
+            raise ConfigurationError(f"model_id={model_id!r}: the folder has no {CONFIG}; give one of save_pretrained")
         return
     if not is_hub_name(model_id):
         raise ConfigurationError(
@@ -117,18 +117,20 @@ def load_model(
     """
     auto = getattr(transformers_package(), task)
     how: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    reads = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # all that is wrong is named below
     if attn_implementation is not None:
         how["attn_implementation"] = attn_implementation
     try:
         if not pretrained:
             model: nn.Module = auto.from_config(config, **how)
             return model
-        model, told = auto.from_pretrained(model_id, config=config, output_loading_info=True, **how)
+        model, told = auto.from_pretrained(model_id, config=config, **reads, **how)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ConfigurationError(f"model_id={model_id!r}: {_first_line(error)}") from error
-    # A classifier's head is new where the folder is a language model's.
-    missing = [] if task == CLASSIFICATION else sorted(told["missing_keys"])
-    missing += [entry[0] if isinstance(entry, tuple) else entry for entry in told["mismatched_keys"]]
+    mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in told["mismatched_keys"]]
+    missing = sorted({*told["missing_keys"], *mismatched})
+    if task == CLASSIFICATION:  # its head is new where the folder is a language model's, or has other labels
+        missing = [name for name in missing if name in mismatched and not _HEAD.match(name)]
     if missing:
         raise ConfigurationError(
             f"model_id={model_id!r} has no weights, or some of other shapes, for {', '.join(map(str, missing[:4]))}"
