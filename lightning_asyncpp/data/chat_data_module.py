@@ -15,13 +15,14 @@ import lightning as L
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_asyncpp.data.cache_dir import cache_dir_of, known, using, wrong_cache_dir
 from lightning_asyncpp.data.chat_examples import ChatExamples, Padded, Row, encode, read_rows
 from lightning_asyncpp.data.errors import DataError, file_errors
 from lightning_asyncpp.data.hub import fetch_tokenizer, is_hub_name
 from lightning_asyncpp.data.model_sizes import size_of_model
+from lightning_asyncpp.data.resumable_data_loader import DealtOut, ResumableDataLoader
 from lightning_asyncpp.data.source import load_tokenizer
 
 _FORM = 1
@@ -144,10 +145,10 @@ class ChatDataModule(L.LightningDataModule):
     def _loader(self, split: str, training: bool) -> DataLoader:
         examples, (replicas, rank) = self._split(split), self._replica()
         # Told in full, so that a single process has the order that stages have.
-        sampler: DistributedSampler = DistributedSampler(
+        sampler = DealtOut(
             examples, replicas, rank, shuffle=training and self.shuffle, seed=self.seed, drop_last=replicas > 1
         )
-        return DataLoader(
+        return ResumableDataLoader(
             examples, self.batch_size, sampler=sampler, collate_fn=Padded(self._padding), drop_last=training,
             num_workers=self.num_workers, pin_memory=torch.cuda.is_available(),
         )  # fmt: skip

@@ -61,9 +61,7 @@ def _export_of_transformers(arguments: Namespace, folder: Path, shard: int) -> b
             return False
         if arguments.config is not None:
             raise WeightsError(f"{arguments.model} says what its model is; leave --config out")
-        name, has_tokenizer = export_hf(
-            trained, folder, _dtype(arguments), str(shard), arguments.tokenizer, arguments.lora
-        )
+        name, has_tokenizer = export_hf(trained, folder, _dtype(arguments), shard, arguments.tokenizer, arguments.lora)
     print(f"{name} of {sum(t.numel() for t in trained.weights.values()):,} parameters: {folder}")
     if not has_tokenizer:
         print(f"Without a tokenizer: that of {trained.model_id} is not on this machine; --tokenizer names one.")

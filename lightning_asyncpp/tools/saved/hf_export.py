@@ -69,7 +69,7 @@ def read_trained(path: Path) -> TrainedHF | None:
 
 
 def export_hf(
-    trained: TrainedHF, folder: Path, dtype: torch.dtype | None, max_shard_size: str, tokenizer: str | None, lora: str
+    trained: TrainedHF, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int, tokenizer: str | None, lora: str
 ) -> tuple[str, bool]:
     """Write the folder: config, weights in safetensors under the names of the hub, tokenizer.
 
@@ -77,7 +77,7 @@ def export_hf(
         trained: the model.
         folder: where to; it must not exist, or be empty. It appears when it is complete.
         dtype: of the weights; ``None`` for the one that they have.
-        max_shard_size: most bytes per file, as ``save_pretrained`` takes it.
+        max_shard_bytes: most bytes of weights per file, as long as a single tensor is not larger.
         tokenizer: folder or name of the tokenizer; ``None`` for that of the model that the training began with, if it
             is on this machine.
         lora: ``"merged"`` adds adapters to the weights that they adapt, ``"adapter"`` writes them alone.
@@ -98,7 +98,7 @@ def export_hf(
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        more = {} if lora == ADAPTER else {"max_shard_size": max_shard_size}
+        more = {} if lora == ADAPTER else {"max_shard_size": max_shard_bytes}
         model.save_pretrained(temporary, **more)  # type: ignore[operator]
         has_tokenizer = _save_tokenizer(trained, tokenizer, temporary)
         temporary.chmod(0o755)  # mkdtemp keeps other users out

@@ -80,5 +80,3 @@ def by_oracle(training: Training) -> dict[str, np.ndarray]:
         weight=module.micro_batch_weight, seed=SEED,
     )  # fmt: skip
     return arrays(dict(module.named_parameters()))
-
-

@@ -145,7 +145,10 @@ def test_muon_takes_the_matrices_of_the_blocks_alone(llama: Path) -> None:
         ({"freeze": ["embed"]}, "no parameter fits 'embed'"),
         ({"freeze": ["*"]}, "leaves nothing to train"),
         ({"config_overrides": {"size": 3}}, "LlamaConfig has no size"),
-        ({"config_overrides": {"hidden_size": 64}}, "or some of other shapes, for lm_head|or some of other shapes, for model"),
+        (
+            {"config_overrides": {"hidden_size": 64}},
+            "or some of other shapes, for lm_head|or some of other shapes, for model",
+        ),
         ({"config_overrides": {"output_router_logits": True}}, "has no output_router_logits"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"config_overrides": {"num_hidden_layers": 4}}, "has no weights, or some of other shapes"),
