@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.adapt import pipelined
+from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import fetch_tokenizer
-from lightning_asyncpp.data.tokenizer import tokenizer_of_definition
+from lightning_asyncpp.data.tokenizer import Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.trainer.gpt_module import default_optimizer
 from lightning_asyncpp.trainer.hf.loading import (
@@ -124,10 +125,9 @@ class HFModule(L.LightningModule):
         if lora is not None:
             lora_config(lora, task)
         elif dtype == "bfloat16":
-            warnings.warn(
+            rank_zero_warn(
                 "HFModule(dtype='bfloat16') without lora: updates below 1/256 of a weight are lost to rounding. Leave"
                 " it at float32, with precision='bf16-mixed' and weight_dtype='bf16' of the strategy",
-                stacklevel=2,
             )
         self.config = read_config(model_id, self.config_overrides)
         self.save_hyperparameters(ignore=sorted(HFModule.never_from_a_checkpoint))
@@ -161,12 +161,12 @@ class HFModule(L.LightningModule):
         definition = None if data is None else data.state_dict().get("tokenizer")
         if not self.pretrained or not isinstance(definition, str):
             return
-        folder = Path(self.model_id).expanduser()
-        file = folder / "tokenizer.json" if folder.is_dir() else fetch_tokenizer(self.model_id)
-        if not file.is_file():
-            return  # one of another form
-        own = tokenizer_of_definition(file.read_text(encoding="utf-8"))
-        if _ids_of(own) != _ids_of(tokenizer_of_definition(definition)):
+        own = self._own_tokenizer()
+        if own is None:
+            rank_zero_warn(
+                f"model_id={self.model_id!r} has no tokenizer.json: it is not verified that the data has its tokenizer"
+            )
+        elif _ids_of(own) != _ids_of(tokenizer_of_definition(definition)):
             raise ConfigurationError(
                 f"the data has another tokenizer than the weights of model_id={self.model_id!r}: give the data"
                 f" tokenizer={self.model_id!r}, or prepare it with that; pretrained=False trains from scratch on any"
@@ -210,6 +210,14 @@ class HFModule(L.LightningModule):
         """Write down the config of the model, so that ``asyncpp export`` needs nothing but the checkpoint."""
         config = json.loads(self.config.to_json_string(use_diff=False))
         checkpoint[SAVED] = {"config": config, "task": self.task, "lora": self.lora, "model_id": self.model_id}
+
+    def _own_tokenizer(self) -> Tokenizer | None:
+        folder = Path(self.model_id).expanduser()
+        try:
+            file = folder / "tokenizer.json" if folder.is_dir() else fetch_tokenizer(self.model_id)
+        except DataError:
+            return None  # one of another form
+        return tokenizer_of_definition(file.read_text(encoding="utf-8")) if file.is_file() else None
 
     def _mean_loss(self, batch: Any) -> Tensor:
         assert self.model is not None

@@ -146,7 +146,7 @@ def test_long_conversations_are_left_out_and_counted(
 ) -> None:
     long = {"prompt": "x" * 90, "response": "y" * 90}
     with caplog.at_level("INFO"):
-        data = make(tmp_path, tokenizer, [*rows_of(3), long, {"messages": TURNS[:2] + [TURNS[2] | {"content": "ok"}]}])
+        data = make(tmp_path, tokenizer, [*rows_of(3), long, {"messages": TURNS[:3]}])
     assert "1 of 5 conversations are longer than max_length=64 tokens" in caplog.text
     assert len(data.train_dataloader()) == 4
     with pytest.raises(DataError, match="has 0 conversations of at most max_length=64"):

@@ -63,7 +63,7 @@ def read_config(model_id: str, overrides: Mapping[str, Any]) -> Any:
         )
     if getattr(config, "output_router_logits", False):
         raise ConfigurationError(
-            f"model_id={model_id!r}: its config has output_router_logits=True, for an auxiliary loss of its routers that"
+            f"model_id={model_id!r}: its config has output_router_logits=True, for a loss of its routers that"
             " a pipeline does not collect; train without it, config_overrides={'output_router_logits': False}"
         )
     return config

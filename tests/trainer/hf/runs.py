@@ -62,7 +62,7 @@ def fit(training: Training, save: str | None = None) -> dict[str, np.ndarray]:
     trainer.fit(module, DataLoader(padded_batches(UPDATES), batch_size=None))
     if save is not None:
         trainer.save_checkpoint(save)
-    return arrays({name: p for name, p in module.named_parameters()})
+    return arrays(dict(module.named_parameters()))
 
 
 def by_oracle(training: Training) -> dict[str, np.ndarray]:

@@ -65,7 +65,8 @@ def continued(place: Path, name: str) -> list[str]:
 
 def fine_tuned(place: Path, name: str, steps: int, *more: str) -> list[str]:
     return [
-        "fit", "--config", str(ROOT / "recipes" / "hf_finetune.yaml"), *ON_CPU, *IN_FP32, "--trainer.logger.init_args.name", name,
+        "fit", "--config", str(ROOT / "recipes" / "hf_finetune.yaml"), *ON_CPU, *IN_FP32,
+        "--trainer.logger.init_args.name", name,
         "--trainer.max_steps", str(steps), "--trainer.strategy.init_args.micro_batches", "2",
         "--model.init_args.model_id", str(place / "model"), "--model.init_args.total_steps", "8",
         "--model.init_args.warmup_steps", "1", "--model.init_args.optimizer.init_args.lr", "0.01",

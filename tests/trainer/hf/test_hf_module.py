@@ -161,7 +161,7 @@ def test_mistakes_are_told_before_anything_is_trained(llama: Path, arguments: di
 
 def test_losses_of_routers_are_refused(tmp_path: Path) -> None:
     folder = str(make_folder(tmp_path / "m", "Mixtral", num_local_experts=4, output_router_logits=True))
-    with pytest.raises(ConfigurationError, match="config_overrides=.*'output_router_logits': False"):
+    with pytest.raises(ConfigurationError, match=r"config_overrides=.*'output_router_logits': False"):
         HFModule(folder)
     HFModule(folder, config_overrides={"output_router_logits": False}).configure_model()
 
