@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -20,15 +19,11 @@ from lightning_asyncpp.models.execution import ActivationCheckpointing, executio
 from lightning_asyncpp.models.opening import start_problems
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.optimizers.steps import watch_steps
-from lightning_asyncpp.trainer.checkpoint.saved_arguments import instead_of_saved
+from lightning_asyncpp.trainer.checkpoint.plain_loading import LoadsPlainValues
 from lightning_asyncpp.trainer.learning_rate import Decay, last_step, learning_rate_factor, schedule_problems
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 
 IGNORED = -100
-if TYPE_CHECKING:
-    _class_method = classmethod
-else:  # Lightning's, which nobody can call on an instance by mistake
-    _class_method = type(vars(LightningModule)["load_from_checkpoint"])
 
 
 def default_optimizer(parameters: Any) -> Optimizer:
@@ -38,7 +33,7 @@ def default_optimizer(parameters: Any) -> Optimizer:
     return MuonAdamW(parameters)
 
 
-class GPTModule(PipelineModule):
+class GPTModule(LoadsPlainValues, PipelineModule):
     """Pretrains a :class:`~lightning_asyncpp.models.GPT` on batches of tokens, (batch, time + 1) int64.
 
     Tokens of -100 are padding: they are read as token 0 and do not count as targets.
@@ -102,30 +97,6 @@ class GPTModule(PipelineModule):
         # is no part of what was trained, and it has weights of its own, wherever those are that training began with.
         self.save_hyperparameters(ignore=sorted(GPTModule.never_from_a_checkpoint))
         self.hparams["config"] = asdict(self.config)
-
-    @_class_method
-    def load_from_checkpoint(
-        cls,  # noqa: N805
-        checkpoint_path: Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
-        strict: bool | None = None,
-        weights_only: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Make a module from a file, as Lightning does, but for what the file names to be imported, called or compiled.
-
-        Arguments of :attr:`never_from_a_checkpoint` have their defaults, or are given here.
-
-        Raises:
-            StorageError: the file cannot be read without running code, and ``weights_only`` is not False.
-            ConfigurationError: others name something to import.
-        """
-        if weights_only is not False:
-            weights_only = True
-            if hparams_file is None:
-                kwargs |= instead_of_saved(cls, checkpoint_path, kwargs)
-        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
 
     def build_model(self) -> nn.Module:
         """Return the GPT."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -21,6 +20,7 @@ from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import fetch_tokenizer
 from lightning_asyncpp.data.tokenizer import Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.trainer.checkpoint.plain_loading import LoadsPlainValues
 from lightning_asyncpp.trainer.gpt_module import default_optimizer
 from lightning_asyncpp.trainer.hf.loading import (
     DTYPES,
@@ -38,7 +38,7 @@ SAVED = "hf"
 """Entry of a checkpoint: what ``asyncpp export`` needs beside the weights."""
 
 
-class HFModule(L.LightningModule):
+class HFModule(LoadsPlainValues):
     """Trains a model of `transformers` on tokens, on pairs of prompt and response, or on labelled texts.
 
     Batches are mappings with ``input_ids``, ``attention_mask`` and ``labels``, (batch, time) int64 each and padded on

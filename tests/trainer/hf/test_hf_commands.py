@@ -96,6 +96,8 @@ def test_continued_pretraining_becomes_a_folder_again(pools: Pools, place: Path)
     assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
     assert not all(torch.equal(p, trained[name]) for name, p in before.named_parameters())
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
+    module = HFModule.load_from_checkpoint(checkpoint)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in module.model.state_dict().items())  # type: ignore[union-attr]
     changed = {"_name_or_path", "dtype", "transformers_version"}
     own, written = (json.loads((folder / "config.json").read_text()) for folder in (place / "model", out))
     assert {k: v for k, v in written.items() if k not in changed} == {k: v for k, v in own.items() if k not in changed}
