@@ -63,7 +63,7 @@ class HFModule(LoadsPlainValues):
         attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``, ...; ``None``: `transformers` chooses.
         config_overrides: fields of the model's config that are to have other values: ``{"num_labels": 3}``.
         lora: trains adapters alone, through the package `peft`: fields of its ``LoraConfig`` with ``alpha`` and
-            ``dropout`` for ``lora_alpha`` and ``lora_dropout``; ``{"r": 16, "alpha": 32}``. Adapters are fp32.
+            ``dropout`` for ``lora_alpha`` and ``lora_dropout``; ``{"r": 16, "alpha": 32}``. Adapters learn in fp32.
             Checkpoints hold the frozen weights, too; ``asyncpp export`` merges them or writes adapters alone.
         freeze: globs of names of parameters that are not trained, such as ``"model.embed_tokens.*"``.
         gradient_checkpointing: keep the inputs of blocks alone, and compute the rest once more in the backward.
