@@ -14,6 +14,7 @@ from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Shell, nan_like
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
+from lightning_asyncpp.pipeline.cut.units import is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 Carried = dict[str, Any]
@@ -61,8 +62,9 @@ class PipelineLayers:
             table = TensorTable([_restored(t, device) for t in carried["tensors"]], self.program.constants)
             call = carried["call"]
             args, kwargs = unpack(call, table.tensors, self.program.constants)
-            calls = carried["calls"]
-            known = [[_restored(leaf, device) for leaf in leaves] for leaves in calls]
+            tensors = [*table.tensors, *carried["env"]]
+            known = [[_restored(unpack(leaf, tensors, ()), device) for leaf in leaves] for leaves in carried["calls"]]
+            calls = known
             earlier = Earlier({_read(key): value for key, value in carried["outputs"].items()}, known)
         self._place(table, earlier)
         outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
@@ -82,8 +84,13 @@ class PipelineLayers:
         for arguments in outcome.arguments:
             if arguments not in distinct:
                 distinct.append(arguments)
+        all_calls = [
+            [table.pack(leaf, self.program.calls[number]) for leaf in leaves]
+            if any(number in self.program.live_calls[g] for g in later)
+            else [_shape_of(leaf) for leaf in leaves]
+            for number, leaves in enumerate([*calls, *outcome.calls])
+        ]
         in_run = set(tensor_numbers_in(distinct))
-        all_calls = [*calls, *outcome.calls]
         return {
             "tensors": [
                 _shape_of(t) if number in blank and number not in in_run else t
@@ -98,10 +105,7 @@ class PipelineLayers:
                 for output, value in earlier.outputs.items()
                 if output in needed or self.program.last_use.get(output, -1) >= start
             },
-            "calls": [
-                leaves if any(number in self.program.live_calls[g] for g in later) else [_shape_of(x) for x in leaves]
-                for number, leaves in enumerate(all_calls)
-            ],
+            "calls": all_calls,
         }  # fmt: skip
 
     # -- blocks ---------------------------------------------------------------------------------------------------
@@ -141,8 +145,13 @@ def with_switches(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _found(model: nn.Module, name: str) -> Any:
-    path, _, key = name.rpartition(".")
-    return getattr(model.get_submodule(path), key)
+    """A submodule or a parameter, or what stands where it was."""
+    found: Any = model
+    for key in name.split("."):
+        if is_placeholder(found):
+            break
+        found = getattr(found, key)
+    return found
 
 
 def _shape_of(leaf: Any) -> Any:

@@ -34,14 +34,14 @@ class TensorTable:
     def __init__(self, tensors: Sequence[Any] = (), constants: list[Any] | None = None) -> None:
         self.tensors: list[Any] = list(tensors)
         self.constants = constants if constants is not None else []
-        self._outputs: dict[int, Output] = {}
+        self._outputs: dict[int, tuple[Output, int]] = {}
         self._held: list[Any] = []  # so that no other object gets their identity
 
     def know(self, block: int, output: Any) -> None:
         """Have the tensors of a block's output be recognised."""
         for leaf, value in enumerate(leaves_of(output)):
             if isinstance(value, Tensor):
-                self._outputs[id(value)] = (block, leaf)
+                self._outputs[id(value)] = (block, leaf), value._version
                 self._held.append(value)
 
     def pack(self, value: Any, argument: str) -> Any:
@@ -65,7 +65,8 @@ class TensorTable:
         return self._constant(value, argument)
 
     def _mark_of(self, tensor: Tensor) -> dict[str, Any]:
-        if (output := self._outputs.get(id(tensor))) is not None:
+        output, version = self._outputs.get(id(tensor), (None, 0))
+        if output is not None and tensor._version == version:  # else it was changed in place since
             return {_MARK: "output", "block": output[0], "leaf": output[1]}
         for number, known in enumerate(self.tensors):
             if known is tensor:
@@ -103,6 +104,8 @@ def unpack(
             return {key: unpack(entry, tensors, constants, output) for key, entry in packed.items()}
         if kind == "output":
             return output(packed["block"], packed["leaf"])
+        if "number" not in packed:  # a shape without a tensor
+            return packed
         return (tensors if kind == "tensor" else constants)[packed["number"]]
     if type(packed) in (tuple, list):
         return type(packed)(unpack(entry, tensors, constants, output) for entry in packed)

@@ -66,6 +66,32 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     return model
 
 
+def can_be_cut(model: nn.Module) -> bool:
+    """Whether it says by itself between which layers."""
+    return isinstance(model, nn.Sequential) or callable(getattr(model, "pipeline_layers", None))
+
+
+def problems_of_adapting(model: nn.Module, example: Any = None) -> list[str]:
+    """Make a model that does not say where it can be cut one that does; what is in the way.
+
+    Args:
+        model: it is changed in place, unless something is in the way.
+        example: a LightningModule's ``example_input_array``.
+    """
+    if can_be_cut(model):
+        return []
+    given = example if example is None or isinstance(example, (tuple, Mapping)) else (example,)
+    try:
+        pipelined(model, given)
+    except ConfigurationError as error:
+        return [
+            f"self.model is a {type(model).__name__}, which the pipeline cannot cut: make it an nn.Sequential, or give"
+            " it pipeline_layers(), a method that returns its layers in the order in which they are applied;"
+            f" lightning_asyncpp.pipelined() cannot do so: {error}"
+        ]
+    return []
+
+
 class Costs:
     """Stands as ``pipeline_costs`` in a model: floating-point operations of its layers with the example."""
 

@@ -29,7 +29,9 @@ class Program:
         last_use: an output that later ones need -> position of the last block, or the glue's first block, that does.
         constants: objects among the arguments of blocks.
         costs: by unit, floating-point operations of its forward and backward.
-        unused: parameters that the forward does not use, and their modules.
+        unused: names of parameters that the forward does not use.
+        in_place: whether code around the blocks changes in place what they return.
+        shapes: name -> shape and dtype, of parameters that glue uses by themselves.
     """
 
     blocks: list[str]
@@ -45,6 +47,9 @@ class Program:
     last_use: dict[Output, int] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    in_place: bool = False
+    shapes: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
 
     @property
     def tail(self) -> int:
@@ -66,8 +71,8 @@ class Program:
 
     def parameters(self) -> list[str]:
         """Names of the parameters that glue uses by themselves."""
-        modules = set(self.modules())
-        return list(dict.fromkeys(name for members in self.members for name in members if name not in modules))
+        others = {*self.modules(), *self.unused}
+        return list(dict.fromkeys(name for members in self.members for name in members if name not in others))
 
     def units(self) -> list[tuple[int, int | None]]:
         """In order: (glue, None), and (glue, position) of the blocks behind it."""

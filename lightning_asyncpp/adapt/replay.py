@@ -101,9 +101,8 @@ class Replay:
         others = [name for name in self._program.parameters() if name not in own]
         found, place = {}, next(iter(self._shells.values())).place
         for name in others:
-            path, _, key = name.rpartition(".")
-            parameter = getattr(self._model.get_submodule(path), key)
-            found[name] = nan_like(tuple(parameter.shape), parameter.dtype, place.device)
+            shape, dtype = self._program.shapes[name]
+            found[name] = nan_like(shape, dtype, place.device)
         return found
 
     def _block(self, position: int) -> Callable[[tuple, dict[str, Any]], Any]:
@@ -116,7 +115,7 @@ class Replay:
             leaves = [
                 self._earlier.outputs[position, leaf]
                 if (position, leaf) in self._earlier.outputs
-                else _nothing(args, kwargs, alike)
+                else self._nothing(args, kwargs, alike)
                 for leaf, alike in enumerate(self._alike(position))
             ]
             return self._known(position, leaves)
@@ -136,7 +135,7 @@ class Replay:
         self.outcome.arguments.append(self._table.pack(arguments, name))
         if position == self._run[-1]:
             raise _BlocksKnown
-        return self._known(position, [_nothing(args, kwargs, alike) for alike in self._alike(position)])
+        return self._known(position, [self._nothing(args, kwargs, alike) for alike in self._alike(position)])
 
     def _known(self, position: int, leaves: list[Any]) -> Any:
         output = filled(self._program.templates[position], leaves)
@@ -166,11 +165,10 @@ class Replay:
             " example that is like the batches (the same arguments, and in training the same switches)"
         )
 
-
-def _nothing(args: tuple, kwargs: dict[str, Any], alike: bool | None) -> Any:
-    """What stands for a leaf of a block's output: NaN in the shape of its first tensor, NaN alone, or None."""
-    if alike is None:
-        return None
-    first = next(leaf for leaf in leaves_of([args, kwargs]) if isinstance(leaf, Tensor))
-    dtype = first.dtype
-    return nan_like(tuple(first.shape) if alike else (), dtype, first.device)
+    def _nothing(self, args: tuple, kwargs: dict[str, Any], alike: bool | None) -> Any:
+        """What stands for a leaf of a block's output: NaN in the shape of its first tensor, NaN alone, or None."""
+        if alike is None:
+            return None
+        first = next(leaf for leaf in leaves_of([args, kwargs]) if isinstance(leaf, Tensor))
+        nothing = nan_like(tuple(first.shape) if alike else (), first.dtype, first.device)
+        return nothing.contiguous() if self._program.in_place else nothing

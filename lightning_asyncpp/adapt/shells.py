@@ -57,7 +57,8 @@ class Shell(nn.Module):
         if name in own.get("facts", ()):
             return own["facts"][name]
         if name in own.get("tensors", ()):
-            return nan_like(*own["tensors"][name], device=own["place"].device)
+            shape, dtype = own["tensors"][name]
+            return nan_like(shape, dtype, own["place"].device)
         try:
             return super().__getattr__(name)
         except AttributeError:

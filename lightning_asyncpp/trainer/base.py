@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_asyncpp.adapt import problems_of_adapting
 from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.averages import averages_in
@@ -118,7 +119,8 @@ class PipelineStrategy(
         module = self._module
         leave_alone(module)
         weight_dtype = self.session.settings.weight_dtype
-        agree_on_problems(self._mesh, [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)])
+        problems = [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)]
+        agree_on_problems(self._mesh, problems or problems_of_adapting(self._network(), module.example_input_array))
         if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
             self.session.agree("model", described_model(self._network()))
         if own := self.session.compare("hyper-parameters", hyper_parameters(module)):

@@ -21,6 +21,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
 
 _FACTS = (Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel)  # type: ignore[attr-defined]
+_COLLECTIONS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Uses = dict[int, str]
 """Position of a unit on its stage -> what it calls the parameter, in the model."""
 
@@ -145,8 +146,9 @@ def leave_placeholders(
 ) -> None:
     """Take what lives on other stages out of where it stands under second names, outside of this stage's layers.
 
-    A module goes as a whole if all that it holds does; of another one, such parameters and buffers do. Buffers that no
-    ``state_dict`` holds stay: they are what the model was built with, on every stage.
+    A module goes as a whole if all that it holds does, but for a list or dictionary, which may be gone through; of
+    another one, such parameters and buffers do. Buffers that no ``state_dict`` holds stay: they are what the model was
+    built with, on every stage.
 
     Args:
         root: what is walked through; the layers of other stages are gone from it already.
@@ -160,7 +162,8 @@ def leave_placeholders(
             continue
         inside = list(module.modules())
         held = [tensor for m in inside for _, tensor in saved_tensors(m)]
-        if path and held and all(t in homes for t in held) and not any(kept(m) or _stands_in(m) for m in inside):
+        goes = path and not isinstance(module, _COLLECTIONS) and held and all(tensor in homes for tensor in held)
+        if goes and not any(kept(m) or _stands_in(m) for m in inside):
             root.set_submodule(path, other(path, homes[held[0]]))
             gone += (f"{path}.",)
             continue

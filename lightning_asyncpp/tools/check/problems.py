@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.adapt import problems_of_adapting
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.materialize import materialize
@@ -91,6 +92,10 @@ def prepare(module: nn.Module, settings: PipelineSettings, stages: int, seed: in
         found += model_problems(network_of(original), name)
     else:
         found.append(f"{type(module).__name__} has no self.model: assign the network to it")
+    example = getattr(prototype, "example_input_array", None)
+    if isinstance(network, nn.Module) and (uncuttable := problems_of_adapting(network, example)):
+        found += uncuttable
+        return prototype.train()
     if not isinstance(network, nn.Module) or (units := found.attempt(lambda: pipeline_units(network))) is None:
         return prototype.train()
     wrong = ownership_problems(prototype, units, name) + meta_problems(prototype, units) + collective_problems(units)

@@ -1,0 +1,117 @@
+"""Small models of other libraries, by name, and what they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.adapt.examples import examples_of
+
+_SIZE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+_GROUPED = {**_SIZE, "num_key_value_heads": 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+_DEEPSEEK = {
+    **_SIZE, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "qk_nope_head_dim": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
+_SEQ2SEQ = {
+    "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_layers": 2, "decoder_layers": 3,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 64,
+}  # fmt: skip
+_IMAGE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+# name -> class of transformers, and what its configuration says
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 99, "n_positions": 64}),
+    "llama": ("LlamaForCausalLM", _GROUPED),
+    "mistral": ("MistralForCausalLM", {**_GROUPED, "sliding_window": 4}),
+    "qwen2": ("Qwen2ForCausalLM", _GROUPED),
+    "qwen3": ("Qwen3ForCausalLM", {**_GROUPED, "head_dim": 8}),
+    "gemma2": ("Gemma2ForCausalLM", {**_GROUPED, "head_dim": 8}),
+    "gemma3": ("Gemma3ForCausalLM", {**_GROUPED, "head_dim": 8, "num_hidden_layers": 7, "sliding_window": 4}),
+    "phi": ("PhiForCausalLM", _GROUPED),
+    "phi3": ("Phi3ForCausalLM", {**_GROUPED, "pad_token_id": 0}),
+    "olmo2": ("Olmo2ForCausalLM", _GROUPED),
+    "gpt_neox": ("GPTNeoXForCausalLM", _SIZE),
+    "mixtral": ("MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**_GROUPED, **_EXPERTS}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _DEEPSEEK),
+    "bert": ("BertForMaskedLM", _SIZE),
+    "bert_classifier": ("BertForSequenceClassification", _SIZE),
+    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8,
+                                          "vocab_size": 99, "decoder_start_token_id": 0}),
+    "bart": ("BartForConditionalGeneration", _SEQ2SEQ),
+    "vit": ("ViTForImageClassification", {**_IMAGE, "image_size": 32, "patch_size": 8}),
+    "swin": ("SwinForImageClassification", {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2],
+                                            "num_heads": [2, 4], "window_size": 4}),
+}  # fmt: skip
+
+
+def _of_transformers(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    kind, options = TRANSFORMERS[name]
+    model_class = getattr(transformers, kind)
+    return model_class(model_class.config_class(**options))
+
+
+def _with_lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(
+        _of_transformers("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+
+
+def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: pytest.importorskip("timm").create_model(name, **options)
+
+
+def _torchvision(make: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: make(pytest.importorskip("torchvision").models)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: lambda name=name: _of_transformers(name) for name in TRANSFORMERS},  # type: ignore[misc]
+    "lora": _with_lora,
+    "timm_vit": _timm("vit_tiny_patch16_224", depth=3, embed_dim=48, num_heads=3, img_size=32),
+    "timm_distilled": _timm("deit_tiny_distilled_patch16_224", depth=3, embed_dim=48, num_heads=3, img_size=32),
+    "torchvision_vit": _torchvision(lambda models: models.VisionTransformer(32, 8, 3, 4, 32, 48)),
+}
+EXAMPLES = {"timm_vit": (2, 3, 32, 32), "timm_distilled": (2, 3, 32, 32)}
+
+
+def example_of(name: str) -> tuple[Tensor, ...] | None:
+    """What the model is called with, where it does not say enough of itself."""
+    return (torch.randn(EXAMPLES[name]),) if name in EXAMPLES else None
+
+
+def batches_for(name: str, model: nn.Module, count: int = 2) -> list[dict[str, Tensor]]:
+    """Batches of four samples, the last two of which are shorter where there is a mask."""
+    args, kwargs = next(iter(examples_of(model))) if name not in EXAMPLES else (example_of(name) or (), {})
+    one = {"x": args[0]} if args else {key: value for key, value in kwargs.items() if isinstance(value, Tensor)}
+    return [{key: torch.cat([value, value.flip(0)]).roll(i, 0) for key, value in one.items()} for i in range(count)]
+
+
+class Trained(L.LightningModule):
+    """Trains a model of somebody else's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        output = self.model(batch["x"]) if "x" in batch else self.model(**batch)
+        if getattr(output, "loss", None) is not None:
+            return output.loss
+        first = output if isinstance(output, Tensor) else output[0]
+        return first.float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)

@@ -1,0 +1,51 @@
+"""Models of other libraries are cut in one line, and train in a pipeline as their own forwards say."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from lightning_asyncpp import apply_layers, check_model, pipelined
+from lightning_asyncpp.adapt.packing import same
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from tests.adapt.models import MODELS, Trained, batches_for, example_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+QUICK = ("gpt2", "llama", "gemma3", "mixtral", "bert_classifier", "t5", "swin", "lora", "timm_vit")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS])
+def test_trains_as_a_single_process_does(name: str) -> None:
+    """Asynchronously on three stages, with dropout where it has any, and synchronously on one, to the last bit."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    names = list(model.state_dict())
+    module = Trained(pipelined(model, example_of(name)))
+    assert list(model.state_dict()) == names
+    for stages, options in ((3, {}), (2, {"staleness": "uniform"}), (1, {})):
+        report = check_model(module, batches_for(name, model), stages=stages, micro_batches=4, updates=3, **options)
+        assert "all weights and buffers equal those of a single process to the last bit" in str(report), str(report)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_give_what_forward_gives(name: str) -> None:
+    """With other shapes than those of the example; a copy, and one that was pickled, too."""
+    torch.manual_seed(0)
+    model = pipelined(MODELS[name](), example_of(name)).eval()
+    units = pipeline_units(model)
+    assert {id(p) for p in model.parameters()} <= {id(p) for unit in units for p in unit.module.parameters()}
+    batch = batches_for(name, model)[0]
+    if "x" not in batch and "input_ids" in batch:
+        batch = {key: torch.cat([v, v], 1) if v.ndim > 1 else v for key, v in batch.items()}
+    args, kwargs = ((batch["x"],), {}) if "x" in batch else ((), {**batch, "use_cache": False})
+    if not hasattr(getattr(model, "config", None), "use_cache"):
+        kwargs.pop("use_cache", None)
+    with torch.no_grad():
+        expected = model(*args, **kwargs)
+        assert same(apply_layers(model, *args, **kwargs), expected)
+        assert same(apply_layers(copy.deepcopy(model), *args, **kwargs), expected)
+        if name != "lora":  # whose forward is a closure that cannot be pickled
+            assert same(apply_layers(pickle.loads(pickle.dumps(model)), *args, **kwargs), expected)
