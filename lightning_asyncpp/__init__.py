@@ -33,14 +33,19 @@ from lightning_asyncpp.version import __version__
 
 if TYPE_CHECKING:
     from lightning_asyncpp.tools.check import check_model
+    from lightning_asyncpp.trainer.hf_module import HFModule
 else:
 
     def __getattr__(name: str) -> Any:
-        """A tool, for scripts; none is imported before it is used."""
+        """What not every program needs; none of it is imported before it is used."""
         if name == "check_model":
             from lightning_asyncpp.tools.check import check_model
 
             return check_model
+        if name == "HFModule":
+            from lightning_asyncpp.trainer.hf_module import HFModule
+
+            return HFModule
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -62,6 +67,7 @@ __all__ = [
     "ConfigurationError",
     "DelayedGradientStrategy",
     "GPTModule",
+    "HFModule",
     "PipelineModule",
     "PipelineMonitor",
     "PipelineProgressBar",

@@ -18,7 +18,8 @@ from lightning_asyncpp.pipeline.cut.units import is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 Carried = dict[str, Any]
-"""What one layer returns and the next one takes: ``tensors`` of the call and ``env``, tensors that glue has made;
+"""What one layer returns and the next one takes: ``tensors`` of the call, and ``env``, those that glue has made, with
+``until``, the position of the block after which nobody needs each of them;
 ``call``, the model's arguments; ``arguments`` of blocks, and ``which`` of them each block takes; ``outputs`` of blocks
 that are still needed; ``calls``, leaves of what submodules returned in earlier glue."""
 _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
@@ -91,12 +92,17 @@ class PipelineLayers:
             for number, leaves in enumerate([*calls, *outcome.calls])
         ]
         in_run = set(tensor_numbers_in(distinct))
+        until = dict.fromkeys(range(inputs, len(table.tensors)), -1)
+        for position, arguments in zip(self.program.run_of(glue), outcome.arguments):
+            until |= dict.fromkeys(tensor_numbers_in(arguments), position)
+        until |= dict.fromkeys(tensor_numbers_in(all_calls), len(self.program.blocks))
         return {
             "tensors": [
                 _shape_of(t) if number in blank and number not in in_run else t
                 for number, t in enumerate(table.tensors[:inputs])
             ],
             "env": table.tensors[inputs:],
+            "until": [until[number] for number in range(inputs, len(table.tensors))],
             "call": call,
             "arguments": distinct,
             "which": [distinct.index(arguments) for arguments in outcome.arguments],
@@ -128,7 +134,8 @@ class PipelineLayers:
         returned = block(*args, **kwargs)
         outputs |= {(position, leaf): value for leaf, value in enumerate(leaves_of(returned))}
         kept = {_write(key): value for key, value in outputs.items() if self.program.last_use.get(key, -1) > position}
-        return {**carried, "outputs": kept}
+        env = [tensor if until > position else None for tensor, until in zip(carried["env"], carried["until"])]
+        return {**carried, "env": env, "outputs": kept}
 
     def _place(self, table: TensorTable, earlier: Earlier) -> None:
         place = next(iter(self.shells.values())).place

@@ -1,5 +1,6 @@
 """Text, tokens, and the batches made of them."""
 
+from lightning_asyncpp.data.chat_data_module import ChatDataModule
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.replica import use_replica
 from lightning_asyncpp.data.text_data_module import TextDataModule
@@ -14,6 +15,7 @@ from lightning_asyncpp.data.tokenizer import (
 __all__ = [
     "BPETokenizer",
     "ByteTokenizer",
+    "ChatDataModule",
     "DataError",
     "TextDataModule",
     "Tokenizer",

@@ -13,6 +13,7 @@ import torch
 from lightning_asyncpp.data.cache_dir import cache_dir_of, folder_for_stream, known, wrong_cache_dir
 from lightning_asyncpp.data.corpus import TEXT_PATTERNS, find_text_files
 from lightning_asyncpp.data.errors import DataError, file_errors
+from lightning_asyncpp.data.model_sizes import size_of_model
 from lightning_asyncpp.data.source import (
     TextSource,
     TokenSource,
@@ -234,7 +235,7 @@ class TextDataModule(L.LightningDataModule):
         tokens = self._prepared()
         prepared = tokens.folder if tokens.folder is not None and Path(split).parent == tokens.folder else None
         known = self._known_vocab_size()
-        return CheckedTokens(split, self._size_of_model("vocab_size") if known is None else known, prepared)
+        return CheckedTokens(split, size_of_model(self.trainer, "vocab_size") if known is None else known, prepared)
 
     def _has_known_tokenizer(self) -> bool:
         # Tokens that others wrote do not say what made them.
@@ -243,12 +244,6 @@ class TextDataModule(L.LightningDataModule):
     def _known_vocab_size(self) -> int | None:
         metadata = self._prepared().metadata
         return self.expected_vocab_size if metadata is None else metadata.vocab_size
-
-    def _size_of_model(self, name: str) -> int | None:
-        """Read a size from the ``config`` of the attached trainer's model; ``None`` if it has no such size."""
-        model = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
-        size = getattr(getattr(model, "config", None), name, None)
-        return size if isinstance(size, int) else None
 
     def _replica(self) -> tuple[int, int]:
         sampler = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
@@ -294,7 +289,7 @@ class TextDataModule(L.LightningDataModule):
                     f"{self.source} has a vocabulary of {metadata.vocab_size} token ids instead of vocab_size="
                     f"{expected}; correct vocab_size, or name another dataset"
                 )
-        known, needed = self._size_of_model("vocab_size"), self._known_vocab_size()
+        known, needed = size_of_model(self.trainer, "vocab_size"), self._known_vocab_size()
         if known is not None and needed is not None and needed > known:
             raise DataError(
                 f"{self.source} has a vocabulary of {needed} token ids, and the model only {known}; "
@@ -302,7 +297,7 @@ class TextDataModule(L.LightningDataModule):
             )
 
     def _check_context(self) -> None:
-        known = self._size_of_model("context_length")
+        known = size_of_model(self.trainer, "context_length")
         if known is not None and self.context_length > known:
             raise DataError(
                 f"context_length={self.context_length} of the data is longer than config.context_length={known} of the "

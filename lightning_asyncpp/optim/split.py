@@ -16,6 +16,8 @@ from torch import Tensor
 DEFAULT_ADAMW_NAMES = (
     r"embed|(^|[._])emb([._]|$)"  # embedding, tok_embeddings, pos_emb
     r"|(^|\.)(wte|wpe|lm_head|head|unembed|classifier)(\.|$)|(^|\.)output(\.weight)?$"
+    # of transformers: heads of classifiers and of BERT, the embedding of T5 and BART, T5's biases of distances
+    r"|(^|\.)(score|decoder|shared)\.weight$|relative_attention_bias"
     r"|bias(es)?$|norm[^.]*(\.[^.]*)?$"  # stacked biases and norm scales of experts and heads are matrices by shape
 )
 """Searched in the dotted parameter name; a match sends the parameter to AdamW."""

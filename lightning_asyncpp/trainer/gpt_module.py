@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -21,16 +19,11 @@ from lightning_asyncpp.models.execution import ActivationCheckpointing, executio
 from lightning_asyncpp.models.opening import start_problems
 from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
 from lightning_asyncpp.pipeline.optimizers.steps import watch_steps
-from lightning_asyncpp.trainer.checkpoint.saved_arguments import instead_of_saved
+from lightning_asyncpp.trainer.checkpoint.plain_loading import LoadsPlainValues
+from lightning_asyncpp.trainer.learning_rate import Decay, last_step, learning_rate_factor, schedule_problems
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 
 IGNORED = -100
-_COOL_DOWN = 0.2
-"""Of the updates after the warm-up, those in which a learning rate that was constant falls."""
-if TYPE_CHECKING:
-    _class_method = classmethod
-else:  # Lightning's, which nobody can call on an instance by mistake
-    _class_method = type(vars(LightningModule)["load_from_checkpoint"])
 
 
 def default_optimizer(parameters: Any) -> Optimizer:
@@ -40,7 +33,7 @@ def default_optimizer(parameters: Any) -> Optimizer:
     return MuonAdamW(parameters)
 
 
-class GPTModule(PipelineModule):
+class GPTModule(LoadsPlainValues, PipelineModule):
     """Pretrains a :class:`~lightning_asyncpp.models.GPT` on batches of tokens, (batch, time + 1) int64.
 
     Tokens of -100 are padding: they are read as token 0 and do not count as targets.
@@ -80,7 +73,7 @@ class GPTModule(PipelineModule):
         config: GPTConfig,
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,  # Lightning's OptimizerCallable
         warmup_steps: int = 0,
-        decay: Literal["cosine", "wsd", "constant"] = "cosine",
+        decay: Decay = "cosine",
         min_lr_ratio: float = 0.1,
         total_steps: int | None = None,
         activation_checkpointing: ActivationCheckpointing = "none",
@@ -104,30 +97,6 @@ class GPTModule(PipelineModule):
         # is no part of what was trained, and it has weights of its own, wherever those are that training began with.
         self.save_hyperparameters(ignore=sorted(GPTModule.never_from_a_checkpoint))
         self.hparams["config"] = asdict(self.config)
-
-    @_class_method
-    def load_from_checkpoint(
-        cls,  # noqa: N805
-        checkpoint_path: Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
-        strict: bool | None = None,
-        weights_only: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Make a module from a file, as Lightning does, but for what the file names to be imported, called or compiled.
-
-        Arguments of :attr:`never_from_a_checkpoint` have their defaults, or are given here.
-
-        Raises:
-            StorageError: the file cannot be read without running code, and ``weights_only`` is not False.
-            ConfigurationError: others name something to import.
-        """
-        if weights_only is not False:
-            weights_only = True
-            if hparams_file is None:
-                kwargs |= instead_of_saved(cls, checkpoint_path, kwargs)
-        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
 
     def build_model(self) -> nn.Module:
         """Return the GPT."""
@@ -230,43 +199,15 @@ class GPTModule(PipelineModule):
 
     def _learning_rate_factor(self) -> Callable[[int], float]:
         """Return the learning rate of an update as a share of the optimizer's; updates count from 0."""
-        warmup, least = self.warmup_steps, self.min_lr_ratio
-        total = None if self.decay == "constant" else self._last_step()
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            if total is None:
-                return 1.0
-            progress = min(1.0, (step - warmup) / max(1, total - warmup))
-            if self.decay == "wsd":
-                left = min(1.0, (1 - progress) / _COOL_DOWN)
-            else:
-                left = 0.5 * (1 + math.cos(math.pi * progress))
-            return least + (1 - least) * left
-
-        return factor
-
-    def _last_step(self) -> int:
-        if self.total_steps is not None:
-            return self.total_steps
-        steps = self.trainer.max_steps if self.trainer.max_steps > 0 else self.trainer.estimated_stepping_batches
-        if not math.isfinite(steps) or steps <= 0:
-            raise ValueError(
-                f"decay={self.decay!r} needs an end: set total_steps, or max_steps of the Trainer; or 'constant'"
-            )
-        return int(steps)
+        total = self.total_steps
+        if self.decay == "constant":
+            total = None
+        elif total is None:
+            total = last_step(self.trainer, self.decay)
+        return learning_rate_factor(self.warmup_steps, self.decay, self.min_lr_ratio, total)
 
     def _wrong_arguments(self) -> list[str]:
-        problems = []
-        if self.warmup_steps < 0:
-            problems.append(f"warmup_steps={self.warmup_steps!r}: must be at least 0")
-        if self.decay not in ("cosine", "wsd", "constant"):
-            problems.append(f"decay={self.decay!r}: must be 'cosine', 'wsd' or 'constant'")
-        if not 0 <= self.min_lr_ratio <= 1:
-            problems.append(f"min_lr_ratio={self.min_lr_ratio!r}: must be between 0 and 1")
-        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
-            problems.append(f"total_steps={self.total_steps!r}: must be above warmup_steps={self.warmup_steps!r}")
+        problems = schedule_problems(self.warmup_steps, self.decay, self.min_lr_ratio, self.total_steps)
         if self.initial_weights is not None:
             found = start_problems(self.config, self.initial_weights)
             problems += [f"initial_weights={self.initial_weights!r}: {problem}" for problem in found]

@@ -9,7 +9,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from torch.utils.data import DistributedSampler
 
+from lightning_asyncpp.data.resumable_data_loader import DealtOut
 from lightning_asyncpp.pipeline.optimizers.described import schedule
 from lightning_asyncpp.storage.names import local_path
 from lightning_asyncpp.strategy_parts.loader_identity import HELD
@@ -21,6 +23,7 @@ SHARED = (
     "gradient_clip_val", "gradient_clip_algorithm", "reload_dataloaders_every_n_epochs", "precision",
 )  # fmt: skip
 """Arguments of a Trainer that all ranks must share."""
+_DEALS_OUT = (DistributedSampler.__name__, DealtOut.__name__)
 OWN_HYPER_PARAMETERS = (
     "{}. Every rank trains with its own: right for what a process makes for itself (a name, a folder, a time),"
     " wrong for what decides about the training"
@@ -99,6 +102,6 @@ def comparable(data: Mapping[str, Any], replica: int) -> dict[str, Any]:
     """
     last = {name: name.rpartition(" ")[2] for name in data}
     held = " ".join(str(value) for name, value in data.items() if last[name].rpartition(".")[2] in HELD)
-    dealt_out = all(value == "DistributedSampler" for name, value in data.items() if last[name] == "sampler")
+    dealt_out = all(value in _DEALS_OUT for name, value in data.items() if last[name] == "sampler")
     of_data = {f"{name} of {held}": value for name, value in data.items() if held and dealt_out}
     return {**of_data, **{f"{name} in replica {replica}": value for name, value in data.items()}}

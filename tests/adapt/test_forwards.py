@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp import ConfigurationError, apply_layers, check_model, pipelined
+from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from tests.adapt.models import Trained
 
@@ -186,6 +187,14 @@ def test_trains_as_a_single_process_does(kind: type[Net], dropout: float) -> Non
     for stages in (3, 1):
         report = str(check_model(Trained(model), batches, stages=stages, micro_batches=4, updates=3))
         assert "all weights and buffers equal those of a single process to the last bit" in report, report
+
+
+def test_nothing_travels_that_nobody_needs() -> None:
+    """Of plain blocks in a row the one tensor between two of them."""
+    model, carried = pipelined(Net(), (torch.randn(2, DIM),)), torch.randn(5, DIM)
+    for unit in pipeline_units(model)[:-1]:
+        carried = unit.apply((carried,), {})
+        assert [tuple(tensor.shape) for tensor in tensors_of(carried)] == [(5, DIM)], unit.name
 
 
 def test_where_it_may_be_cut() -> None:

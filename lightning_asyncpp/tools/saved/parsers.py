@@ -7,6 +7,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning_asyncpp.tools.tool_parser import ToolParser
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
+LORA_FORMS = ("merged", "adapter")
 SPLITS = ("validation", "train", "all")
 
 
@@ -91,6 +92,12 @@ def export_parser() -> ToolParser:
         type=str | None,
         default=None,
         help=f"of the weights, of {', '.join(DTYPE_NAMES)} (default: as saved)",
+    )
+    parser.add_argument(
+        "--lora",
+        type=str,
+        default="merged",
+        help="of an HFModule with adapters: merged into the weights, or adapter: they alone, as peft loads them",
     )
     return parser
 

@@ -1,0 +1,281 @@
+"""The LightningDataModule that turns conversations into batches for fine-tuning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_asyncpp.data.cache_dir import cache_dir_of, known, using, wrong_cache_dir
+from lightning_asyncpp.data.chat_examples import ChatExamples, Padded, Row, encode, read_rows
+from lightning_asyncpp.data.errors import DataError, file_errors
+from lightning_asyncpp.data.hub import fetch_tokenizer, is_hub_name
+from lightning_asyncpp.data.model_sizes import size_of_model
+from lightning_asyncpp.data.resumable_data_loader import DealtOut, ResumableDataLoader
+from lightning_asyncpp.data.source import load_tokenizer
+
+_FORM = 1
+"""Of what is kept in the cache; another number has it made again."""
+_SPLITS = ("train", "val")
+
+
+class ChatDataModule(L.LightningDataModule):
+    """Batches of conversations from JSON lines: ``messages``, or ``prompt`` and ``response``.
+
+    The tokenizer's chat template writes a conversation; targets are what the assistant says, with what ends its turn,
+    and all else is -100. A batch is padded on the right to its longest conversation: ``input_ids``, ``attention_mask``
+    and ``labels``, (batch, time) int64 each. The rows are tokenised once, by :meth:`prepare_data`, into a file of
+    ``cache_dir`` that is named after all that decides it. The order depends on ``seed``, the epoch and the replicas,
+    and never on the number of pipeline stages.
+
+    Args:
+        source: a JSONL file.
+        tokenizer: folder or name on the Hugging Face Hub of the model that is trained.
+        max_length: most tokens of a conversation; longer ones are left out, and counted.
+        batch_size: conversations per replica and training step.
+        val_source: JSONL file to validate on.
+        val_fraction: share of ``source`` to validate on instead, chosen by a hash of the rows.
+        cache_dir: folder for what is tokenised; ``None`` for ``lightning_asyncpp`` in the user's cache folder.
+        num_workers: processes that load data, per training process; 0 loads in the training process.
+        shuffle: whether to train in another order in every epoch.
+        seed: seed of the order.
+
+    Raises:
+        DataError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: str,
+        max_length: int = 1024,
+        batch_size: int = 8,
+        val_source: str | None = None,
+        val_fraction: float = 0.0,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+        shuffle: bool = True,
+        seed: int = 42,
+    ) -> None:
+        super().__init__()
+        self.source, self.tokenizer_name = source, tokenizer
+        self.max_length, self.batch_size = max_length, batch_size
+        self.val_source, self.val_fraction = val_source, val_fraction
+        self.cache_dir = cache_dir_of(cache_dir)
+        self.num_workers, self.shuffle, self.seed = num_workers, shuffle, seed
+        self._examples: dict[str, ChatExamples] = {}
+        self._padding = 0
+        self._definition: str | None = None
+        self.save_hyperparameters(logger=False)
+        if problems := self._wrong_arguments():
+            raise DataError("ChatDataModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+    def example_batch(self) -> dict[str, Tensor]:
+        """What the longest training batch looks like, without padding: (batch_size, max_length) int64 each."""
+        names = ("input_ids", "attention_mask", "labels")
+        return {name: torch.ones(self.batch_size, self.max_length, dtype=torch.int64, device="cpu") for name in names}
+
+    def prepare_data(self) -> None:
+        """Tokenise the conversations unless that was done before; once per node.
+
+        Raises:
+            DataError: a row is no conversation, or all are too long; or a file cannot be read or written.
+        """
+        tokenizer = read_tokenizer(self.tokenizer_name)
+        file = self._file(tokenizer)
+        if not file.exists():
+            with using(known(self.cache_dir), "written"):
+                file.parent.mkdir(parents=True, exist_ok=True)
+            self._write(tokenizer, file)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open what was tokenised, and compare it with the trainer's model.
+
+        Raises:
+            DataError: it is not there, there are too few conversations, or the model has a smaller vocabulary.
+        """
+        tokenizer = read_tokenizer(self.tokenizer_name)
+        file = self._file(tokenizer)
+        if not file.is_file():
+            raise DataError(f"{file} is not there; call prepare_data() before setup(), on every node")
+        from safetensors.torch import load_file
+
+        arrays = load_file(file)
+        self._examples = {
+            split: ChatExamples(*(arrays[f"{split}.{name}"] for name in ("tokens", "is_target", "ends")))
+            for split in _SPLITS
+        }
+        first = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self._padding = int(next(token for token in first if token is not None))
+        self._definition = _definition(self.tokenizer_name)
+        self._check_sizes(arrays)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the tokenizer, which a module may compare with its model's."""
+        return {} if self._definition is None else {"tokenizer": self._definition}
+
+    def train_dataloader(self) -> DataLoader:
+        """Return the training batches of this process's replica."""
+        return self._loader("train", training=True)
+
+    def val_dataloader(self) -> DataLoader | list[Any]:
+        """Return the validation batches of this process's replica; an empty list without validation."""
+        return self._loader("val", training=False) if len(self._split("val")) else []
+
+    def test_dataloader(self) -> DataLoader | list[Any]:
+        """Return the validation batches."""
+        return self.val_dataloader()
+
+    def _split(self, name: str) -> ChatExamples:
+        if not self._examples:
+            raise DataError("the data is not set up; call prepare_data() and setup() first, or give it to a Trainer")
+        return self._examples[name]
+
+    def _loader(self, split: str, training: bool) -> DataLoader:
+        examples, (replicas, rank) = self._split(split), self._replica()
+        # Told in full, so that a single process has the order that stages have.
+        sampler = DealtOut(
+            examples, replicas, rank, shuffle=training and self.shuffle, seed=self.seed, drop_last=replicas > 1
+        )
+        return ResumableDataLoader(
+            examples, self.batch_size, sampler=sampler, collate_fn=Padded(self._padding), drop_last=training,
+            num_workers=self.num_workers, pin_memory=torch.cuda.is_available(),
+        )  # fmt: skip
+
+    def _replica(self) -> tuple[int, int]:
+        sampler = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
+
+    def _write(self, tokenizer: Any, file: Path) -> None:
+        from safetensors.torch import save_file
+
+        arrays: dict[str, Tensor] = {}
+        encoded: dict[str, list[Any]] = {split: [] for split in _SPLITS}
+        seen = left_out = 0
+        for split, row in self._rows():
+            example = encode(tokenizer, row)
+            seen += 1
+            if len(example.tokens) > self.max_length or not any(example.is_target):
+                left_out += 1
+            else:
+                encoded[split].append(example)
+        if left_out:
+            rank_zero_info(
+                f"{left_out:,} of {seen:,} conversations are longer than max_length={self.max_length} tokens, or say"
+                " nothing, and are left out"
+            )
+        for split, examples in encoded.items():
+            found = ChatExamples.of(examples)
+            arrays |= {
+                f"{split}.tokens": found.tokens,
+                f"{split}.is_target": found.is_target,
+                f"{split}.ends": found.ends,
+            }
+        with using(known(self.cache_dir), "written"):
+            folder = Path(tempfile.mkdtemp(prefix=f".{file.stem}-", dir=file.parent))
+            try:
+                save_file(arrays, folder / file.name)
+                (folder / file.name).chmod(0o644)  # others may share the cache
+                os.replace(folder / file.name, file)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _rows(self) -> Iterator[tuple[str, Row]]:
+        with file_errors(f"source={self.source!r}", "read", "name a JSONL file"):
+            for row in read_rows(Path(self.source).expanduser(), self.val_fraction):
+                yield "val" if row.in_validation else "train", row
+        if self.val_source is not None:
+            with file_errors(f"val_source={self.val_source!r}", "read", "name a JSONL file"):
+                yield from (("val", row) for row in read_rows(Path(self.val_source).expanduser()))
+
+    def _file(self, tokenizer: Any) -> Path:
+        """The file of the cache: named after the rows and all that makes tokens of them."""
+        decides = [_FORM, self.max_length, self.val_fraction, tokenizer.chat_template, tokenizer.eos_token]
+        digest = hashlib.sha256(json.dumps(decides, default=str).encode())
+        digest.update(tokenizer.backend_tokenizer.to_str().encode())
+        for name, place in (("source", self.source), ("val_source", self.val_source)):
+            if place is not None:
+                with file_errors(f"{name}={place!r}", "read", "name a JSONL file"):
+                    with Path(place).expanduser().open("rb") as content:
+                        while block := content.read(2**20):
+                            digest.update(block)
+                digest.update(b"\0")
+        return known(self.cache_dir) / f"chat-{digest.hexdigest()[:24]}.safetensors"
+
+    def _check_sizes(self, arrays: dict[str, Tensor]) -> None:
+        needed, found = self.batch_size * self._replica()[0], len(self._examples["train"])
+        if found < needed:
+            raise DataError(
+                f"{self.source} has {found} conversations of at most max_length={self.max_length} tokens, and at least"
+                f" {needed} are needed for a batch; raise max_length, lower batch_size, or give more"
+            )
+        largest = max(int(arrays[f"{split}.tokens"].max()) for split in _SPLITS if len(arrays[f"{split}.tokens"]))
+        for name, needs in (("vocab_size", max(largest, self._padding) + 1), ("context_length", self.max_length)):
+            has = size_of_model(self.trainer, name)
+            if has is not None and needs > has:
+                raise DataError(
+                    f"the model has a vocabulary of {has} token ids, and tokenizer={self.tokenizer_name!r} gives"
+                    f" {needs - 1}; name the model's own"
+                    if name == "vocab_size"
+                    else f"max_length={needs} is longer than the model's context of {has} tokens; lower it"
+                )
+
+    def _wrong_arguments(self) -> list[str]:
+        problems = [
+            f"{name}={value!r}: must be a whole number of at least {least}"
+            for name, value, least in (
+                ("max_length", self.max_length, 2),
+                ("batch_size", self.batch_size, 1),
+                ("num_workers", self.num_workers, 0),
+                ("seed", self.seed, 0),
+            )
+            if not isinstance(value, int) or isinstance(value, bool) or value < least
+        ]
+        if not 0 <= self.val_fraction < 1:
+            problems.append(f"val_fraction={self.val_fraction!r}: must be at least 0 and below 1")
+        if self.val_fraction and self.val_source is not None:
+            problems.append("val_fraction and val_source: give one of them")
+        for name, place in (("source", self.source), ("val_source", self.val_source)):
+            if place is not None and not Path(place).expanduser().is_file():
+                problems.append(f"{name}={place!r}: there is no such file; name one with JSON lines")
+        return problems + wrong_cache_dir(self.cache_dir)
+
+
+def read_tokenizer(name: str) -> Any:
+    """The fast tokenizer of `transformers` in a folder, or of a repository of the hub.
+
+    Raises:
+        DataError: there is none, or the hub cannot be reached.
+        ImportError: `transformers` is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError('ChatDataModule needs `transformers`: pip install "lightning-asyncpp[hf]"') from error
+    if is_hub_name(name):
+        fetch_tokenizer(name)  # which says in one line what is wrong with the network
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(Path(name).expanduser()))
+    except (OSError, ValueError) as error:
+        raise DataError(f"tokenizer={name!r}: {next(iter(str(error).splitlines()), error)}") from error
+    if not tokenizer.is_fast:
+        raise DataError(f"tokenizer={name!r} has no tokenizer.json, which says which characters a token stands for")
+    return tokenizer
+
+
+def _definition(name: str) -> str | None:
+    try:
+        return load_tokenizer(name).definition
+    except DataError:  # it is made of files of another form
+        return None

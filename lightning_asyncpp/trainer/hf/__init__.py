@@ -1,0 +1,1 @@
+"""Models of Hugging Face `transformers`: read, prepared for training, and their loss; imported when used."""

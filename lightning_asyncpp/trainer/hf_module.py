@@ -1,0 +1,254 @@
+"""Models of Hugging Face `transformers` as a LightningModule: continued pretraining and fine-tuning over stages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_asyncpp.adapt import pipelined
+from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.hub import fetch_tokenizer
+from lightning_asyncpp.data.tokenizer import Tokenizer, tokenizer_of_definition
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.trainer.checkpoint.plain_loading import LoadsPlainValues
+from lightning_asyncpp.trainer.gpt_module import default_optimizer
+from lightning_asyncpp.trainer.hf.loading import (
+    DTYPES,
+    TASKS,
+    Dtype,
+    Task,
+    load_model,
+    read_config,
+)
+from lightning_asyncpp.trainer.hf.loss import check_own_loss, example_batch, inputs_of, mean_loss, number_of_targets
+from lightning_asyncpp.trainer.hf.trained import freeze, lora_config, with_adapters
+from lightning_asyncpp.trainer.learning_rate import Decay, last_step, learning_rate_factor, schedule_problems
+
+SAVED = "hf"
+"""Entry of a checkpoint: what ``asyncpp export`` needs beside the weights."""
+
+
+class HFModule(LoadsPlainValues):
+    """Trains a model of `transformers` on tokens, on pairs of prompt and response, or on labelled texts.
+
+    Batches are mappings with ``input_ids``, ``attention_mask`` and ``labels``, (batch, time) int64 each and padded on
+    the right, -100 where a label does not count; a causal model takes tokens, too, (batch, time + 1) int64. Gradients
+    are those of the mean over all targets of a batch that count, in however many micro-batches.
+
+    Every process reads the whole model into its host memory before the pipeline cuts it: 4 bytes per parameter and
+    process with ``dtype="float32"``, 2 with ``"bfloat16"`` (7 billion parameters in 8 processes: 224 GB or 112).
+
+    Experts (Mixtral, Qwen3-MoE, DeepSeek-V3) are trained by the loss over tokens alone: the auxiliary loss of
+    `transformers`, ``output_router_logits=True``, is not collected over stages and refused. It is off by default there,
+    too. Nothing then keeps the experts equally busy: they begin as balanced as pretraining left them, and a long
+    training may drift from that. ``freeze: ["*.gate.weight"]`` keeps the routers themselves as they are.
+
+    Args:
+        model_id: a folder of ``save_pretrained``, or the name of a repository of models on the Hugging Face Hub.
+        pretrained: whether to start from its weights; otherwise the model is the one of its config, from scratch.
+        task: the class of `transformers` that chooses the model's own.
+        dtype: of the weights as they are read. With ``"bfloat16"`` small updates are lost to rounding: it is for a
+            model that ``lora`` freezes. To train all weights in bf16 leave it, and use ``precision: bf16-mixed`` and
+            the strategy's ``weight_dtype: bf16``.
+        attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``, ...; ``None``: `transformers` chooses.
+        config_overrides: fields of the model's config that are to have other values: ``{"num_labels": 3}``.
+        lora: trains adapters alone, through the package `peft`: fields of its ``LoraConfig`` with ``alpha`` and
+            ``dropout`` for ``lora_alpha`` and ``lora_dropout``; ``{"r": 16, "alpha": 32}``. Adapters learn in fp32.
+            Checkpoints hold the frozen weights, too; ``asyncpp export`` merges them or writes adapters alone.
+        freeze: globs of names of parameters that are not trained, such as ``"model.embed_tokens.*"``.
+        gradient_checkpointing: keep the inputs of blocks alone, and compute the rest once more in the backward.
+        optimizer: makes the optimizer from the named parameters of this process's stage that are trained; ``None`` for
+            ``MuonAdamW`` with its defaults.
+        warmup_steps: updates over which the learning rate rises linearly to the optimizer's.
+        decay: what follows: ``"cosine"``, ``"wsd"`` or ``"constant"``, as in :class:`~lightning_asyncpp.GPTModule`.
+        min_lr_ratio: last learning rate of the decay, as a share of the highest one.
+        total_steps: number of the last update of the decay; ``None`` for the end of the run.
+
+    Attributes:
+        model: the network; ``None`` until :meth:`configure_model` ran.
+        config: of the model, as `transformers` has it.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or there is no such model.
+        ImportError: `transformers`, or `peft` for ``lora``, is not installed.
+    """
+
+    may_change_on_resume: ClassVar[frozenset[str]] = frozenset(
+        {"model_id", "warmup_steps", "decay", "min_lr_ratio", "total_steps"}
+    )
+    """Arguments that may be others as ``asyncpp fit --ckpt_path`` goes on with a run: it can be made longer, and the
+    folder may lie elsewhere; the weights are the checkpoint's."""
+
+    never_from_a_checkpoint: ClassVar[frozenset[str]] = frozenset(
+        {"optimizer", "gradient_checkpointing", "attn_implementation"}
+    )
+    """Arguments that are in no checkpoint, and that are taken from none."""
+
+    def __init__(
+        self,
+        model_id: str,
+        pretrained: bool = True,
+        task: Task = "AutoModelForCausalLM",
+        dtype: Dtype = "float32",
+        attn_implementation: str | None = None,
+        config_overrides: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None,
+        freeze: Sequence[str] = (),
+        gradient_checkpointing: bool = False,
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,  # Lightning's OptimizerCallable
+        warmup_steps: int = 0,
+        decay: Decay = "cosine",
+        min_lr_ratio: float = 0.1,
+        total_steps: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.model_id, self.pretrained, self.task, self.dtype_name = model_id, pretrained, task, dtype
+        self.attn_implementation = attn_implementation
+        self.config_overrides, self.lora, self.freeze_patterns = config_overrides or {}, lora, tuple(freeze)
+        self.gradient_checkpointing = gradient_checkpointing
+        self.optimizer = optimizer or default_optimizer
+        self.warmup_steps, self.decay, self.min_lr_ratio = warmup_steps, decay, min_lr_ratio
+        self.total_steps = total_steps
+        self.model: nn.Module | None = None
+        if problems := self._wrong_arguments():
+            raise ConfigurationError.from_problems(problems)
+        if lora is not None:
+            lora_config(lora, task)
+        elif dtype == "bfloat16":
+            rank_zero_warn(
+                "HFModule(dtype='bfloat16') without lora: updates below 1/256 of a weight are lost to rounding. Leave"
+                " it at float32, with precision='bf16-mixed' and weight_dtype='bf16' of the strategy",
+            )
+        self.config = read_config(model_id, self.config_overrides)
+        self.save_hyperparameters(ignore=sorted(HFModule.never_from_a_checkpoint))
+        self.hparams["freeze"] = list(freeze)
+
+    def configure_model(self) -> None:
+        """Read or draw the weights, and let a pipeline cut the model between its blocks."""
+        if self.model is not None:
+            return
+        with self._seeded():
+            config = type(self.config).from_dict(self.config.to_dict())  # what is read may change it
+            model = load_model(
+                config, self.model_id, self.task, self.pretrained, self.dtype_name, self.attn_implementation
+            )
+            freeze(model, self.freeze_patterns)
+            if self.gradient_checkpointing:
+                _checkpoint_activations(model)
+            if self.lora is not None:
+                model = with_adapters(model, self.lora, self.task)
+        batch = example_batch(self.task, config)
+        check_own_loss(model.eval(), batch, self.task, config)
+        self.model = pipelined(model.train(), inputs_of(batch, self.task, config))
+
+    def setup(self, stage: str) -> None:
+        """Compare the tokenizer of the data, which is known by now, with the model's own.
+
+        Raises:
+            ConfigurationError: the weights were trained on other tokens.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        definition = None if data is None else data.state_dict().get("tokenizer")
+        if not self.pretrained or not isinstance(definition, str):
+            return
+        own = self._own_tokenizer()
+        if own is None:
+            rank_zero_warn(
+                f"model_id={self.model_id!r} has no tokenizer.json: it is not verified that the data has its tokenizer"
+            )
+        elif _ids_of(own) != _ids_of(tokenizer_of_definition(definition)):
+            raise ConfigurationError(
+                f"the data has another tokenizer than the weights of model_id={self.model_id!r}: give the data"
+                f" tokenizer={self.model_id!r}, or prepare it with that; pretrained=False trains from scratch on any"
+            )
+
+    def micro_batch_weight(self, micro_batch: Any) -> float:
+        """Number of targets that count in ``micro_batch``; of a classifier its samples."""
+        return number_of_targets(micro_batch, self.task)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the mean loss of ``batch`` in nats per target."""
+        loss = self._mean_loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Log and return the mean loss of ``batch`` in nats per target."""
+        loss = self._mean_loss(batch)
+        self.log("val_loss", loss, prog_bar=True)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Log and return the mean loss of ``batch`` in nats per target."""
+        loss = self._mean_loss(batch)
+        self.log("test_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Build the optimizer over what this stage trains, with its names, and the schedule, stepped per update."""
+        assert self.model is not None
+        optimizer = self.optimizer([(name, p) for name, p in self.model.named_parameters() if p.requires_grad])
+        total = self.total_steps
+        if self.decay == "constant":
+            total = None
+        elif total is None:
+            total = last_step(self.trainer, self.decay)
+        factor = learning_rate_factor(self.warmup_steps, self.decay, self.min_lr_ratio, total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write down the config of the model, so that ``asyncpp export`` needs nothing but the checkpoint."""
+        config = json.loads(self.config.to_json_string(use_diff=False))
+        checkpoint[SAVED] = {"config": config, "task": self.task, "lora": self.lora, "model_id": self.model_id}
+
+    def _own_tokenizer(self) -> Tokenizer | None:
+        folder = Path(self.model_id).expanduser()
+        try:
+            file = folder / "tokenizer.json" if folder.is_dir() else fetch_tokenizer(self.model_id)
+        except DataError:
+            return None  # one of another form
+        return tokenizer_of_definition(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def _mean_loss(self, batch: Any) -> Tensor:
+        assert self.model is not None
+        output = self.model(**inputs_of(batch, self.task, self.config))
+        return mean_loss(output, batch, self.task)
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Draw the same numbers on every process, and leave its generator as it was."""
+        seed = torch.initial_seed() % 2**63
+        if self._trainer is not None:
+            seed = self.trainer.strategy.broadcast(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+
+    def _wrong_arguments(self) -> list[str]:
+        problems = schedule_problems(self.warmup_steps, self.decay, self.min_lr_ratio, self.total_steps)
+        for name, value, choices in (("task", self.task, TASKS), ("dtype", self.dtype_name, DTYPES)):
+            if value not in choices:
+                problems.append(f"{name}={value!r}: must be one of {', '.join(choices)}")
+        if self.lora is not None and self.freeze_patterns:
+            problems.append("freeze and lora: adapters freeze all other weights; leave freeze out")
+        return problems
+
+
+def _checkpoint_activations(model: Any) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None)  # the name since transformers 5.24
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def _ids_of(tokenizer: Any) -> str:
+    """What decides which ids a text has."""
+    return str(getattr(tokenizer, "tokenizer_json", tokenizer.definition))

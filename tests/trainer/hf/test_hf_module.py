@@ -1,0 +1,182 @@
+"""HFModule: pipelines equal the oracle, gradients are those of the mean over tokens, mistakes are told before."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lightning_asyncpp import ConfigurationError, HFModule, check_model
+from lightning_asyncpp.optim import MuonAdamW
+from tests.trainer.hf.folders import make_folder, padded_batches
+from tests.trainer.hf.runs import Training, by_oracle, fit
+from tests.trainer.pool import Pools
+from tests.trainer.reference import assert_equal_weights, joined_parts
+
+LORA = {"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
+CLASSIFIER = {"task": "AutoModelForSequenceClassification", "config_overrides": {"num_labels": 3, "pad_token_id": 0}}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("models") / "llama", tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "arguments"),
+    [
+        ("async", "feedback", {}),
+        ("sync", "adamw", {"gradient_checkpointing": True}),
+        ("async", "muon", {"lora": LORA}),
+        ("async", "feedback", {"freeze": ["model.embed_tokens.*", "model.layers.[01].*"]}),
+        ("async", "adamw", {"pretrained": False}),
+    ],
+    ids=["feedback", "sync-checkpointing", "lora", "a stage that trains nothing", "from scratch"],
+)
+def test_two_stages_equal_the_oracle_on_padded_batches(
+    pools: Pools, llama: Path, strategy: str, optimizer: str, arguments: dict[str, Any]
+) -> None:
+    training = Training(str(llama), strategy, optimizer, arguments)
+    results = pools.run(2, fit, training)
+    expected = by_oracle(training)
+    assert_equal_weights(of_stages(results), expected)
+    untrained = training.module()
+    torch.manual_seed(5)
+    untrained.configure_model()
+    assert untrained.model is not None
+    for name, parameter in untrained.named_parameters():
+        assert parameter.requires_grad or torch.equal(parameter.data, torch.from_numpy(expected[name])), name
+
+
+def of_stages(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """All weights; the matrix that both stages hold is the same on both."""
+    joined = joined_parts(results)
+    head = next(name for name in joined if name.endswith("lm_head.weight"))
+    assert (joined.pop(head) == joined[head.replace("lm_head", "model.embed_tokens")]).all()
+    return joined
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "config", "arguments"),
+    [
+        ("Llama", "ForCausalLM", {}, {}),
+        ("Llama", "ForCausalLM", {}, CLASSIFIER),
+        ("Bert", "ForMaskedLM", {}, {"task": "AutoModelForMaskedLM"}),
+        (
+            "T5", "ForConditionalGeneration",
+            {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8, "decoder_start_token_id": 0},
+            {"task": "AutoModelForSeq2SeqLM"},
+        ),
+        ("Mixtral", "ForCausalLM", {"num_local_experts": 4}, {}),
+    ],
+    ids=["causal", "classifier", "masked", "seq2seq", "experts"],
+)  # fmt: skip
+def test_micro_batches_have_the_gradient_of_the_whole_batch(
+    tmp_path: Path, kind: str, head: str, config: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    module = HFModule(str(make_folder(tmp_path / "m", kind, head, **config)), decay="constant", **arguments)
+    batches = padded_batches(2)
+    if arguments == CLASSIFIER:
+        batches = [{**batch, "labels": torch.arange(4) % 3} for batch in batches]
+    report = check_model(module, batches, stages=2, micro_batches=2, updates=2)
+    assert report.ok, str(report)
+    assert "to the last bit" in str(report)
+
+
+def test_the_loss_is_the_models_own(llama: Path) -> None:
+    """Over all targets of a batch; and a part of it without any is 0."""
+    module = HFModule(str(llama), decay="constant")
+    module.configure_model()
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
+    (batch,) = padded_batches(1)
+    own = transformers.AutoModelForCausalLM.from_pretrained(llama)(**batch).loss
+    torch.testing.assert_close(module.training_step(batch, 0), own)
+    assert module.micro_batch_weight(batch) == float((batch["labels"][:, 1:] != -100).sum())
+    tokens = batch["labels"]
+    torch.testing.assert_close(module.training_step(tokens, 0), own)
+    assert module.micro_batch_weight(tokens) == module.micro_batch_weight(batch)
+    empty = {**batch, "labels": torch.full_like(tokens, -100)}
+    assert module.training_step(empty, 0) == 0
+    assert module.micro_batch_weight(empty) == 0
+
+
+def test_a_loss_that_is_more_than_the_mean_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = transformers.LlamaForCausalLM.forward
+
+    def smoothed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + 0.1
+        return output
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", smoothed)
+    with pytest.raises(ConfigurationError, match="has a loss of its own"):
+        HFModule(str(llama)).configure_model()
+
+
+def test_muon_takes_the_matrices_of_the_blocks_alone(llama: Path) -> None:
+    module = HFModule(str(llama), decay="constant", freeze=["model.layers.0.*"])
+    module.configure_model()
+    optimizer = module.configure_optimizers()["optimizer"]  # type: ignore[index, call-overload]
+    assert isinstance(optimizer, MuonAdamW)
+    matrices, rest = (group["param_names"] for group in optimizer.param_groups)
+    assert all(re.fullmatch(r"model\.layers\.[12]\..*_proj\.weight", name) for name in matrices)
+    assert len(matrices) == 14
+    assert "model.embed_tokens.weight" in rest
+    assert not any("layers.0" in name for name in rest)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model_id": "no/such/folder"}, "no such folder"),
+        ({"model_id": "nobody/nothing"}, "cannot be reached|has no such repository"),
+        ({"task": "AutoModelForSeq2SeqLM"}, "Unrecognized configuration class"),
+        ({"task": "AutoModel"}, "task='AutoModel': must be one of"),
+        ({"dtype": "float8"}, "dtype='float8': must be one of float32, bfloat16"),
+        ({"lora": {"rank": 2}}, "has no rank"),
+        ({"lora": {"r": 2, "target_modules": ["nothing"]}}, "Target modules"),
+        ({"lora": {"r": 2}, "freeze": ["model.*"]}, "leave freeze out"),
+        ({"freeze": ["embed"]}, "no parameter fits 'embed'"),
+        ({"freeze": ["*"]}, "leaves nothing to train"),
+        ({"config_overrides": {"size": 3}}, "LlamaConfig has no size"),
+        (
+            {"config_overrides": {"hidden_size": 64}},
+            "or some of other shapes, for lm_head|or some of other shapes, for model",
+        ),
+        ({"config_overrides": {"output_router_logits": True}}, "has no output_router_logits"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"config_overrides": {"num_hidden_layers": 4}}, "has no weights, or some of other shapes"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(llama: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        HFModule(**{"model_id": str(llama), **arguments}).configure_model()
+
+
+def test_losses_of_routers_are_refused(tmp_path: Path) -> None:
+    folder = str(make_folder(tmp_path / "m", "Mixtral", num_local_experts=4, output_router_logits=True))
+    with pytest.raises(ConfigurationError, match=r"config_overrides=.*'output_router_logits': False"):
+        HFModule(folder)
+    HFModule(folder, config_overrides={"output_router_logits": False}).configure_model()
+
+
+def test_training_all_weights_in_bf16_is_warned_of(llama: Path) -> None:
+    with pytest.warns(UserWarning, match="lost to rounding"):
+        HFModule(str(llama), dtype="bfloat16")
+
+
+def test_batches_without_labels_are_refused(llama: Path) -> None:
+    with pytest.raises(ConfigurationError, match="gives a dict with input_ids"):
+        HFModule(str(llama)).micro_batch_weight({"input_ids": torch.ones(2, 3, dtype=torch.int64)})
+
+
+def test_without_transformers_the_package_that_lacks_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install \"lightning-asyncpp\[hf\]\""):
+        HFModule(str(llama))
