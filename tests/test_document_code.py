@@ -91,6 +91,7 @@ def test_shell_scripts_are_read_by_a_shell(page: Path) -> None:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_page_trains(tmp_path: Path) -> None:
     blocks = BLOCK.findall((START / "your-recipe.md").read_text(encoding="utf-8"))
     files = {title: code for _, _, title, code in blocks if title}

@@ -14,7 +14,7 @@ from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from tests.adapt.models import MODELS, Trained, batches_for, example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK = ("gpt2", "llama", "gemma3", "mixtral", "bert_classifier", "t5", "swin", "lora", "timm_vit")
+QUICK = ("gpt2", "gemma3", "mixtral", "t5", "timm_vit")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS])

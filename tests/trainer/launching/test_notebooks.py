@@ -66,6 +66,7 @@ def test_what_runs_a_script_again_names_what_works_in_a_session(tmp_path: Path) 
 SPAWN = 'lightning_asyncpp.AsyncPipelineStrategy(start_method="spawn")'
 
 
+@pytest.mark.slow
 def test_what_cannot_be_spawned_is_refused_in_one_line(tmp_path: Path) -> None:
     said = said_by(f"train({SPAWN})", tmp_path, interactive=False)
     assert "start_method='spawn': Net is defined at a prompt or in a notebook" in said
