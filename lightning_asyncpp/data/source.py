@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_asyncpp.data.corpus import LIBRARIES, TextFile, find_text_files, split_files
-from lightning_asyncpp.data.errors import DataError, file_errors
+from lightning_asyncpp.data.errors import DataError, file_errors, printable
 from lightning_asyncpp.data.hub import fetch_tokenizer, is_hub_name
 from lightning_asyncpp.data.token_dataset import (
     INDEX,
@@ -73,7 +73,8 @@ class TextSource:
         folder = self._folder(files)
         if folder.exists():
             return
-        _log.info("preparing tokens of %s (%d files) in %s", self.source, len(files), folder)
+        shown = printable(str(self.source)), len(files), printable(str(folder))
+        _log.info("preparing tokens of %s (%d files) in %s", *shown)
         train, validation = split_files(files, self.val_fraction)
         tokenizer: Tokenizer
         if self.tokenizer == "bpe":

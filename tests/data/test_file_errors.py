@@ -136,7 +136,8 @@ def test_names_that_are_not_utf_8(text_folder: Path) -> None:
     assert len(find_text_files(text_folder, ["[0-9]*.txt"])) == 40
 
 
-def test_a_folder_whose_name_is_not_utf_8(text_folder: Path) -> None:
+def test_a_folder_whose_name_is_not_utf_8(text_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning_asyncpp")
     strange = os.fsdecode(os.fsencode(text_folder.parent) + b"/gr\xf6\xdfe")
     try:
         text_folder.rename(strange)
@@ -144,6 +145,8 @@ def test_a_folder_whose_name_is_not_utf_8(text_folder: Path) -> None:
         pytest.skip("this file system has no such names")
     data = ready(Path(strange), cache_dir=str(text_folder.parent / "cache"))
     assert len(data.train_dataloader()) > 0
+    assert r"gr\udcf6\udcdfe" in caplog.text
+    caplog.text.encode()  # whoever reads the log may be strict
     with pytest.raises(DataError) as caught:  # libraries that are not Python's take no such path
         module(Path(strange), cache_dir=f"{strange}-cache", tokenizer="bpe", vocab_size=300).prepare_data()
     assert "is not UTF-8; name another cache_dir" in str(caught.value)
