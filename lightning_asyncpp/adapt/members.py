@@ -42,10 +42,7 @@ class Members:
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self._blocks = trace.blocks
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._names = {
-            id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)
-        } | names
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.by_gap: dict[int, list[str]] = {}
         whole = self._whole_modules(model, trace)
         used: set[int] = set()
