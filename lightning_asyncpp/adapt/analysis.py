@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.members import Members
 from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, same, tensor_numbers_in, unpack
-from lightning_asyncpp.adapt.program import Program
+from lightning_asyncpp.adapt.program import Program, switches_of
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Place, Shell
 from lightning_asyncpp.adapt.trace import Trace
@@ -40,6 +40,7 @@ class Analysis:
             call_templates=[call.template for call in self._members.calls], alike=trace.alike,
             constants=trace.table.constants, unused=self._members.unused,
         )  # fmt: skip
+        self.program.switches = switches_of(*self._call())
         self.program.shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
         place = Place()
         names = [*trace.blocks, *self.program.modules()]
@@ -140,7 +141,7 @@ class Analysis:
         """All that could be needed; values of the call may be left out where NaN could stand for them."""
         outputs = {key for key, value in self._before(glue).outputs.items() if value is not None}
         calls = {n for n, call in enumerate(self._members.calls) if self.program.glue_at(call.gap) < glue}
-        inputs = {n for n, tensor in enumerate(self._inputs()) if glue and tensor.is_floating_point()}
+        inputs = {n for n, t in enumerate(self._inputs()) if glue and t.is_floating_point() and t.ndim > 2}
         return Needs(frozenset(outputs), frozenset(calls), frozenset(inputs))
 
     def _likely(self, glue: int, everything: Needs) -> Needs:

@@ -54,6 +54,7 @@ class PipelineLayers:
     def _glue(self, glue: int, members: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if glue == 0:
             kwargs = with_switches(self.model, kwargs)
+            self.program.check_call(args, kwargs, type(self.model).__name__)
             table = TensorTable(constants=self.program.constants)
             call = table.pack([list(args), kwargs], type(self.model).__name__)
             earlier, calls = Earlier(), []

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_asyncpp.adapt.analysis import Analysis
@@ -61,6 +62,12 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
         except BaseException:
             del model.pipeline_layers
             raise
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        model.config.use_cache = False  # type: ignore[union-attr]  # which may change what a model computes
+        rank_zero_info(
+            f"{type(model).__name__}: config.use_cache=False, as a training needs no cache of keys and values"
+            " (generate() has a switch of its own)"
+        )
     costs = [1.0 + operations for operations in found.program.costs]
     model.pipeline_costs = Costs(costs)  # type: ignore[assignment]
     return model

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from lightning_asyncpp.adapt.packing import Output
+from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+
+def switches_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Name -> value of a call's arguments that are no tensors, but for None and False; of float tensors the name alone.
+
+    Tensors of whole numbers (masks, positions, labels) may come or not: their values always travel.
+    """
+    found: list[tuple[str, Any]] = []
+    for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
+        if isinstance(value, Tensor):
+            found += [(name, "a tensor")] if value.is_floating_point() else []
+        elif value is not None and value is not False and not any(True for _ in tensors_of(value)):
+            found.append((name, value))
+    return found
 
 
 @dataclass
@@ -31,6 +50,7 @@ class Program:
         costs: by unit, floating-point operations of its forward and backward.
         unused: names of parameters that the forward does not use.
         in_place: whether code around the blocks changes in place what they return.
+        switches: the call's arguments that are no tensors, as :func:`switches_of` gives them.
         shapes: name -> shape and dtype, of parameters that glue uses by themselves.
     """
 
@@ -49,6 +69,7 @@ class Program:
     costs: list[float] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     in_place: bool = False
+    switches: list[Any] = field(default_factory=list)
     shapes: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
 
     @property
@@ -73,6 +94,22 @@ class Program:
         """Names of the parameters that glue uses by themselves."""
         others = {*self.modules(), *self.unused}
         return list(dict.fromkeys(name for members in self.members for name in members if name not in others))
+
+    def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], model: str) -> None:
+        """Refuse a call with other switches than the example's: code that it did not run may need other values.
+
+        Raises:
+            ConfigurationError: they differ, with the argument.
+        """
+        given, expected = switches_of(args, kwargs), self.switches
+        other = [switch for switch in given if switch not in expected]
+        other += [switch for switch in expected if switch not in given]
+        if other:
+            name, value = other[0]
+            raise ConfigurationError(
+                f"{model} was called with {name}={value!r} in the example that pipelined(model, example) was given, or"
+                " is now, but not both times: give an example that is like the batches"
+            )
 
     def units(self) -> list[tuple[int, int | None]]:
         """In order: (glue, None), and (glue, position) of the blocks behind it."""

@@ -191,10 +191,10 @@ def test_trains_as_a_single_process_does(kind: type[Net], dropout: float) -> Non
 
 def test_nothing_travels_that_nobody_needs() -> None:
     """Of plain blocks in a row the one tensor between two of them."""
-    model, carried = pipelined(Net(), (torch.randn(2, DIM),)), torch.randn(5, DIM)
+    model, carried = pipelined(Net(), (torch.randn(2, 3, DIM),)), torch.randn(5, 3, DIM)
     for unit in pipeline_units(model)[:-1]:
         carried = unit.apply((carried,), {})
-        assert [tuple(tensor.shape) for tensor in tensors_of(carried)] == [(5, DIM)], unit.name
+        assert [tuple(tensor.shape) for tensor in tensors_of(carried)] == [(5, 3, DIM)], unit.name
 
 
 def test_where_it_may_be_cut() -> None:
@@ -288,6 +288,43 @@ def test_what_is_refused(name: str) -> None:
 def test_no_example_is_known() -> None:
     with pytest.raises(ConfigurationError, match=r"it is not known how to call the model; give an example"):
         pipelined(Net())
+
+
+class Switched(Net):
+    """Code behind the blocks that the example does not run."""
+
+    def forward(self, x: Tensor, twice: bool = False, more: Tensor | None = None) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        x = x if more is None else x + more
+        return self.out(x * 2 if twice else x)
+
+
+@pytest.mark.parametrize("more", [{"twice": True}, {"more": torch.ones(DIM)}])
+def test_a_call_that_is_not_the_examples_is_refused(more: dict[str, Any]) -> None:
+    model, x = pipelined(Switched(), (torch.randn(2, DIM),)), torch.randn(2, DIM)
+    apply_layers(model, x, twice=False)
+    with pytest.raises(ConfigurationError, match=f"Switched was called with {next(iter(more))}=.* in the example"):
+        apply_layers(model, x, **more)
+    model = pipelined(Switched(), {"x": x, **more})
+    assert torch.equal(apply_layers(model, x=x, **more), model(x, **more))
+
+
+class Choosing(Net):
+    """Decides by values of its small input, which are other ones in the example."""
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        h = self.entry(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.out(torch.where((c > 0)[:, None], h * 2, h))
+
+
+def test_values_that_decide_travel() -> None:
+    model = pipelined(Choosing(), (torch.randn(2, DIM), -torch.ones(2)))
+    x, c = torch.randn(4, DIM), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    assert torch.equal(apply_layers(model, x, c), model(x, c))
 
 
 def test_a_forward_that_takes_another_way() -> None:

@@ -149,7 +149,7 @@ def test_what_it_refuses(saved: dict[str, Any], command: Command, tmp_path: Path
         assert message in command("convert", source, tmp_path / "new", *arguments, code=2)
     for name in ("info", "verify"):
         assert "there is no checkpoint" in command(name, tmp_path / "absent", code=2 if name == "info" else 1)
-    assert "unknown command 'remove'" in command("remove", source, code=2)
+    assert "there is no command 'remove'" in command("remove", source, code=2)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/file").touch()
     error = command("convert", source, tmp_path / "folder", "--to", "full", "--force", code=2)

@@ -74,9 +74,9 @@ def _base_problem(recipe: Recipe, message: str) -> str:
         alone = dataclasses.replace(recipe, seed_arguments=())
         if _parse(training_config(alone, recipe.seeds[0], "auto", None), alone) is None:
             return f"seed_arguments: {', '.join(recipe.seed_arguments)}: {message}"
-    if "'optimizer' is not accepted" in message:
+    if "'optimizer' is not accepted" in message or "has no argument 'optimizer'" in message:
         message = _NO_OPTIMIZER
-    elif "No module named" in message:
+    elif "No module named" in message or "there is no module" in message:
         message += _NO_MODULE
     return f"recipe: {recipe.base_path}: {message}"
 
