@@ -5,7 +5,7 @@ Glue that gives the same results without a value does not need it. So nothing ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +112,7 @@ class Analysis:
             return f"output {block}.{leaf}"
 
         ours = unpack(packed, table.tensors, table.constants, mark)
-        theirs = unpack(expected, _Values(trace.values), trace.table.constants, mark)
+        theirs = unpack(expected, trace.values, trace.table.constants, mark)
         return same(ours, theirs)
 
     # -- needs ----------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Analysis:
 
     def _all_before(self, glue: int) -> Needs:
         """All that could be needed; values of the call may be left out where NaN could stand for them."""
-        outputs = {key for key, value in self._before(glue).outputs.items() if value is not None}
+        outputs = {key for key in self._outputs_before(glue) if self._trace.outputs[key] is not None}
         calls = {n for n, call in enumerate(self._members.calls) if self.program.glue_at(call.gap) < glue}
         inputs = {n for n, t in enumerate(self._inputs()) if glue and t.is_floating_point() and t.ndim > 2}
         return Needs(frozenset(outputs), frozenset(calls), frozenset(inputs))
@@ -187,9 +187,9 @@ class Analysis:
     def _is_enough(self, glue: int, needs: Needs) -> bool:
         """Whether a glue comes to the same without anything else that came before it."""
         outputs = {
-            key: value
-            for key, value in self._before(glue).outputs.items()
-            if key in needs.outputs or not isinstance(value, Tensor)
+            key: _copy(self._trace.outputs[key])
+            for key in self._outputs_before(glue)
+            if key in needs.outputs or not isinstance(self._trace.outputs[key], Tensor)
         }
         calls = [
             [_copy(leaf) if number in needs.calls else _nan(leaf) for leaf in call.leaves]
@@ -239,9 +239,12 @@ class Analysis:
 
     def _before(self, glue: int) -> Earlier:
         """Everything that came before a glue, as it was."""
-        edges = [*self.program.starts, len(self.program.blocks)]
-        outputs = {key: _copy(value) for key, value in self._trace.outputs.items() if key[0] < edges[glue]}
+        outputs = {key: _copy(self._trace.outputs[key]) for key in self._outputs_before(glue)}
         return Earlier(outputs, [[_copy(leaf) for leaf in call.leaves] for call in self._members.calls])
+
+    def _outputs_before(self, glue: int) -> list[Output]:
+        edges = [*self.program.starts, len(self.program.blocks)]
+        return [key for key in self._trace.outputs if key[0] < edges[glue]]
 
     def _call(self, blank: Sequence[int] = ()) -> tuple[list[Any], dict[str, Any]]:
         tensors = [_nan(t) if n in set(blank) else t.clone() for n, t in enumerate(self._inputs())]
@@ -281,19 +284,6 @@ class Needs(NamedTuple):
         for one in several:
             found = found | one
         return found
-
-
-class _Values(Sequence[Tensor]):
-    """The tensors of a trace's table, as they were."""
-
-    def __init__(self, values: Mapping[int, Tensor]) -> None:
-        self._values = values
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._values[number]
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 def _may_be_nan(value: Any) -> bool:

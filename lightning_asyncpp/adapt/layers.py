@@ -57,7 +57,7 @@ class PipelineLayers:
             self.program.check_call(args, kwargs, type(self.model).__name__)
             table = TensorTable(constants=self.program.constants)
             call = table.pack([list(args), kwargs], type(self.model).__name__)
-            earlier, calls = Earlier(), []
+            earlier = Earlier()
         else:
             carried = args[0]
             device = _device_of(carried)
@@ -66,17 +66,14 @@ class PipelineLayers:
             args, kwargs = unpack(call, table.tensors, self.program.constants)
             tensors = [*table.tensors, *carried["env"]]
             known = [[_restored(unpack(leaf, tensors, ()), device) for leaf in leaves] for leaves in carried["calls"]]
-            calls = known
             earlier = Earlier({_read(key): value for key, value in carried["outputs"].items()}, known)
         self._place(table, earlier)
         outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
         if glue == self.program.tail:
             return outcome.output
-        return self._carried(glue, table, call, outcome, earlier, calls)
+        return self._carried(glue, table, call, outcome, earlier)
 
-    def _carried(
-        self, glue: int, table: TensorTable, call: Any, outcome: Outcome, earlier: Earlier, calls: list[Any]
-    ) -> Carried:
+    def _carried(self, glue: int, table: TensorTable, call: Any, outcome: Outcome, earlier: Earlier) -> Carried:
         later = range(glue + 1, self.program.tail + 1)
         needed = set().union(*(self.program.live[g] for g in later))
         start = self.program.run_of(glue)[0]
@@ -90,7 +87,7 @@ class PipelineLayers:
             [table.pack(leaf, self.program.calls[number]) for leaf in leaves]
             if any(number in self.program.live_calls[g] for g in later)
             else [_shape_of(leaf) for leaf in leaves]
-            for number, leaves in enumerate([*calls, *outcome.calls])
+            for number, leaves in enumerate([*earlier.calls, *outcome.calls])
         ]
         in_run = set(tensor_numbers_in(distinct))
         until = dict.fromkeys(range(inputs, len(table.tensors)), -1)

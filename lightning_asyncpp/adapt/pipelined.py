@@ -16,7 +16,7 @@ from lightning_asyncpp.adapt.examples import examples_of
 from lightning_asyncpp.adapt.layers import PipelineLayers, with_switches
 from lightning_asyncpp.adapt.packing import same
 from lightning_asyncpp.adapt.trace import record
-from lightning_asyncpp.pipeline.cut.units import apply_layers
+from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,9 +45,7 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     Raises:
         ConfigurationError: it cannot be cut so, with what is in the way.
     """
-    if callable(getattr(model, "pipeline_layers", None)):
-        return model
-    if isinstance(model, nn.Sequential) and not blocks:
+    if has_layers(model) and (hasattr(model, "pipeline_layers") or not blocks):
         return model
     _refuse_unfit(model)
     asked = [blocks] if isinstance(blocks, str) else list(blocks)
@@ -73,11 +71,6 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     return model
 
 
-def can_be_cut(model: nn.Module) -> bool:
-    """Whether it says by itself between which layers."""
-    return isinstance(model, nn.Sequential) or callable(getattr(model, "pipeline_layers", None))
-
-
 def problems_of_adapting(model: nn.Module, example: Any = None) -> list[str]:
     """Make a model that does not say where it can be cut one that does; what is in the way.
 
@@ -85,7 +78,7 @@ def problems_of_adapting(model: nn.Module, example: Any = None) -> list[str]:
         model: it is changed in place, unless something is in the way.
         example: a LightningModule's ``example_input_array``.
     """
-    if can_be_cut(model):
+    if has_layers(model):
         return []
     given = example if example is None or isinstance(example, (tuple, Mapping)) else (example,)
     try:

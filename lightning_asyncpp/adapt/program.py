@@ -41,7 +41,8 @@ class Program:
         calls: by number of a call of such a submodule, its name.
         templates: by block, its output, with marks in the places of its leaves.
         call_templates: the same by number of a call.
-        alike: by block and leaf, whether a tensor has the shape of the block's first one; None of what is none.
+        alike: by block, of each leaf of its output: whether its shape is that of the block's first tensor; None of what
+            is no tensor.
         live: by glue, the outputs of earlier blocks that it needs.
         live_calls: by glue, numbers of earlier calls whose outputs it needs.
         blank_inputs: by glue, numbers of the call's tensors that it takes no values of.
@@ -60,7 +61,7 @@ class Program:
     calls: list[str] = field(default_factory=list)
     templates: list[Any] = field(default_factory=list)
     call_templates: list[Any] = field(default_factory=list)
-    alike: dict[Output, bool | None] = field(default_factory=dict)
+    alike: list[list[bool | None]] = field(default_factory=list)
     live: list[set[Output]] = field(default_factory=list)
     live_calls: list[set[int]] = field(default_factory=list)
     blank_inputs: list[set[int]] = field(default_factory=list)

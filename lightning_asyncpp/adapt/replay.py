@@ -116,17 +116,11 @@ class Replay:
                 self._earlier.outputs[position, leaf]
                 if (position, leaf) in self._earlier.outputs
                 else self._nothing(args, kwargs, alike)
-                for leaf, alike in enumerate(self._alike(position))
+                for leaf, alike in enumerate(self._program.alike[position])
             ]
             return self._known(position, leaves)
 
         return answer
-
-    def _alike(self, position: int) -> list[bool | None]:
-        found: list[bool | None] = []
-        while (position, len(found)) in self._program.alike:
-            found.append(self._program.alike[position, len(found)])
-        return found
 
     def _coming(self, position: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A block that is still to run: keep what it is to be called with."""
@@ -135,7 +129,7 @@ class Replay:
         self.outcome.arguments.append(self._table.pack(arguments, name))
         if position == self._run[-1]:
             raise _BlocksKnown
-        return self._known(position, [self._nothing(args, kwargs, alike) for alike in self._alike(position)])
+        return self._known(position, [self._nothing(args, kwargs, alike) for alike in self._program.alike[position]])
 
     def _known(self, position: int, leaves: list[Any]) -> Any:
         output = filled(self._program.templates[position], leaves)

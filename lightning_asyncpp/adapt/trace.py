@@ -35,7 +35,8 @@ class Trace:
         values: the tensors of the table as they were then.
         outputs: by block and leaf.
         templates: of the outputs.
-        alike: by block and leaf: whether its shape is that of the block's first tensor; None of what is no tensor.
+        alike: by block, of each leaf of its output: whether its shape is that of the block's first tensor; None of what
+            is no tensor.
         uses: (parameter, gap, names of the modules around) of every use outside of blocks; gap i is before block i.
         calls: (module, gap, leaves of its output, its template), of modules outside of blocks.
         output: of the model.
@@ -46,10 +47,10 @@ class Trace:
     table: TensorTable
     call: Any = None
     arguments: list[Any] = field(default_factory=list)
-    values: dict[int, Tensor] = field(default_factory=dict)
+    values: list[Tensor] = field(default_factory=list)
     outputs: dict[Output, Any] = field(default_factory=dict)
     templates: list[Any] = field(default_factory=list)
-    alike: dict[Output, bool | None] = field(default_factory=dict)
+    alike: list[list[bool | None]] = field(default_factory=list)
     uses: list[tuple[nn.Parameter, int, tuple[str, ...]]] = field(default_factory=list)
     calls: list[tuple[str, int, list[Any], Any]] = field(default_factory=list)
     output: Any = None
@@ -57,9 +58,7 @@ class Trace:
 
     def keep_values(self) -> None:
         """Copy the tensors that the table has taken up since."""
-        for number, tensor in enumerate(self.table.tensors):
-            if number not in self.values:
-                self.values[number] = tensor.detach().clone()
+        self.values += [tensor.detach().clone() for tensor in self.table.tensors[len(self.values) :]]
 
 
 class _Recorder(TorchFunctionMode):
@@ -101,11 +100,12 @@ class _Recorder(TorchFunctionMode):
     def end_block(self, output: Any) -> None:
         self._count(1)
         trace, position = self.trace, self.position
+        trace.alike.append([])
         for leaf, value in enumerate(leaves_of(output)):
             is_tensor = isinstance(value, Tensor)
             trace.outputs[position, leaf] = value.detach().clone() if is_tensor else value
             alike = is_tensor and self.first is not None and value.shape == self.first.shape
-            trace.alike[position, leaf] = alike if is_tensor else None
+            trace.alike[position].append(alike if is_tensor else None)
         trace.templates.append(template_of(output))
         trace.table.know(position, output)
         self.inside, self.position = None, position + 1

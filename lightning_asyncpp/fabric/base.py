@@ -25,6 +25,7 @@ from lightning_asyncpp.pipeline.batches.batch_output import NanLosses, or_nan
 from lightning_asyncpp.pipeline.batches.tree import merge_outputs
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.partition_choice import example_of
+from lightning_asyncpp.pipeline.cut.units import has_layers
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.host_copies import Reading
@@ -86,9 +87,8 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
     @override
     def module_to_device(self, module: Module) -> None:
         """Move a module; the model to be cut stays where it is until :meth:`setup_module` knows what to move."""
-        can_be_cut = isinstance(module, torch.nn.Sequential) or hasattr(module, "pipeline_layers")
         on_meta = any(p.is_meta for p in module.parameters())
-        if not on_meta and not (can_be_cut and self.session.stage is None):
+        if not on_meta and not (has_layers(module) and self.session.stage is None):
             super().module_to_device(module)
 
     @override

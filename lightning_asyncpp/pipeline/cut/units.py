@@ -87,6 +87,11 @@ def layer_by_layer(model: nn.Module) -> Iterator[None]:
             vars(model)["forward"] = own
 
 
+def has_layers(model: nn.Module) -> bool:
+    """Whether a model says by itself between which layers it can be cut."""
+    return isinstance(model, nn.Sequential) or callable(getattr(model, "pipeline_layers", None))
+
+
 def pipeline_units(model: nn.Module) -> list[Unit]:
     """Return the ordered units of an ``nn.Sequential``, or of a module with ``pipeline_layers()``.
 
