@@ -41,6 +41,7 @@ class PipelineLayers:
 
     def __call__(self) -> list[Any]:
         """The layers: blocks, and before, between and after their runs what glue uses."""
+        self._look_at_weights()
         layers: list[Any] = []
         for glue, position in self.program.units():
             if position is None:
@@ -49,6 +50,14 @@ class PipelineLayers:
             else:
                 layers.append((self.model.get_submodule(self.program.blocks[position]), partial(self._block, position)))
         return layers
+
+    def _look_at_weights(self) -> None:
+        """Take over the dtypes that weights have by now, before a pipeline takes those of other stages away."""
+        if any(is_placeholder(module) for module in self.model.modules()):
+            return
+        for name, shell in self.shells.items():
+            shell.look_at(self.model.get_submodule(name))
+        self.program.shapes |= {name: (tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
 
     # -- glue -----------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class Replay:
         Raises:
             ConfigurationError: the forward takes another way than it did with the example.
         """
-        program = self._program
+        program, self._unknown.training = self._program, self._model.training
         modules = {name: self._shells[name] for name in (*program.blocks, *program.modules())}
         for position, name in enumerate(program.blocks):
             modules[name].answer = self._block(position)

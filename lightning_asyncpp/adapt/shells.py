@@ -34,13 +34,24 @@ class Shell(nn.Module):
         super().__init__()
         self.stands_for, self.unknown = name, unknown
         self.answer: Answer | None = None
+        del self.training  # asked of the model, which may be in another mode by then
+        self.look_at(module)
+        for key, child in module.named_children():
+            self.add_module(key, Shell(child, f"{name}.{key}", unknown))
+
+    def look_at(self, module: nn.Module) -> None:
+        """Take over what a module says of itself, and its children of themselves.
+
+        Args:
+            module: that it stands for, whole; it may have been converted to another dtype.
+        """
         own = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
         self.facts = {key: value for key, value in own.items() if key == "config" or _is_plain(value)}
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         self.tensors = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors}
-        self.training = module.training
-        for key, child in module.named_children():
-            self.add_module(key, Shell(child, f"{name}.{key}", unknown))
+        for key, shell in self.named_children():
+            if isinstance(shell, Shell) and (child := getattr(module, key, None)) is not None:
+                shell.look_at(child)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what it is told."""
@@ -50,6 +61,8 @@ class Shell(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
+        if name == "training":
+            return own["unknown"].training
         if name in own.get("facts", ()):
             return own["facts"][name]
         if name in own.get("tensors", ()):

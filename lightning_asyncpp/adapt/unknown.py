@@ -43,11 +43,12 @@ class Unknown(TorchDispatchMode):
 
     Attributes:
         device: where stand-ins are made.
+        training: the model's mode.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = torch.device("cpu")
+        self.device, self.training = torch.device("cpu"), False
         self._storages: dict[int, tuple[Any, str]] = {}  # by address; held, so that no other gets it
         self._reads = _Reads(self)
 
