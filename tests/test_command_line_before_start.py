@@ -84,14 +84,14 @@ def test_more_stages_than_layers(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither the number of layers nor the Trainer's arguments wait until the micro-batches are right."""
-    printed = said(capsys, "--trainer.devices", "9", "--trainer.precision", "16-mixed", "--data.source", str(tmp_path))
+    printed = said(capsys, "--trainer.devices", "9", "--trainer.sync_batchnorm", "true", "--data.source", str(tmp_path))
     first, *problems = printed.splitlines()
     assert first == "4 problems:"
     for number, (problem, line) in enumerate(
         zip(
             [
                 "holds no text file",
-                "precision='16-mixed' is not supported",
+                "sync_batchnorm=True: BatchNorm would",
                 "micro_batches=4 is",
                 "the model has 6 layers",
             ],

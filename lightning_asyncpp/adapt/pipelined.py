@@ -39,9 +39,9 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     Args:
         model: a model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``; it is
             changed in place.
-        example: what it is called with in the training: positional arguments in a tuple, or keyword arguments in a
-            dictionary; a tensor is the only argument. Models of ``transformers`` and ``timm``, and those that begin with an embedding or a
-            convolution, do without.
+        example: what it is called with in the training: positional arguments in a tuple, the only one as a tensor, or
+            keyword arguments in a dictionary. Models of ``transformers`` and ``timm``, and those that begin with an
+            embedding or a convolution, do without.
         blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: they are looked
             for.
 

@@ -1,4 +1,4 @@
-"""What jsonargparse complains of, in a line: which name does not exist and which one may have been meant, what is missing.
+"""What jsonargparse complains of, in a line: which name does not exist, and which one may have been meant.
 
 It says all that it tried, and what it knows of where it was: these are read from its message. One that is not
 understood is printed as it is.
@@ -39,7 +39,7 @@ _SECTIONS = {
 
 
 def explained(message: str, known: Iterable[str], name: str = "asyncpp") -> str:
-    """The message in a line or two, where it is about a name that does not exist, a wrong value or nothing at all.
+    """The message in a line or two, where it is about a name that does not exist, a wrong value or a missing section.
 
     Args:
         message: jsonargparse's.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 _KEY = re.compile(r'Parser key "([\w.+]+)"')
 _EXPECTED = re.compile(r"(?:Expected an? |Not a valid subclass of )(.+?)(?:\. Got value: (.*))?$")
 _NO_TYPE = ("path but ", "dot import path")
+_PROBLEM = re.compile(r"Problem with given class_path '[\w.]+':$")
 _SUBTYPES = re.compile(r"Subtypes: \[(.*)\]$")
 _GIVEN = "Given value: "
 _AROUND = ". Got value: Namespace("  # the arguments among which a value stands
@@ -26,6 +27,7 @@ class _Complaint:
     keys: tuple[str, ...]
     types: list[str]
     value: str | None
+    is_of_class: bool = False  # something is wrong with the class itself, as with what its module imports
 
 
 def wrong_value(message: str) -> str:
@@ -42,7 +44,7 @@ def wrong_value(message: str) -> str:
     same = [first, *(other for other in others if other.keys == first.keys)]
     of_all = next((complaint.types for complaint in same if len(complaint.types) > 1), first.types)
     types = dict.fromkeys(name for text in of_all for name in _names(text))
-    if not types or list(types) == ["null"]:
+    if not types or list(types) == ["null"] or any(complaint.is_of_class for complaint in same):
         return ""
     # Of a list that is wrong in an entry, the whole of it is told last.
     value = next((complaint.value for complaint in reversed(same) if complaint.value is not None), None)
@@ -53,6 +55,7 @@ def wrong_value(message: str) -> str:
 def _complaints(message: str) -> Iterator[_Complaint]:
     """Line by line what was expected, or given, with the keys around it."""
     around: list[tuple[int, str]] = []  # indentation of a key, and it
+    is_below_class = False
     for line in message.splitlines():
         text = line.strip().removeprefix("- ")
         indentation = len(line) - len(line.lstrip())
@@ -61,6 +64,9 @@ def _complaints(message: str) -> Iterator[_Complaint]:
         around = [(place, key) for place, key in around if place < indentation]
         around += [(indentation, key) for key in _KEY.findall(text)]
         keys = tuple(key for _, key in around)
+        if is_below_class and not _KEY.search(text):
+            yield _Complaint(keys, [], None, is_of_class=True)
+        is_below_class = _PROBLEM.match(text) is not None
         text = text.partition(_AROUND)[0]
         if given := _SUBTYPES.match(text):
             yield _Complaint(keys, _COMMA.split(given[1]), None)

@@ -291,7 +291,7 @@ class DelayCorrection(OptimizerAround):
         if not self._memory.announced:
             rank_zero_info(
                 f"{type(self).__name__} on this rank: gradients are fresh, so there is nothing to correct, and"
-                f" {type(self.base).__name__} steps as it would alone; a rank whose gradients are delayed corrects its own"
+                f" {type(self.base).__name__} steps as it would alone; ranks whose gradients are delayed correct theirs"
             )
             self._memory.announced = True
 

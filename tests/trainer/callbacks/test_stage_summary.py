@@ -33,10 +33,10 @@ def table_of(model: nn.Module, stages: int, replicas: int = 1, asked: Any = "aut
 @pytest.mark.parametrize(
     ("replicas", "placement", "said"),
     [
-        (1, "pipeline_within_node", "Rank 0 holds stage 2, which computes the loss; it writes the logs. Batches enter at"
-        " stage 0, on rank 2."),
+        (1, "pipeline_within_node", "Rank 0 holds stage 2, which computes the loss; it writes the logs."
+         " Batches enter at stage 0, on rank 2."),
         (2, "pipeline_across_nodes", "Rank 0 holds stage 2 of the first replica, which computes the loss; it writes the"
-        " logs. Batches enter at stage 0, on rank 4. The ranks of a row hold the same stage, one per replica."),
+         " logs. Batches enter at stage 0, on rank 4. The ranks of a row hold the same stage, one per replica."),
     ],
     ids=["one replica", "two replicas"],
 )  # fmt: skip
