@@ -57,7 +57,7 @@ class FirstStage(StageRunner):
             args, kwargs = self.call.capture(lambda: task.step(task.slot, task.weight), self.around.look)
         around = self.around.judge(task.trains)
         if task.trains:
-            refuse_input_gradients((args, kwargs), self.hooks.model_name)
+            refuse_input_gradients(args, kwargs, self.hooks.model_name)
         call = digest(args, kwargs) if task.trains and self.around.looks_closely else NOT_LOOKED_AT
         header = Header(task.k, weight=task.weight, fingerprint=task.mark, around=around, call=call)
         with collecting() as said, self._looking_for_kept(task):
