@@ -286,8 +286,8 @@ IDIOMS = [
     Idiom(
         "random numbers in the step (mixup)",
         NOTE,
-        "Drawn for each micro-batch, the same on all stages, from the seed of the run. From torch's generators: Python's"
-        " and numpy's differ from stage to stage.",
+        "Drawn for each micro-batch, the same on all stages, from the seed of the run. From torch's generators: "
+        "Python's and numpy's differ from stage to stage.",
         Mixes,
     ),
     Idiom("a frozen teacher in the step", WORKS, "", Distils),
