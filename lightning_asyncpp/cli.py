@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_asyncpp.lightning_cli.arguments import find_own_modules, recipes_named, written_out
+from lightning_asyncpp.lightning_cli.arguments import (
+    READ_RECIPES,
+    find_own_modules,
+    recipes_named,
+    refuse_without_recipe,
+    written_out,
+)
 from lightning_asyncpp.lightning_cli.nearest import advice
 from lightning_asyncpp.lightning_cli.overview import FULL_HELP, GROUPS, SUBCOMMANDS, help_of, overview
 from lightning_asyncpp.lightning_cli.startup import say
@@ -51,7 +57,6 @@ TOOLS = {
 }
 
 _HELP = frozenset({"-h", "--help"})
-_READ_RECIPES = frozenset({*SUBCOMMANDS, "check", "plan"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,6 +89,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     find_own_modules()
     given = sys.argv[1:]
     answer_help(given)
+    refuse_without_recipe(given)
     if given[0] in TOOLS:
         importlib.import_module(TOOLS[given[0]]).main(given[1:])
     else:
@@ -153,10 +159,11 @@ def announce(given: Sequence[str]) -> None:
         given: what follows ``asyncpp``.
 
     Raises:
-        SystemExit: there is no recipe that it names.
+        SystemExit: there is no recipe that it names, or it names none.
     """
-    if given and given[0] in _READ_RECIPES:
+    if given and given[0] in READ_RECIPES:
         try:
+            refuse_without_recipe(given)
             written_out(given)
         except ConfigurationError as error:
             _refuse(error)

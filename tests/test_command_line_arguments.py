@@ -139,6 +139,13 @@ def test_the_unknown_name_of_a_strategy_is_answered_with_the_nearest(where: str,
             ["--trainer.callbacks+=PipelineMonitr"],
             "there is no Callback 'PipelineMonitr'; did you mean PipelineMonitor?",
         ),
+        (
+            ["--optimizer.base.learning_rate", "3"],
+            "--model.optimizer.base: lightning_asyncpp.optim.MuonAdamW has no argument 'learning_rate'; did you mean l",
+        ),
+        (["--model.config.num_layer", "3"], "has no argument 'config.num_layer'; did you mean config.num_layers?"),
+        (["--trainer.micro_batches", "3"], "did you mean --trainer.strategy.micro_batches?"),
+        (["--data.micro_batches", "3"], "no argument 'micro_batches'; did you mean --trainer.strategy.micro_batches?"),
         (["--trainer.max_steps", "3", "stray.yaml"], "a recipe stands right after the subcommand: `asyncpp fit stray"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -156,7 +163,10 @@ def test_a_name_that_is_nearly_right_is_answered_in_two_lines(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--trainer.callbacks+=PipelineTrace", "--trainer.callbacks.mini_batches", "x"], "Expected a <class 'int'>"),
+        (
+            ["--trainer.callbacks+=PipelineTrace", "--trainer.callbacks.mini_batches", "x"],
+            "expected int or null, got 'x'",
+        ),
         (["--model", "own_module.Model"], "own_dependency"),
         (["--model", "own_module.Other"], "there is no LightningModule 'Other'"),
         (["--model", "nowhere.Model"], "there is no module 'nowhere' to be imported"),
@@ -175,6 +185,60 @@ def test_another_cause_is_not_taken_for_an_unknown_name(
     assert said in printed
     assert "has no argument" not in printed
     sys.modules.pop("own_module", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trainer.max_steps", "many"], "--trainer.max_steps: expected int, got 'many'"),
+        (["--trainer.max_steps", "[3]"], "--trainer.max_steps: expected int, got [3]"),
+        (["--optimizer.base.lr", "fast"], "--model.optimizer.base.lr: expected float, got 'fast'"),
+        (["--optimizer", "AdamW", "--optimizer.lr", "x"], "--model.optimizer.lr: expected float or Tensor, got 'x'"),
+        (["--model.config.dim", "wide"], "--model.config.dim: expected int, got 'wide'"),
+        (["--data.batch_size", "big"], "--data.batch_size: expected int, got 'big'"),
+        (["--trainer.strategy.micro_batches", "x"], "--trainer.strategy.micro_batches: expected int or null, got 'x'"),
+        (
+            ["--trainer.strategy.partition", "[a]"],
+            "--trainer.strategy.partition: expected 'auto', 'uniform' or list[int], got ['a']",
+        ),
+        (
+            ["--trainer.strategy.staleness", "some"],
+            "--trainer.strategy.staleness: expected 'uniform', 'least', 'fresh_last_stage' or null, got 'some'",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_value_of_another_type_is_answered_with_what_the_key_takes(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read_configuration(["fit", RECIPE, *arguments])
+    assert capsys.readouterr().err.splitlines() == [
+        f"asyncpp: error: {said}",
+        "(`asyncpp fit --help=full` lists the options)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("trainer: 3", "trainer: is a section, with a line `key: value` for each of its keys below; got 3"),
+        ("model: 3", "--model: expected LightningModule or null, got '3'"),
+        ("optimizer: {lr: 3}", "the optimizer stands below the model: model.init_args.optimizer.lr"),
+        ("trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {save_top_k: many}}]}",
+         "--trainer.callbacks.save_top_k: expected int, got 'many'"),
+    ],
+    ids=["no section", "no class", "another place", "entry of a list"],
+)  # fmt: skip
+def test_a_wrong_section_of_a_recipe_is_answered_in_two_lines(
+    section: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(section)
+    with pytest.raises(SystemExit, match="2"):
+        read_configuration(["fit", RECIPE, "--config", str(tmp_path / "recipe.yaml")])
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.count("\n") == 2, printed
 
 
 @pytest.mark.parametrize(

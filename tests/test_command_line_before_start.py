@@ -82,6 +82,50 @@ def test_more_stages_than_layers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "partition=[1, 2] places 3 layers" in said(capsys, "--trainer.strategy.partition=[1,2]")
 
 
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the number of layers nor the Trainer's arguments wait until the micro-batches are right."""
+    printed = said(capsys, "--trainer.devices", "9", "--trainer.sync_batchnorm", "true", "--data.source", str(tmp_path))
+    first, *problems = printed.splitlines()
+    assert first == "4 problems:"
+    for number, (problem, line) in enumerate(
+        zip(
+            [
+                "holds no text file",
+                "sync_batchnorm=True: BatchNorm would",
+                "micro_batches=4 is",
+                "the model has 6 layers",
+            ],
+            problems,
+            strict=True,
+        ),
+        start=1,
+    ):
+        assert line.startswith(f"  {number}. ")
+        assert problem in line
+
+
+def test_a_number_of_devices_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = said(capsys, "--trainer.devices", "lots")
+    assert printed == (
+        "the Trainer refuses its arguments: `devices` selected with `CPUAccelerator` should be an int > 0.\n"
+    )
+
+
+def test_lightning_advertises_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command.AsyncppCLI, "_run_subcommand", lambda *_: None)
+    records: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: records.append(record.getMessage()))
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(handler)
+    try:
+        main(["fit", RECIPE])
+    finally:
+        logger.removeHandler(handler)
+    assert any(text.startswith("GPU available") for text in records)
+    assert not [text for text in records if "Tip" in text]
+
+
 def test_more_stages_than_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "--trainer.devices", "5").startswith("micro_batches=4 is smaller than the number of stages (5)")
 

@@ -62,6 +62,15 @@ def test_an_unknown_name_is_answered_with_the_nearest(given: str, nearest: str) 
     assert str(caught.value).startswith(f"there is no recipe {given}, neither a file nor a name {nearest}")
 
 
+def test_a_folder_is_answered_with_the_recipes_in_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigurationError, match=r"^mine is a folder, and a recipe is a file$"):
+        recipe_path("mine")
+    (tmp_path / "mine" / "a.yaml").write_text("")
+    with pytest.raises(ConfigurationError, match=r"^mine is a folder, and a recipe is a file, such as mine/a\.yaml$"):
+        recipe_path("mine")
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -120,6 +129,28 @@ def test_a_recipe_that_cannot_be_written_is_no_traceback(tmp_path: Path) -> None
         copy_recipe("quickstart", tmp_path / "file")
 
 
+def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    with pytest.raises(SystemExit, match=r"^(None|0)?$"):
+        main(["recipes", *arguments])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_recipes_to_train_are_listed_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each once, with a whole sentence in its line; of the experiments only how many there are."""
+    lines = listed(capsys)
+    named = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert named[0] == "quickstart"
+    assert sorted(named) == [name for name in package_recipes() if "/" not in name]
+    assert all(line.endswith(".") and len(line) <= 120 for line in lines if line.startswith("  "))
+    experiments = len(list((FOLDER / "ablation").glob("*.yaml")))
+    assert lines[-1] == f"{experiments} experiments for `asyncpp ablate`: `asyncpp recipes --all` lists them, too."
+
+
+def test_all_recipes_are_listed_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [line.split()[0] for line in listed(capsys, "--all") if line.startswith("  ")]
+    assert sorted(named) == sorted(package_recipes())
+
+
 QUICK = """
 import json, sys
 sys.argv = ["asyncpp", *json.loads(sys.argv[1])]
@@ -144,5 +175,5 @@ except SystemExit as end:
 def test_what_needs_neither_torch_nor_lightning_does_not_wait_for_them(arguments: list[str], said: str) -> None:
     command = [sys.executable, "-c", QUICK, json.dumps(arguments)]
     *printed, end = subprocess.check_output(command, text=True, timeout=60).splitlines()
-    assert any(line.startswith(said) for line in printed)
+    assert any(line.strip().startswith(said) for line in printed)
     assert json.loads(end) == [0, []]

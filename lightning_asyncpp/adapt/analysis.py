@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.members import Members
 from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, same, tensor_numbers_in, unpack
 from lightning_asyncpp.adapt.program import Program, switches_of
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
-from lightning_asyncpp.adapt.shells import Place, Shell
+from lightning_asyncpp.adapt.shells import Shell
 from lightning_asyncpp.adapt.trace import Trace
+from lightning_asyncpp.adapt.unknown import Unknown, UnknownValueError
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 
@@ -42,9 +42,9 @@ class Analysis:
         )  # fmt: skip
         self.program.switches = switches_of(*self._call())
         self.program.shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
-        place = Place()
+        self._unknown = Unknown()
         names = [*trace.blocks, *self.program.modules()]
-        self.shells = {name: Shell(model.get_submodule(name), name, place) for name in names}
+        self.shells = {name: Shell(model.get_submodule(name), name, self._unknown) for name in names}
         self._find_runs()
         self._find_needs()
         self._find_last_uses()
@@ -84,6 +84,8 @@ class Analysis:
         replay, table = self._replay(glue, self._before(glue))
         try:
             replay.run(*self._call())
+        except UnknownValueError:  # what came so far decides
+            pass
         except ConfigurationError:
             raise
         except Exception:  # of code that cannot compute with what stands for outputs to come
@@ -192,13 +194,15 @@ class Analysis:
             if key in needs.outputs or not isinstance(self._trace.outputs[key], Tensor)
         }
         calls = [
-            [_copy(leaf) if number in needs.calls else _nan(leaf) for leaf in call.leaves]
+            [_copy(leaf) if number in needs.calls else self._without(leaf) for leaf in call.leaves]
             for number, call in enumerate(self._members.calls)
         ]
         blank = [n for n in self._all_before(glue).inputs if n not in needs.inputs]
         replay, table = self._replay(glue, Earlier(outputs, calls))
         try:
             outcome = replay.run(*self._call(blank))
+        except UnknownValueError:
+            return False
         except ConfigurationError:
             raise
         except Exception:  # of code that cannot compute with what stands for values
@@ -247,9 +251,15 @@ class Analysis:
         return [key for key in self._trace.outputs if key[0] < edges[glue]]
 
     def _call(self, blank: Sequence[int] = ()) -> tuple[list[Any], dict[str, Any]]:
-        tensors = [_nan(t) if n in set(blank) else t.clone() for n, t in enumerate(self._inputs())]
+        tensors = [self._without(t) if n in set(blank) else t.clone() for n, t in enumerate(self._inputs())]
         args, kwargs = unpack(self._trace.call, tensors, self._trace.table.constants)
         return args, kwargs
+
+    def _without(self, value: Any) -> Any:
+        """What stands for a value, if NaN can."""
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return self._unknown.nothing("a value", value.shape, value.dtype, writable=True)
+        return _copy(value)
 
     def _inputs(self) -> list[Tensor]:
         """The tensors of the call: the first ones of the table."""
@@ -292,9 +302,3 @@ def _may_be_nan(value: Any) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _nan(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return torch.full_like(value, float("nan"))
-    return _copy(value)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.adapt.packing import Output, TensorTable, tensor_numbers_in, unpack
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
-from lightning_asyncpp.adapt.shells import Shell, nan_like
+from lightning_asyncpp.adapt.shells import Shell
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
 from lightning_asyncpp.pipeline.cut.units import is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -37,9 +37,11 @@ class PipelineLayers:
 
     def __init__(self, model: nn.Module, program: Program, shells: Mapping[str, Shell]) -> None:
         self.model, self.program, self.shells = model, program, shells
+        self._unknown = next(iter(shells.values())).unknown
 
     def __call__(self) -> list[Any]:
         """The layers: blocks, and before, between and after their runs what glue uses."""
+        self._look_at_weights()
         layers: list[Any] = []
         for glue, position in self.program.units():
             if position is None:
@@ -49,6 +51,14 @@ class PipelineLayers:
                 layers.append((self.model.get_submodule(self.program.blocks[position]), partial(self._block, position)))
         return layers
 
+    def _look_at_weights(self) -> None:
+        """Take over the dtypes that weights have by now, before a pipeline takes those of other stages away."""
+        if any(is_placeholder(module) for module in self.model.modules()):
+            return
+        for name, shell in self.shells.items():
+            shell.look_at(self.model.get_submodule(name))
+        self.program.shapes |= {name: (tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
+
     # -- glue -----------------------------------------------------------------------------------------------------
 
     def _glue(self, glue: int, members: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -57,17 +67,22 @@ class PipelineLayers:
             self.program.check_call(args, kwargs, type(self.model).__name__)
             table = TensorTable(constants=self.program.constants)
             call = table.pack([list(args), kwargs], type(self.model).__name__)
+            self._unknown.device = _device_of(table.tensors)
             earlier = Earlier()
         else:
             carried = args[0]
-            device = _device_of(carried)
-            table = TensorTable([_restored(t, device) for t in carried["tensors"]], self.program.constants)
+            self._unknown.device = _device_of([carried["outputs"], carried["tensors"], carried["env"]])
+            table = TensorTable(
+                [self._restored(t, f"argument {n}") for n, t in enumerate(carried["tensors"])], self.program.constants
+            )
             call = carried["call"]
             args, kwargs = unpack(call, table.tensors, self.program.constants)
             tensors = [*table.tensors, *carried["env"]]
-            known = [[_restored(unpack(leaf, tensors, ()), device) for leaf in leaves] for leaves in carried["calls"]]
+            known = [
+                [self._restored(unpack(leaf, tensors, ()), f"what {name} returned") for leaf in leaves]
+                for name, leaves in zip(self.program.calls, carried["calls"])
+            ]
             earlier = Earlier({_read(key): value for key, value in carried["outputs"].items()}, known)
-        self._place(table, earlier)
         outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
         if glue == self.program.tail:
             return outcome.output
@@ -135,11 +150,11 @@ class PipelineLayers:
         env = [tensor if until > position else None for tensor, until in zip(carried["env"], carried["until"])]
         return {**carried, "env": env, "outputs": kept}
 
-    def _place(self, table: TensorTable, earlier: Earlier) -> None:
-        place = next(iter(self.shells.values())).place
-        known = next(tensors_of([table.tensors, list(earlier.outputs.values())]), None)
-        if known is not None:
-            place.device = known.device
+    def _restored(self, leaf: Any, what: str) -> Any:
+        """A stand-in where only the shape was kept: of its full size, as the code around may change it in place."""
+        if type(leaf) is dict and leaf.get("@") == "blank":
+            return self._unknown.nothing(what, leaf["shape"], _DTYPES[leaf["dtype"]], writable=True)
+        return leaf
 
 
 def with_switches(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,15 +180,8 @@ def _shape_of(leaf: Any) -> Any:
     return {"@": "blank", "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
 
 
-def _restored(leaf: Any, device: torch.device) -> Any:
-    """A tensor of NaN where only the shape was kept: of its full size, as the code around may change it in place."""
-    if type(leaf) is dict and leaf.get("@") == "blank":
-        return nan_like(tuple(leaf["shape"]), _DTYPES[leaf["dtype"]], device).contiguous()
-    return leaf
-
-
-def _device_of(carried: Carried) -> torch.device:
-    return next(tensors_of([carried["outputs"], carried["tensors"], carried["env"]])).device
+def _device_of(values: Any) -> torch.device:
+    return next((tensor.device for tensor in tensors_of(values)), torch.device("cpu"))
 
 
 def _write(output: Output) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.analysis import Analysis
 from lightning_asyncpp.adapt.blocks import find_blocks
@@ -20,7 +21,12 @@ from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 Model = TypeVar("Model", bound=nn.Module)
-Example = Sequence[Any] | Mapping[str, Any]
+Example = Tensor | Sequence[Any] | Mapping[str, Any]
+_AN_EXAMPLE = (
+    "an example is what the training calls the model with: positional arguments in a tuple, (x, mask), one tensor for a"
+    " model that takes nothing else, or keyword arguments in a dictionary, {'input_ids': ids, 'labels': ids}"
+)
+_LONGEST = 400  # characters of an error that are repeated
 
 
 def pipelined(model: Model, example: Example | None = None, blocks: str | Sequence[str] = ()) -> Model:
@@ -33,9 +39,9 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     Args:
         model: a model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``; it is
             changed in place.
-        example: what it is called with in the training: positional arguments in a tuple, or keyword arguments in a
-            dictionary. Models of ``transformers`` and ``timm``, and those that begin with an embedding or a
-            convolution, do without.
+        example: what it is called with in the training: positional arguments in a tuple, the only one as a tensor, or
+            keyword arguments in a dictionary. Models of ``transformers`` and ``timm``, and those that begin with an
+            embedding or a convolution, do without.
         blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: they are looked
             for.
 
@@ -43,7 +49,7 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
         The model.
 
     Raises:
-        ConfigurationError: it cannot be cut so, with what is in the way.
+        ConfigurationError: it cannot be cut so, or called with the example, with what is in the way.
     """
     if has_layers(model) and (hasattr(model, "pipeline_layers") or not blocks):
         return model
@@ -118,8 +124,7 @@ def _refuse_unfit(model: nn.Module) -> None:
 def _working_example(model: nn.Module, example: Example | None) -> tuple[tuple, dict[str, Any]]:
     """Arguments that the model takes."""
     if example is not None:
-        given = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
-        return given[0], with_switches(model, given[1])
+        return _given_example(model, example)
     problems = []
     for args, kwargs in examples_of(model):
         kwargs = with_switches(model, kwargs)
@@ -134,6 +139,43 @@ def _working_example(model: nn.Module, example: Example | None) -> tuple[tuple, 
         f"pipelined({type(model).__name__}): it is not known how to call the model{said}; give an example of its"
         " arguments, pipelined(model, example=(x,)) or example={'input_ids': ids, 'labels': ids}"
     )
+
+
+def _given_example(model: nn.Module, example: Example) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a user's example, with which the model was called once."""
+    name = type(model).__name__
+    args: tuple = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example, Mapping):
+        kwargs = dict(example)
+    elif isinstance(example, Tensor):
+        args = (example,)  # a tensor is a sequence as well: of its rows
+    elif isinstance(example, (tuple, list)):
+        args = tuple(example)
+    else:
+        raise ConfigurationError(f"pipelined({name}): the example is of type {type(example).__name__}; {_AN_EXAMPLE}")
+    try:
+        kwargs = with_switches(model, kwargs)
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigurationError(
+            f"pipelined({name}): the model cannot be called with the example {_described(example)}:"
+            f" {textwrap.shorten(said, _LONGEST, placeholder=' ...')}; {_AN_EXAMPLE}"
+        ) from error
+    return args, kwargs
+
+
+def _described(value: Any) -> str:
+    """An example with dtype and shape for each tensor, and types for the rest."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_described(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(_described, value)) + ("," if len(value) == 1 else "") + ")"
+    return repr(value) if value is None or isinstance(value, (bool, int, float)) else type(value).__name__
 
 
 def _check(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

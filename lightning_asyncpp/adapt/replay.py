@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.packing import Output, TensorTable, filled
 from lightning_asyncpp.adapt.program import Program
-from lightning_asyncpp.adapt.shells import Shell, in_place_of, nan_like
+from lightning_asyncpp.adapt.shells import Shell, in_place_of
 from lightning_asyncpp.pipeline.batches.tree import leaves_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
@@ -68,6 +68,7 @@ class Replay:
         self._model, self._program, self._shells = model, program, shells
         self._glue, self._earlier, self._table = glue, earlier, table
         self._run = program.run_of(glue)
+        self._unknown = next(iter(shells.values())).unknown
         self._position = 0  # of the next block
         self._calls = 0
         self.outcome = Outcome()
@@ -78,18 +79,19 @@ class Replay:
         Raises:
             ConfigurationError: the forward takes another way than it did with the example.
         """
-        program = self._program
+        program, self._unknown.training = self._program, self._model.training
         modules = {name: self._shells[name] for name in (*program.blocks, *program.modules())}
         for position, name in enumerate(program.blocks):
             modules[name].answer = self._block(position)
         for name in program.modules():
             modules[name].answer = self._submodule(name, self._model.get_submodule(name))
         try:
-            with in_place_of(self._model, modules, self._parameters()):
+            with in_place_of(self._model, modules, self._parameters()), self._unknown:
                 self.outcome.output = type(self._model).forward(self._model, *args, **kwargs)
         except _BlocksKnown:
             return self.outcome
         finally:
+            self._unknown.forget()
             for shell in modules.values():
                 shell.answer = None
         if self._run or self._position != len(program.blocks):
@@ -99,11 +101,7 @@ class Replay:
     def _parameters(self) -> dict[str, Tensor]:
         own = set(self._program.members[self._glue])
         others = [name for name in self._program.parameters() if name not in own]
-        found, place = {}, next(iter(self._shells.values())).place
-        for name in others:
-            shape, dtype = self._program.shapes[name]
-            found[name] = nan_like(shape, dtype, place.device)
-        return found
+        return {name: self._unknown.nothing(name, *self._program.shapes[name]) for name in others}
 
     def _block(self, position: int) -> Callable[[tuple, dict[str, Any]], Any]:
         def answer(args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -115,7 +113,7 @@ class Replay:
             leaves = [
                 self._earlier.outputs[position, leaf]
                 if (position, leaf) in self._earlier.outputs
-                else self._nothing(args, kwargs, alike)
+                else self._nothing(position, args, kwargs, alike)
                 for leaf, alike in enumerate(self._program.alike[position])
             ]
             return self._known(position, leaves)
@@ -129,7 +127,8 @@ class Replay:
         self.outcome.arguments.append(self._table.pack(arguments, name))
         if position == self._run[-1]:
             raise _BlocksKnown
-        return self._known(position, [self._nothing(args, kwargs, alike) for alike in self._program.alike[position]])
+        alike = self._program.alike[position]
+        return self._known(position, [self._nothing(position, args, kwargs, leaf) for leaf in alike])
 
     def _known(self, position: int, leaves: list[Any]) -> Any:
         output = filled(self._program.templates[position], leaves)
@@ -144,7 +143,8 @@ class Replay:
                 raise self._other_way(name)
             if self._program.glue_at(self._position) != self._glue:
                 return filled(self._program.call_templates[number], self._earlier.calls[number])
-            output = real(*args, **kwargs)
+            with self._unknown.set_aside(args, kwargs):
+                output = real(*args, **kwargs)
             self.outcome.calls.append(list(leaves_of(output)))
             return output
 
@@ -159,10 +159,10 @@ class Replay:
             " example that is like the batches (the same arguments, and in training the same switches)"
         )
 
-    def _nothing(self, args: tuple, kwargs: dict[str, Any], alike: bool | None) -> Any:
+    def _nothing(self, position: int, args: tuple, kwargs: dict[str, Any], alike: bool | None) -> Any:
         """What stands for a leaf of a block's output: NaN in the shape of its first tensor, NaN alone, or None."""
         if alike is None:
             return None
         first = next(leaf for leaf in leaves_of([args, kwargs]) if isinstance(leaf, Tensor))
-        nothing = nan_like(tuple(first.shape) if alike else (), first.dtype, first.device)
-        return nothing.contiguous() if self._program.in_place else nothing
+        what = f"what {self._program.blocks[position]} returned"
+        return self._unknown.nothing(what, first.shape if alike else (), first.dtype, self._program.in_place)

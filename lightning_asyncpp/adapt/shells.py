@@ -9,13 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.adapt.unknown import Unknown
+
 Answer = Callable[[tuple, dict[str, Any]], Any]
-
-
-class Place:
-    """Where the tensors of shells are, for the time of a forward."""
-
-    device = torch.device("cpu")
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -31,20 +27,31 @@ class Shell(nn.Module):
     Args:
         module: what it looks like.
         name: of it in the model.
-        place: where its tensors are.
+        unknown: makes its tensors.
     """
 
-    def __init__(self, module: nn.Module, name: str, place: Place) -> None:
+    def __init__(self, module: nn.Module, name: str, unknown: Unknown) -> None:
         super().__init__()
-        self.stands_for, self.place = name, place
+        self.stands_for, self.unknown = name, unknown
         self.answer: Answer | None = None
+        del self.training  # asked of the model, which may be in another mode by then
+        self.look_at(module)
+        for key, child in module.named_children():
+            self.add_module(key, Shell(child, f"{name}.{key}", unknown))
+
+    def look_at(self, module: nn.Module) -> None:
+        """Take over what a module says of itself, and its children of themselves.
+
+        Args:
+            module: that it stands for, whole; it may have been converted to another dtype.
+        """
         own = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
         self.facts = {key: value for key, value in own.items() if key == "config" or _is_plain(value)}
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         self.tensors = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors}
-        self.training = module.training
-        for key, child in module.named_children():
-            self.add_module(key, Shell(child, f"{name}.{key}", place))
+        for key, shell in self.named_children():
+            if isinstance(shell, Shell) and (child := getattr(module, key, None)) is not None:
+                shell.look_at(child)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what it is told."""
@@ -54,11 +61,13 @@ class Shell(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
+        if name == "training":
+            return own["unknown"].training
         if name in own.get("facts", ()):
             return own["facts"][name]
         if name in own.get("tensors", ()):
             shape, dtype = own["tensors"][name]
-            return nan_like(shape, dtype, own["place"].device)
+            return own["unknown"].nothing(f"{own['stands_for']}.{name}", shape, dtype)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -66,12 +75,6 @@ class Shell(nn.Module):
             raise AttributeError(
                 f"{where}.{name} is read by code outside of {where}, which may be on another pipeline stage"
             ) from None
-
-
-def nan_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """A tensor of NaN (zeros of a dtype that has none) without memory of its own size."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from lightning_asyncpp.data.hub import fetch_tokenizer, is_hub_name
 from lightning_asyncpp.data.model_sizes import size_of_model
 from lightning_asyncpp.data.resumable_data_loader import DealtOut, ResumableDataLoader
 from lightning_asyncpp.data.source import load_tokenizer
+from lightning_asyncpp.optional_packages import optional_package
 
 _FORM = 1
 """Of what is kept in the cache; another number has it made again."""
@@ -259,14 +260,11 @@ def read_tokenizer(name: str) -> Any:
         DataError: there is none, or the hub cannot be reached.
         ImportError: `transformers` is not installed.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ImportError('ChatDataModule needs `transformers`: pip install "lightning-asyncpp[hf]"') from error
+    auto = optional_package("transformers", "ChatDataModule").AutoTokenizer
     if is_hub_name(name):
         fetch_tokenizer(name)  # which says in one line what is wrong with the network
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(name).expanduser()))
+        tokenizer = auto.from_pretrained(str(Path(name).expanduser()))
     except (OSError, ValueError) as error:
         raise DataError(f"tokenizer={name!r}: {next(iter(str(error).splitlines()), error)}") from error
     if not tokenizer.is_fast:

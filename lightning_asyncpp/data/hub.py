@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.optional_packages import optional_package
 
 HUB = "hf://"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "gpt2", "HuggingFaceTB/SmolLM-360M"
@@ -31,13 +32,7 @@ def hub_package() -> Any:
     Raises:
         ImportError: it is not installed; the message says how.
     """
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ImportError(
-            'the Hugging Face Hub needs the `huggingface_hub` package: pip install "lightning-asyncpp[prepare]"'
-        ) from error
-    return huggingface_hub
+    return optional_package("huggingface_hub", "reading from the Hugging Face Hub")
 
 
 def hub_endpoint() -> str:

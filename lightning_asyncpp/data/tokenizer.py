@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_asyncpp.data.byte_tokenizer_json import END, byte_tokenizer_json, is_byte_tokenizer_json
 from lightning_asyncpp.data.errors import DataError, printable
+from lightning_asyncpp.optional_packages import optional_package
 
 if TYPE_CHECKING:
     import tokenizers
@@ -263,13 +264,7 @@ def _known(backend: tokenizers.Tokenizer, token: str | None) -> str | None:
 
 
 def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            'byte-pair encoding needs the `tokenizers` package: pip install "lightning-asyncpp[bpe]"'
-        ) from error
-    return tokenizers
+    return optional_package("tokenizers", "byte-pair encoding")
 
 
 def hf_tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:

@@ -8,7 +8,9 @@ import re
 import sys
 from collections.abc import Sequence
 
+from lightning_asyncpp.lightning_cli.overview import SUBCOMMANDS
 from lightning_asyncpp.lightning_cli.recipe_names import with_recipe_paths
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 STRATEGIES = {
     "async_pipeline": "lightning_asyncpp.AsyncPipelineStrategy",
@@ -16,6 +18,10 @@ STRATEGIES = {
     "delayed_gradient": "lightning_asyncpp.DelayedGradientStrategy",
 }
 """Name of a strategy for the Trainer -> its class, which takes options where the name alone would not."""
+READ_RECIPES = frozenset({*SUBCOMMANDS, "check", "plan"})
+"""Commands whose arguments are those of a recipe."""
+_OTHERS = re.compile(r"--model\b|-h$|--help\b|--print_|--\S+\.help\b")
+"""Options with which a subcommand can do without a recipe."""
 _CLASS_NAME = re.compile(r"(\w+\.)*[A-Z]\w*")
 CONFIG = ("--config", "-c")
 _STRATEGY = "--trainer.strategy"
@@ -61,6 +67,26 @@ def recipes_in(arguments: Sequence[str]) -> list[str]:
 def recipes_named(arguments: Sequence[str]) -> list[str]:
     """The recipes of a subcommand, as they were given: by their place or as ``--config``."""
     return recipes_in(_with_recipe(arguments))
+
+
+def refuse_without_recipe(arguments: Sequence[str]) -> None:
+    """Refuse a command that was told neither a recipe nor a model, and is asked nothing else.
+
+    Args:
+        arguments: what follows ``asyncpp``.
+
+    Raises:
+        ConfigurationError: it is one that reads recipes.
+    """
+    if not arguments or arguments[0] not in READ_RECIPES or recipes_named(arguments):
+        return
+    options = arguments[1:]
+    if options and (arguments[0] not in SUBCOMMANDS or any(map(_OTHERS.match, options))):
+        return  # a tool may have its recipe after its options
+    raise ConfigurationError(
+        f"{arguments[0]} needs a recipe, a YAML file or a name among `asyncpp recipes`; for instance: asyncpp"
+        f" {arguments[0]} quickstart"
+    )
 
 
 def _with_recipe(arguments: Sequence[str]) -> list[str]:

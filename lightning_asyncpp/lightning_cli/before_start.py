@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
@@ -17,8 +16,10 @@ from lightning_asyncpp.models import GPT
 from lightning_asyncpp.pipeline.cut.partition import check_given, uniform
 from lightning_asyncpp.pipeline.cut.units import has_parameters, pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.settings import PipelineSettings, problems_of_partition
 from lightning_asyncpp.trainer import GPTModule
 from lightning_asyncpp.trainer.base import PipelineStrategy
+from lightning_asyncpp.trainer.refusals import trainer_problems
 
 
 def check_strategy_name(trainer: Mapping[str, Any] | None) -> None:
@@ -37,7 +38,7 @@ def check_strategy_name(trainer: Mapping[str, Any] | None) -> None:
         raise ConfigurationError(f"--trainer.strategy: there is no strategy {name!r}{near}")
 
 
-def refused_by_trainer(error: MisconfigurationException, trainer: Mapping[str, Any]) -> ConfigurationError:
+def refused_by_trainer(error: Exception, trainer: Mapping[str, Any]) -> ConfigurationError:
     """Lightning's refusal of the Trainer's arguments in a line; of devices, with what would work.
 
     Args:
@@ -57,24 +58,42 @@ def refused_by_trainer(error: MisconfigurationException, trainer: Mapping[str, A
 
 
 def check_start(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
-    """Refuse what every process that is to be started would refuse.
+    """Refuse what every process that is to be started would refuse, with all that is wrong.
 
     Raises:
-        ConfigurationError: the data are not there, or there are more stages than layers.
+        ConfigurationError: the data are not there, or strategy, number of devices and layers do not fit together.
     """
+    problems = []
     if isinstance(data, TextDataModule):
         try:
             data.check_source()
         except DataError as error:
-            raise ConfigurationError(str(error)) from error
+            problems.append(str(error))
     if isinstance(strategy := trainer.strategy, PipelineStrategy):
-        settings = strategy.session.settings.resolved(trainer.num_nodes * trainer.num_devices)
-        if (model := _model_of(module)) is not None and settings.num_stages > 1:
-            trained = [has_parameters(unit) for unit in pipeline_units(model)]
-            if isinstance(settings.partition, str):
-                uniform(trained, settings.num_stages)
-            else:
-                check_given(settings.partition, trained)
+        settings, world_size = strategy.session.settings, trainer.num_nodes * trainer.num_devices
+        problems += trainer_problems(trainer, settings.weight_dtype)
+        problems += settings.resolve(world_size)[1]
+        problems += _problems_of_cut(settings, world_size, _model_of(module))
+    if problems:
+        raise ConfigurationError.from_problems(problems)
+
+
+def _problems_of_cut(settings: PipelineSettings, world_size: int, model: nn.Module | None) -> list[str]:
+    """What is wrong with the number of stages, or the layers of each, for a model whose layers are known."""
+    if model is None or settings.data_parallel_size < 1 or world_size % settings.data_parallel_size:
+        return []  # how many stages there will be is not known
+    num_stages = world_size // settings.data_parallel_size
+    if num_stages == 1 or problems_of_partition(settings.partition, num_stages):
+        return []
+    trained = [has_parameters(unit) for unit in pipeline_units(model)]
+    try:
+        if isinstance(settings.partition, str):
+            uniform(trained, num_stages)
+        else:
+            check_given(settings.partition, trained)
+    except ConfigurationError as error:
+        return list(error.problems)
+    return []
 
 
 def _model_of(module: L.LightningModule) -> nn.Module | None:

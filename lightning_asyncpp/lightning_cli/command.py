@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 import warnings
@@ -141,7 +142,7 @@ class AsyncppCLI(LightningCLI):
             super().instantiate_classes()
         except (TypeError, ValueError) as error:
             cause = _first_cause(error)
-            raise (ConfigurationError(str(cause)) if _is_refusal(cause) else cause) from None
+            raise (ConfigurationError(str(cause)) if _is_raised_by(cause, "lightning_asyncpp.") else cause) from None
         if self.subcommand is not None:
             check_start(self.trainer, self.model, self.datamodule)
             say(f"{self.subcommand}: starting {processes_of(self.trainer)}")
@@ -159,7 +160,9 @@ class AsyncppCLI(LightningCLI):
             kwargs["callbacks"] = [*callbacks, PipelineProgressBar()]
         try:
             return super().instantiate_trainer(**kwargs)
-        except MisconfigurationException as error:
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            if not _is_raised_by(error, "lightning."):
+                raise
             raise refused_by_trainer(error, self._get(self.config, "trainer") or {}) from None
 
     def after_fit(self) -> None:
@@ -182,10 +185,10 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _is_refusal(error: BaseException) -> bool:
-    """Whether a class of this package raised it, itself."""
+def _is_raised_by(error: BaseException, package: str) -> bool:
+    """Whether a class of the package raised it, itself."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("lightning_asyncpp.")
+    return str(frame.f_globals.get("__name__")).startswith(package)
 
 
 def run() -> None:
@@ -281,6 +284,13 @@ def _quiet() -> None:
         ".*Checkpoint directory .* exists and is not empty.*",
     ):
         warnings.filterwarnings("ignore", message=message)
+    for module in ("lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(module).addFilter(_is_no_tip)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    """Whether Lightning says something of this run, and not of a package that could be installed."""
+    return not record.getMessage().startswith("💡 Tip: ")
 
 
 @rank_zero_only

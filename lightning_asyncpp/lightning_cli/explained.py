@@ -11,21 +11,25 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_asyncpp.lightning_cli.arguments import STRATEGIES
-from lightning_asyncpp.lightning_cli.nearest import advice
+from lightning_asyncpp.lightning_cli.nearest import advice, nearest
+from lightning_asyncpp.lightning_cli.wrong_values import wrong_value
 
 _KEY = re.compile(r'Parser key "([\w.+]+)"')
+_GOT_CLASS = re.compile(r"Got value: Namespace\(.*?class_path='([\w.]+)'")
 _GIVEN_CLASS = re.compile(r"given class_path '([\w.]+)'|class_path='([\w.]+)'")
 _OPTION = re.compile(r"(?:Option '([\w.]+)' is not accepted|does not accept option '([\w.]+)')")
 _GROUP = re.compile(r"Group '([\w.]+)' does not accept")
 _ARGUMENTS = re.compile(r"unrecognized arguments: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 _NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)|has no attribute '(\w+)'|No module named '([\w.]+)'")
 _PATH = re.compile(r"given class_path '([\w.]+)'|Given value: ([\w.]+)$", re.MULTILINE)
+_REQUIRED = re.compile(r"the following arguments are required: (.*)$", re.MULTILINE)
 _TYPE = re.compile(r"[a-z]\w*(?:\.\w+)*\.[A-Z]\w*")
 _WRITTEN = ("optimizer", "config", "print_config", "help", "trace", "trace.mini_batches")  # shorthands of the command
-_STRATEGY = "trainer.strategy"
+_STRATEGY, _OPTIMIZER = "trainer.strategy", "optimizer"
 _SECTIONS = {
     _STRATEGY: "lightning_asyncpp.AsyncPipelineStrategy",
     "model": "lightning_asyncpp.GPTModule",
@@ -35,7 +39,7 @@ _SECTIONS = {
 
 
 def explained(message: str, known: Iterable[str], name: str = "asyncpp") -> str:
-    """The message in a line or two, where it is about a name that does not exist.
+    """The message in a line or two, where it is about a name that does not exist, a wrong value or a missing section.
 
     Args:
         message: jsonargparse's.
@@ -43,7 +47,7 @@ def explained(message: str, known: Iterable[str], name: str = "asyncpp") -> str:
         name: of the command, as it is called.
     """
     key = ".".join(_KEY.findall(message))
-    given = [match.group(1) or match.group(2) for match in _GIVEN_CLASS.finditer(message.partition("Given value")[0])]
+    given = _classes_around(message.partition("Given value")[0])
     place = min(max(len(_KEY.findall(message)) - 1, 0), len(given) - 1)
     class_path = given[place] if given else ""  # of several types that were tried for one key, the first is what it is
     if found := list(_ARGUMENTS.finditer(message)):
@@ -55,10 +59,27 @@ def explained(message: str, known: Iterable[str], name: str = "asyncpp") -> str:
             option = f"{group[-1]}.{option}" if group else option
             if class_path:
                 return _unknown_argument(option, key, class_path)
-            return f"there is no option {option!r}{advice(option, known)}"
+            return f"there is no option {option!r}{_elsewhere(option) or advice(option, known)}"
+    elif required := _REQUIRED.search(message):
+        return _missing(required.group(1).split(", "))
     elif said := _unknown_class(message, key):
         return said
-    return message
+    return wrong_value(message) or message
+
+
+def _missing(keys: Iterable[str]) -> str:
+    """What to say where recipes and options leave out whole sections."""
+    sections = " and ".join(f"`{key.rpartition('.')[2]}:`" for key in sorted(keys, reverse=True))
+    return f"no recipe and no option says {sections}; `asyncpp recipes` lists recipes that have all that is needed"
+
+
+def _classes_around(message: str) -> list[str]:
+    """The classes whose arguments a complaint is about, the outermost first."""
+    classes: list[str] = []
+    for line in message.splitlines():
+        inside_out = _GOT_CLASS.findall(line)  # a complaint within one line ends with what it stands in
+        classes += reversed(inside_out) if inside_out else [a or b for a, b in _GIVEN_CLASS.findall(line)]
+    return classes
 
 
 def _class_of(message: str, found: re.Match[str]) -> str:
@@ -77,14 +98,17 @@ def _unknown_arguments(text: str, key: str, class_path: str, known: Iterable[str
         if class_path:
             yield _unknown_argument(option, key, class_path)
         else:
-            yield f"there is no option --{option}{advice(option, [*known, *_WRITTEN, *_of_sections(option)], '--')}"
+            near = _elsewhere(option, "--") or advice(option, [*known, *_WRITTEN, *_of_sections(option)], "--")
+            yield f"there is no option --{option}{near}"
     if not options:
         yield f"unrecognized arguments: {text}; a recipe stands right after the subcommand: `{name} {words[0]} ...`"
 
 
 def _unknown_argument(option: str, key: str, class_path: str) -> str:
     where = f"--{key}: " if key else ""
-    return f"{where}{class_path} has no argument {option!r}{advice(option, arguments_of(class_path))}"
+    own = arguments_of(class_path)
+    near = advice(option, own) if nearest(option, own) else _elsewhere(f"{key}.{option}", "--") or advice(option, own)
+    return f"{where}{class_path} has no argument {option!r}{near}"
 
 
 def _unknown_class(message: str, key: str) -> str:
@@ -103,6 +127,8 @@ def _unknown_class(message: str, key: str) -> str:
     subtypes = message[: found[-1].start()].rpartition("Subtypes:")[2].partition("\n")[0]
     bases = [cls for path in _TYPE.findall(subtypes) if isinstance(cls := _found(path), type)]
     bases = [cls for cls in bases if not cls.__module__.startswith(("collections", "typing"))]
+    if bases == [torch.Tensor]:
+        return ""  # of a number that may be a tensor; nobody names a class of tensors in a recipe
     known = {cls.__name__ for base in bases for cls in _subclasses(base) if not cls.__name__.startswith("_")}
     if key == _STRATEGY:
         known |= set(STRATEGIES)
@@ -132,6 +158,15 @@ def _found(path: str) -> Any:
 
 def _keys(defaults: Namespace) -> list[str]:
     return [str(key) for key in defaults.keys(branches=True) if key != "params"]  # an optimizer's are no option
+
+
+def _elsewhere(option: str, prefix: str = "") -> str:
+    """What to say of an option with a section, where another section has one of its name; empty if none has."""
+    section, _, name = option.rpartition(".")
+    if section == _OPTIMIZER:
+        return f"; the optimizer stands below the model: {prefix}model.init_args.{option}"
+    found = [f"{place}.{name}" for place, class_path in _SECTIONS.items() if name in arguments_of(class_path)]
+    return f"; did you mean {' or '.join(prefix + key for key in found)}?" if found and section else ""
 
 
 def _of_sections(option: str) -> Iterator[str]:

@@ -9,6 +9,8 @@ _MOST = 3
 _LIKE = 0.7
 _AS_LIKE = 0.08
 _LISTED = 12
+_SAME = {"learningrate": "lr"}
+"""What another library calls it -> what it is called here."""
 _WHOLE, _PART = 0, 1
 
 
@@ -56,4 +58,5 @@ def advice(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 def _likeness(first: str, second: str) -> float:
     first, second = (name.lower().replace("-", "").replace("_", "") for name in (first, second))
+    first = _SAME.get(first, first)
     return difflib.SequenceMatcher(None, first, second).ratio()

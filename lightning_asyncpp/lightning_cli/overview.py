@@ -44,7 +44,8 @@ Asynchronous pipeline parallelism for PyTorch Lightning.
 """
 _FIRST_STEPS = """\
 `asyncpp COMMAND --help` says what a command takes. To begin with:
-  asyncpp check recipes/quickstart.yaml
+  asyncpp recipes
+  asyncpp check quickstart
   asyncpp fit quickstart
 """
 
@@ -79,7 +80,7 @@ _FIT_EXAMPLES = """\
   asyncpp fit quickstart --trainer.devices 4 --trainer.strategy.micro_batches 8
   torchrun --nproc-per-node 2 -m lightning_asyncpp fit quickstart
 """
-_OTHER_EXAMPLE = "  asyncpp {name} recipes/quickstart.yaml --ckpt_path last.ckpt\n"
+_OTHER_EXAMPLE = "  asyncpp {name} quickstart --ckpt_path last.ckpt\n"
 
 
 def overview(groups: Mapping[str, Mapping[str, str]] = GROUPS) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _OPTIONS = ("-c", "--config")
+_LISTED = 3
 _LIKE_A_NAME = re.compile(r"[\w./-]+")  # --config takes YAML and "-", too
 
 
@@ -41,8 +42,13 @@ def recipe_path(given: str) -> str:
     name = given.removeprefix("./").removeprefix("recipes/").removesuffix(".yaml")
     if name in recipes:
         return str(recipes[name])
-    if given == "-" or os.path.isdir(given):
+    if given == "-":
         return given
+    if os.path.isdir(given):
+        inside = ", ".join(sorted(str(path) for path in Path(given).glob("*.yaml"))[:_LISTED])
+        raise ConfigurationError(
+            f"{given} is a folder, and a recipe is a file{f', such as {inside}' if inside else ''}"
+        )
     raise unknown_recipe(given, name, recipes)
 
 

@@ -28,7 +28,7 @@ class RecipeParser(LightningArgumentParser):
     """
 
     def __init__(self, *args: Any, own_options: Sequence[str] = (), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # those of classes inside get no arguments
         self._own_options = list(own_options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -44,8 +44,10 @@ class RecipeParser(LightningArgumentParser):
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         """Read a recipe."""
-        configuration: Namespace = super().parse_string(content, *args, **kwargs)
         known = self.get_defaults()
+        for name, value in _no_sections(get_loader("yaml")(content), known):
+            self.error(f"{name}: is a section, with a line `key: value` for each of its keys below; got {value!r}")
+        configuration: Namespace = super().parse_string(content, *args, **kwargs)
         if "subcommand" not in known:  # the parser of all subcommands leaves their sections to theirs
             for name in _unknown(get_loader("yaml")(content), known):
                 self.error(f"there is no option {name!r}{advice(name, map(str, known.keys(branches=True)))}")
@@ -66,6 +68,14 @@ def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer versions of jsonargparse call it `instantiate`
         return parser.instantiate_classes(parser.parse_object({key: dict(value)}))[key]
+
+
+def _no_sections(content: Any, known: Namespace) -> Iterator[tuple[str, Any]]:
+    """Sections that have a value instead of keys; a text may name a file with them."""
+    for name, value in content.items() if isinstance(content, Mapping) else ():
+        is_section = str(name) in known and isinstance(known[str(name)], Namespace)
+        if is_section and not (value is None or isinstance(value, Mapping | str)):
+            yield str(name), value
 
 
 def _unknown(content: Any, known: Any) -> Iterator[str]:

@@ -290,8 +290,8 @@ class DelayCorrection(OptimizerAround):
         """Say once that nothing is corrected: now, because whoever told the delay may have told another one since."""
         if not self._memory.announced:
             rank_zero_info(
-                f"{type(self).__name__}: the gradients of this process are not delayed so far, and it corrects nothing"
-                " as long as they are not: the base steps alone. Other stages of a pipeline correct their own."
+                f"{type(self).__name__} on this rank: gradients are fresh, so there is nothing to correct, and"
+                f" {type(self.base).__name__} steps as it would alone; ranks whose gradients are delayed correct theirs"
             )
             self._memory.announced = True
 

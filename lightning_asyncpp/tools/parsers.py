@@ -207,6 +207,7 @@ def recipes_parser() -> ToolParser:
         description="List the recipes that come with the package, or copy one for editing. Commands take their names"
         " as they take files: asyncpp fit quickstart",
     )  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="list the experiments of `asyncpp ablate`, too")
     parser.add_argument("--copy", metavar="NAME", help="write this recipe to a file")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where --copy writes (default: here)")
     return parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
@@ -15,6 +15,13 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.parsers import recipes_parser
 
 _WIDTH = 120
+_GROUPS = {
+    "to begin with, two processes on the CPU": "quickstart",
+    "models of the Hugging Face Hub, on GPUs": "hf_",
+    "from random weights, on GPUs": "",
+}
+"""Title -> what the names of its recipes begin with; a recipe is in the first group that fits."""
+_EXPERIMENTS, _PARTS = "ablation/", "ablation/base/"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif arguments.folder is not None:
         parser.error(f"FOLDER={arguments.folder} is for --copy NAME")
     else:
-        print(_table())
+        print(_listed(with_experiments=arguments.all))
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
@@ -67,11 +74,29 @@ def _with_base(path: Path) -> dict[str, Path]:
     return {path.name: path} | ({base: path.parent / base} if base else {})
 
 
-def _table() -> str:
-    """Recipe by recipe the name and what it is; those of `asyncpp fit` come first."""
-    recipes = sorted(package_recipes().items(), key=lambda item: (item[0].count("/"), item[0]))
-    width = max(len(name) for name, _ in recipes) + 2
-    return "\n".join(f"{name:<{width}}{_about(path, _WIDTH - width)}" for name, path in recipes)
+def _listed(with_experiments: bool) -> str:
+    """The recipes of `asyncpp fit` in groups, then those of `asyncpp ablate`, or how many there are."""
+    recipes = package_recipes()
+    left = {name: path for name, path in recipes.items() if not name.startswith(_EXPERIMENTS)}
+    blocks = []
+    for title, beginning in _GROUPS.items():
+        blocks.append(_block(title, {name: left.pop(name) for name in list(left) if name.startswith(beginning)}))
+    blocks.append("`asyncpp fit NAME` trains one; `asyncpp recipes --copy NAME [FOLDER]` writes one to edit.\n")
+    grids = {name: path for name, path in recipes.items() if name.startswith(_EXPERIMENTS)}
+    parts = {name: grids.pop(name) for name in list(grids) if name.startswith(_PARTS)}
+    if with_experiments:
+        blocks += [_block("experiments, grids of trainings for `asyncpp ablate`", grids)]
+        blocks += [_block("what these train", parts)]
+    else:
+        blocks.append(f"{len(grids)} experiments for `asyncpp ablate`: `asyncpp recipes --all` lists them, too.\n")
+    return "\n".join(blocks).rstrip("\n")
+
+
+def _block(title: str, recipes: Mapping[str, Path]) -> str:
+    """A group, recipe by recipe the name and what it is."""
+    width = max(map(len, recipes)) + 2
+    lines = [f"  {name:<{width}}{_about(path, _WIDTH - width - 2)}" for name, path in recipes.items()]
+    return "\n".join([f"{title}:", *lines, ""])
 
 
 def _about(path: Path, width: int) -> str:

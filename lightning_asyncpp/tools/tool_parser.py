@@ -66,10 +66,14 @@ class ToolParser(jsonargparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._options = _Options()
-        super().__init__(*args, **kwargs)
+        # jsonargparse's own adds the types of Python, and "default: null" where a help says what is done then.
+        super().__init__(*args, formatter_class=argparse.HelpFormatter, **kwargs)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """Add an argument."""
+        """Add an argument; its default goes into its help, unless that speaks of one."""
+        told, default = kwargs.get("help", ""), kwargs.get("default")
+        if default not in (None, "", argparse.SUPPRESS) and default is not False and "default" not in told:
+            kwargs["help"] = f"{told} (default: {default})"
         action: argparse.Action = super().add_argument(*args, **kwargs)
         self._options.add(action)
         return action

@@ -204,6 +204,26 @@ def test_where_it_may_be_cut() -> None:
     assert costs[0] == costs[1] == costs[2] > costs[4] > 1.0, "entry, blocks and out have such products of matrices"
 
 
+class Asking(Net):
+    """Asks modules that may be elsewhere for dtypes, and in which mode they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x.to(self.entry.weight.dtype))
+        for block in self.blocks:
+            x = block(x.to(block.linear.weight.dtype)) * (2.0 if block.training else 1.0)
+        return self.out(x.to(self.out.bias.dtype)) + self.entry.weight.dtype.itemsize
+
+
+def test_what_changes_after_the_call_is_noticed() -> None:
+    """A Trainer converts the weights (``precision="bf16-true"``), and switches modes."""
+    x = torch.randn(4, DIM)
+    model = pipelined(Asking(), (x,))
+    for changed in (model.double(), model.eval(), model.bfloat16().train(), model.float()):
+        found, expected = apply_layers(changed, x), changed(x)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
 class Keeping(Block):
     """Leaves something behind."""
 

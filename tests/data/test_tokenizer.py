@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import builtins
 import json
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -79,13 +78,6 @@ def test_wrong_tokenizer_files(tmp_path: Path) -> None:
 
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    import_module = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "tokenizers":
-            raise ImportError(name)
-        return import_module(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r'pip install "lightning-asyncpp\[bpe\]"'):
         BPETokenizer.train(["text"], 300)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -370,14 +370,8 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import_module = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("safetensors"):
-            raise ImportError(name)
-        return import_module(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r'pip install "lightning-asyncpp\[hf\]"'):
         exported(CASES["llama"][1], tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -14,11 +14,13 @@ from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.hf.architectures import Architecture, name_there
 from lightning_asyncpp.models.hf.config import config_from_json
 from lightning_asyncpp.models.saved import SavedGPT, WeightsError, expected_shapes
+from lightning_asyncpp.optional_packages import optional_package
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
+_USER = "reading and writing files of Hugging Face models"
 _IGNORED = "rotary_emb.inv_freq"  # a table that old releases saved
 
 
@@ -164,11 +166,5 @@ def safetensors() -> Any:
     Raises:
         ImportError: it is not installed; the message says how to.
     """
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            'files of Hugging Face models need the `safetensors` package: pip install "lightning-asyncpp[hf]"'
-        ) from error
-    return safetensors
+    optional_package("safetensors.torch", _USER)
+    return optional_package("safetensors", _USER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.optional_packages import optional_package
 from lightning_asyncpp.tools.bench.names import FLOAT32, GRAM, LIBRARY, OURS, TORCH, TORCH_FUSED
 
 EXACT = (OURS, TORCH, TORCH_FUSED, LIBRARY)
@@ -167,9 +167,9 @@ def _make(system: str, stage: nn.Module) -> Sequence[Optimizer]:
 
 def _library(matrices: list[Tensor], others: list[Tensor]) -> Optimizer:
     try:
-        library = importlib.import_module("pytorch_optimizer")
-    except ImportError:
-        raise MissingError("pytorch_optimizer is not installed: `pip install pytorch_optimizer`") from None
+        library = optional_package("pytorch_optimizer", LIBRARY)
+    except ImportError as error:
+        raise MissingError(str(error)) from None
     groups = [
         {"params": matrices, "use_muon": True, "lr": MUON_LR, "weight_decay": DECAY, "use_adjusted_lr": True},
         {"params": others, "use_muon": False, "lr": ADAMW_LR, "weight_decay": DECAY, "betas": BETAS, "eps": EPS},

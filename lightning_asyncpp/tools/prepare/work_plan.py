@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tqdm.auto import tqdm
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import HUB, is_hub_name
 from lightning_asyncpp.data.token_dataset import PARTIAL, PLAN
+from lightning_asyncpp.optional_packages import missing_packages, needed
 from lightning_asyncpp.storage.durable import write_durably
 from lightning_asyncpp.tools.prepare.source_files import SourceFile, Span, in_one_line
 
@@ -147,15 +147,15 @@ class Request:
         return problems
 
     def _missing_packages(self) -> list[str]:
-        needed = {"pyarrow"}
+        packages = {"pyarrow"}
         if any(source.startswith(HUB) for source in self.sources):
-            needed.add("huggingface_hub")
+            packages.add("huggingface_hub")
         if self.tokenizer not in ("byte", "bpe") and is_hub_name(self.tokenizer):
-            needed |= {"huggingface_hub", "tokenizers"}
+            packages |= {"huggingface_hub", "tokenizers"}
         elif self.tokenizer != "byte":
-            needed.add("tokenizers")
-        missing = sorted(name for name in needed if find_spec(name) is None)
-        return [f'{" and ".join(missing)} not installed: pip install "lightning-asyncpp[prepare]"'] if missing else []
+            packages.add("tokenizers")
+        missing = missing_packages(packages)
+        return [needed("asyncpp prepare", missing, extra="prepare")] if missing else []
 
 
 def _absolute(path: str) -> Path:

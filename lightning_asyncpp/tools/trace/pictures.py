@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lightning_asyncpp.optional_packages import needed, optional_package
 from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Wait
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.tools.trace.recorded_run import PER_MICRO_BATCH, RankTrace, RecordedRun, TraceError
@@ -26,7 +27,7 @@ _KINDS: tuple[Kind | Wait | Beside, ...] = (
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _SCRIPTS = ("model.js", "draw.js", "overview.js", "report.js", "main.js")
 Event = dict[str, Any]
-NEEDS_MATPLOTLIB = "--png needs matplotlib: pip install 'lightning-asyncpp[plots]'"
+NEEDS_MATPLOTLIB = needed("--png", ["matplotlib"])
 _THREADS = {1: "work", 2: "waits", 3: "messages", 4: "reductions", 5: "drains and pauses"}
 _THREAD_OF: dict[Kind | Wait | Beside, int] = {
     **dict.fromkeys(Kind, 1), **dict.fromkeys(Wait, 2), Beside.SEND: 3, Beside.REDUCE: 4, Beside.DRAIN: 5,
@@ -195,11 +196,11 @@ def write_png(run: RecordedRun, summary: Summary, path: Path) -> None:
         TraceError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise TraceError(NEEDS_MATPLOTLIB) from None
+        figures = optional_package("matplotlib.figure", "--png")
+    except ImportError as error:
+        raise TraceError(str(error)) from None
     lanes = len(run.ranks)
-    figure = Figure(figsize=(14, 2.6 + 0.3 * lanes + 0.24 * lanes), layout="constrained", dpi=150)
+    figure = figures.Figure(figsize=(14, 2.6 + 0.3 * lanes + 0.24 * lanes), layout="constrained", dpi=150)
     timeline, shares = figure.subplots(2, 1, height_ratios=[0.3 * lanes + 0.8, 0.24 * lanes + 0.8])
     figure.suptitle(headline(run, summary), fontsize=11, color=_INK, ha="left", x=0.01)
     _draw_timeline(timeline, run)

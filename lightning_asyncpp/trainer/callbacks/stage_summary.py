@@ -57,10 +57,22 @@ def stage_table(session: PipelineSession, model: Any = None) -> str:
         unit = getattr(model, "pipeline_costs_unit", None)
         _add_costs(titles, rows, [float(load) for load in loads_of(partition.costs, partition.counts)], unit)
     frozen = sum(whole.num_parameters) - sum(whole.num_trained)
-    notes = [f"{_count(frozen)} of the parameters are frozen."] if frozen else []
+    notes = [_places(mesh)]
+    notes += [f"{_count(frozen)} of the parameters are frozen."] if frozen else []
     if whole.ties:
         notes.append("Parameters that stages share count on each of them.")
     return "\n".join(["Stages of the pipeline:", *_lines(titles, rows), *notes])
+
+
+def _places(mesh: Mesh) -> str:
+    """How to read the column of ranks, in a line."""
+    several = mesh.num_replicas > 1
+    first = " of the first replica" if several else ""
+    rest = " The ranks of a row hold the same stage, one per replica." if several else ""
+    return (
+        f"A rank is a process. Rank 0 holds stage {mesh.stage_of(0)}{first}, which computes the loss; it writes the"
+        f" logs. Batches enter at stage 0, on rank {mesh.rank_of(0, 0)}.{rest}"
+    )
 
 
 def _rows(whole: WholeModel, mesh: Mesh) -> list[list[str]]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import hub_endpoint, hub_errors, is_hub_name
+from lightning_asyncpp.optional_packages import optional_package
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 Task = Literal[
@@ -33,11 +34,7 @@ def transformers_package() -> Any:
     Raises:
         ImportError: it is not installed; the message says how.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError('HFModule needs the `transformers` package: pip install "lightning-asyncpp[hf]"') from error
-    return transformers
+    return optional_package("transformers", "HFModule")
 
 
 def read_config(model_id: str, overrides: Mapping[str, Any]) -> Any:

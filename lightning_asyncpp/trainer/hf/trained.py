@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_asyncpp.optional_packages import optional_package
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
@@ -25,11 +26,7 @@ def peft_package() -> Any:
     Raises:
         ImportError: it is not installed; the message says how.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("lora=... needs the `peft` package: pip install peft") from error
-    return peft
+    return optional_package("peft", "lora=...")
 
 
 def lora_config(lora: Mapping[str, Any], task: str) -> Any:

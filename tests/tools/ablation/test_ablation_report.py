@@ -156,7 +156,7 @@ def test_without_matplotlib_the_tables_are_written_all_the_same(tmp_path, monkey
     write_results(tmp_path, [run(1.5, delay="0"), run(1.6)])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     write_report(tmp_path)
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert 'pip install "lightning-asyncpp[plots]"' in capsys.readouterr().err
     assert "+0.100" in (tmp_path / "table.md").read_text()
     assert not list(tmp_path.glob("*.svg"))
 

@@ -109,11 +109,12 @@ def test_all_wrong_arguments_at_once(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_asyncpp.tools.prepare.work_plan.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_asyncpp.optional_packages.find_spec", lambda name: None)
     with pytest.raises(DataError) as caught:
         prepare(request("hf://datasets/a/b", tmp_path / "out", tokenizer="gpt2"))
     assert str(caught.value) == (
-        'huggingface_hub and pyarrow and tokenizers not installed: pip install "lightning-asyncpp[prepare]"'
+        "asyncpp prepare needs `huggingface_hub` and `pyarrow` and `tokenizers`, not installed here:"
+        ' pip install "lightning-asyncpp[prepare]"'
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
+from lightning_asyncpp.optional_packages import missing_packages, needed
 from lightning_asyncpp.tools.ablation.report.summary import Ablation
 from lightning_asyncpp.tools.ablation.report.tables import page
 from lightning_asyncpp.tools.ablation.results import (
@@ -38,8 +38,8 @@ def write_report(folder: Path) -> None:
     ablation = Ablation.of(*read_results(folder / RESULTS))
     curves = read_curves(folder / CURVES).get("val_loss", {})
     plots: list[str] = []
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"No plots in {folder}: matplotlib is missing (`pip install matplotlib`).", file=sys.stderr)
+    if missing := missing_packages(["matplotlib"]):
+        print(f"No plots in {folder}: {needed('drawing', missing)}", file=sys.stderr)
     else:
         from lightning_asyncpp.tools.ablation.report.plots import write_plots
 

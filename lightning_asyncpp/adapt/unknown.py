@@ -1,0 +1,189 @@
+"""Values that are not there: what stands for them, and who computes with it.
+
+A stand-in holds NaN, and what is computed from NaN is NaN, so that a result which lacks a value shows it. What does not
+show it is code that asks a question of the value, ``if x.max() > 1``: such code is stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode  # its documented place
+
+from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+# Functions that take no values of a tensor, but its shape and dtype.
+_OF_SHAPES = frozenset({
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+})  # fmt: skip
+# Functions of float tensors whose results may hold no NaN, though what they take does.
+_FORGETFUL = frozenset({
+    "nan_to_num", "nan_to_num_", "fmax", "fmin", "nansum", "nanmedian", "copysign", "copysign_", "histc", "_unique2",
+    "unique_dim", "unique_consecutive", "heaviside", "heaviside_", "sgn", "sign", "sign_", "bernoulli",
+})  # fmt: skip
+_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})  # which torch does without running a function
+
+
+class UnknownValueError(ConfigurationError):
+    """Does the code around a model's layers ask for a value that is on another stage?"""
+
+
+class Unknown(TorchDispatchMode):
+    """Makes stand-ins, and follows what is computed from them while it is entered.
+
+    It looks at every function that torch runs. Results of stand-ins are stand-ins; a function that would make numbers
+    without NaN of them raises: one that returns whole numbers, booleans or Python's numbers, or that leaves NaN out.
+
+    Attributes:
+        device: where stand-ins are made.
+        training: the model's mode.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device, self.training = torch.device("cpu"), False
+        self._storages: dict[int, tuple[Any, str]] = {}  # by address; held, so that no other gets it
+        self._reads = _Reads(self)
+
+    def __enter__(self) -> Unknown:
+        """Look at what is computed."""
+        self._reads.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Look no more."""
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
+
+    def forget(self) -> None:
+        """The forward that they were made for is over."""
+        self._storages.clear()
+
+    def nothing(self, what: str, shape: Sequence[int], dtype: torch.dtype, writable: bool = False) -> Tensor:
+        """A stand-in of NaN (zeros of a dtype that has none).
+
+        Args:
+            what: it stands for, as ``what blocks.3 returned``.
+            shape: of the value.
+            dtype: of the value.
+            writable: whether it may be changed in place; otherwise it takes no memory of its size.
+        """
+        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        nothing = torch.full((), value, dtype=dtype, device=self.device).expand(tuple(shape))
+        nothing = nothing.contiguous() if writable else nothing
+        self._mark(nothing, what)
+        return nothing
+
+    @contextmanager
+    def set_aside(self, *values: Any) -> Iterator[None]:
+        """Do not look while a submodule runs, as that may be compiled.
+
+        Args:
+            values: what the submodule takes; with a stand-in among them it is looked at after all.
+        """
+        if any(self._what(tensor) for tensor in tensors_of(values)):
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch."""
+        result = func(*args, **(kwargs or {}))
+        if not self._storages:
+            return result
+        taken = _flat([*args, *kwargs.values()] if kwargs else args)
+        unknown = [value for value in taken if isinstance(value, Tensor) and self._what(value)]
+        name = func.overloadpacket.__name__
+        if not unknown or name in _OF_SHAPES:
+            return result
+        results = _flat([result])
+        if self._is_answer(name, unknown, results):
+            self.refuse(unknown[0], name)
+        for value in taken if result is None else results:  # without a result it wrote into what it took
+            if isinstance(value, Tensor):
+                self._mark(value, self._what(unknown[0]))
+        return result
+
+    def refuse(self, tensor: Tensor, function: str) -> None:
+        """Raise if a tensor is a stand-in.
+
+        Args:
+            tensor: that is asked for its values.
+            function: that asks.
+
+        Raises:
+            UnknownValueError: it is one.
+        """
+        if what := self._what(tensor):
+            raise UnknownValueError(
+                f"the code around the model's layers takes {what} for a question ({function}), but that is on another"
+                " pipeline stage, as this code did not run with the example that pipelined(model, example) was given:"
+                " give an example that is like the batches, or the model pipeline_layers()"
+            )
+
+    def _is_answer(self, name: str, unknown: Sequence[Tensor], results: Sequence[Any]) -> bool:
+        """Whether results tell something of the values of stand-ins, and do not show it."""
+        if name in _FORGETFUL:
+            return True
+        views = {_address(tensor) for tensor in unknown}
+        numbers = [tensor for tensor in unknown if not _holds_nan(tensor)]
+        if numbers and not all(isinstance(r, Tensor) and _address(r) in views for r in results):
+            return True
+        shown = [result for result in results if isinstance(result, Tensor) and _holds_nan(result)]
+        return not numbers and not shown and any(result is not None for result in results)
+
+    def _mark(self, tensor: Tensor, what: str) -> None:
+        if address := _address(tensor):
+            self._storages[address] = tensor.untyped_storage(), what
+
+    def _what(self, tensor: Tensor) -> str:
+        """What a tensor stands for, or nothing."""
+        return self._storages.get(_address(tensor), (None, ""))[1]
+
+
+class _Reads(TorchFunctionMode):
+    """Sees who reads a tensor's memory."""
+
+    def __init__(self, unknown: Unknown) -> None:
+        super().__init__()
+        self._unknown = unknown
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            self._unknown.refuse(args[0], name)
+        return func(*args, **(kwargs or {}))
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """What a function of torch takes or returns: values, and lists of them."""
+    found: list[Any] = []
+    for value in values:
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return found
+
+
+def _holds_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _address(tensor: Tensor) -> int:
+    """Of a tensor's memory; 0 of one that has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # of a sparse tensor
+        return 0
