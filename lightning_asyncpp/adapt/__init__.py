@@ -1,5 +1,5 @@
 """Models of other libraries, cut by replaying their own forward around their blocks."""
 
-from lightning_asyncpp.adapt.pipelined import pipelined, problems_of_adapting
+from lightning_asyncpp.adapt.pipelined import is_adapted, pipelined, problems_of_adapting
 
-__all__ = ["pipelined", "problems_of_adapting"]
+__all__ = ["is_adapted", "pipelined", "problems_of_adapting"]

@@ -77,6 +77,11 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     return model
 
 
+def is_adapted(model: nn.Module) -> bool:
+    """Whether its layers are those that :func:`pipelined` found."""
+    return isinstance(getattr(model, "pipeline_layers", None), PipelineLayers)
+
+
 def problems_of_adapting(model: nn.Module, example: Any = None) -> list[str]:
     """Make a model that does not say where it can be cut one that does; what is in the way.
 

@@ -18,8 +18,8 @@ from lightning_asyncpp.strategy_parts.resumable_loader import (
     problems_in_mid_epoch,
     problems_with_workers,
     set_epoch,
-    shuffle_by_epoch,
 )
+from lightning_asyncpp.strategy_parts.shuffling import shuffle_by_epoch
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderBatch, PlaceholderLoader
 
 _PLACE = "place_in_fabric"

@@ -217,7 +217,7 @@ class Engine:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
         self.runner.begin(purpose)
         try:
-            slots = self._slots(batch)
+            slots = self._slots(batch, trains=False)
         except Exception as error:
             self.runner.announce_failure(self.evaluated, error)
             raise
@@ -283,8 +283,8 @@ class Engine:
         if self.runner.transport is not None:
             self.runner.transport.close()
 
-    def _slots(self, batch: Any) -> list[Slot]:
-        return self.runner.slots(batch, self.settings.micro_batches, self.host_batch)
+    def _slots(self, batch: Any, trains: bool = True) -> list[Slot]:
+        return self.runner.slots(batch, self.settings.micro_batches, self.host_batch, trains)
 
     def _slots_checked(self, batch: Any) -> list[Slot]:
         slots: list[Slot] = []

@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
-from torch.utils.data import DistributedSampler
 
 from lightning_asyncpp.data.replica import classes_of_litdata, leave_where_it_was, set_epoch_before, with_own_place
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, Plain, differing, keeps_place, loader_identity
+from lightning_asyncpp.strategy_parts.shuffling import sampler_inside, wrapper_of
 from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 
 COMBINED_GOES_ON = RequirementCache("litdata>=0.2.76")
@@ -267,35 +265,6 @@ def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
-    """Let a ``StatefulDataLoader(shuffle=True)`` be shuffled as Lightning shuffles a ``DataLoader(shuffle=True)``.
-
-    Lightning replaces torch's random sampler by one whose order follows from the epoch, but puts torchdata's into a
-    wrapper, which hides from the loader where the sampler is: the loader could not go on in the middle of an epoch.
-
-    Args:
-        loader: of training data, with the sampler that Lightning chose.
-        shuffle: whether it is shuffled; None: as the Trainer chose, where Fabric takes torchdata's for one that is not.
-    """
-    wrapper = wrapper_of(loader)
-    if wrapper is None or not _shuffles(_inside(wrapper)):
-        return
-    shuffled = wrapper.shuffle if shuffle is None else shuffle
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        loader.dataset, wrapper.num_replicas, wrapper.rank, shuffled, wrapper.seed, wrapper.drop_last
-    )
-    loader.batch_sampler.sampler = sampler
-
-
-def wrapper_of(loader: Any) -> DistributedSamplerWrapper | None:
-    """The Trainer's sampler around a sampler of the loader's own, which does not say where that one is."""
-    # A class of batches that is not torch's keeps the sampler to itself, and the loader shows another one.
-    for owner in (loader, getattr(loader, "batch_sampler", None)):
-        if isinstance(sampler := getattr(owner, "sampler", None), DistributedSamplerWrapper):
-            return sampler
-    return None
-
-
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the samplers of a loader, which order the data by it, the number of the epoch."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
@@ -334,14 +303,4 @@ def _owners(loader: Any) -> Iterator[Any]:
     batches = getattr(loader, "batch_sampler", None)
     yield from (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))
     if (wrapper := wrapper_of(loader)) is not None:
-        yield _inside(wrapper)
-
-
-def _inside(wrapper: DistributedSamplerWrapper) -> Any:
-    return required(wrapper.dataset, "_sampler", "find the training data's own sampler")
-
-
-def _shuffles(sampler: Any) -> bool:
-    kind = type(sampler)
-    is_torchdatas = kind.__module__.partition(".")[0] == "torchdata" and kind.__name__ == "RandomSampler"
-    return is_torchdatas and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        yield sampler_inside(wrapper)

@@ -28,7 +28,10 @@ _CHECKPOINT = {
     "verify": "compare all of it with its checksums",
 }
 _ABLATE = "``asyncpp ablate``: trains a grid of optimizers, learning rates, delays and corrections, and compares them."
-_CHECK = "Print how the model is cut and how near the results are; what is to be mended ends with code 1."
+_CHECK = (
+    "Print how the model is cut and how near the results are. What is to be mended ends with code 1; where nothing is,"
+    " but something could not be compared, with code 3."
+)
 
 
 def ablate_parser() -> ToolParser:

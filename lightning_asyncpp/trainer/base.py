@@ -33,6 +33,7 @@ from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
 from lightning_asyncpp.strategy_parts.identity import described_model
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArguments
 from lightning_asyncpp.trainer.callbacks.stage_summary import show_stages
@@ -153,6 +154,8 @@ class PipelineStrategy(
         self._batch_ends.install(trainer)
         self.step_metrics.connect(trainer, module, self.in_epoch_end)
         self.take_batch_hooks([module, trainer.datamodule])  # type: ignore[attr-defined]
+        if self._mesh.num_replicas == 1:
+            private.shuffle_only(trainer, shuffles)
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
             self._warn_without_delay(trainer.max_steps)

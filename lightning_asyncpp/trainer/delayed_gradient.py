@@ -31,6 +31,7 @@ from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.strategy_parts.arguments import check_arguments, for_ddp, takes
 from lightning_asyncpp.strategy_parts.delayed_mixin import DelayedStrategyMixin
 from lightning_asyncpp.strategy_parts.identity import described_model, versions
+from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import DelayArguments, TrainersDDPArguments
 from lightning_asyncpp.trainer.checkpoint.delayed_checkpoints import DelayedCheckpoints
@@ -124,6 +125,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         if self._alone:
             if self.settings.micro_batches is None:  # else the order of a pipeline's data, too
                 private.keep_samplers(trainer)
+            else:
+                private.shuffle_only(trainer, shuffles)
             super(ParallelStrategy, self).setup(trainer)
         else:
             super().setup(trainer)

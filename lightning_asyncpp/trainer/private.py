@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary
 from lightning.pytorch.strategies import DDPStrategy, Strategy, launchers
+from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_asyncpp.private_names import required
 
@@ -292,6 +293,19 @@ def keep_samplers(trainer: Trainer) -> None:
     connector = required(trainer, "_accelerator_connector", "leave samplers as they are in a single process")
     required(connector, "use_distributed_sampler", "leave samplers as they are in a single process")
     connector.use_distributed_sampler = False
+
+
+def shuffle_only(trainer: Trainer, shuffles: Callable[[object], bool]) -> None:
+    """Shuffle those training loaders alone of which ``shuffles`` says so: Lightning's sampler shuffles them all."""
+    purpose = "read a loader that does not shuffle in its own order"
+    connector = required(trainer, "_data_connector", purpose)
+    prepare = required(type(connector), "_prepare_dataloader", purpose)
+
+    def prepared(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        kept = mode is RunningStage.TRAINING and not shuffles(dataloader)
+        return prepare(connector, dataloader, shuffle and not kept, mode)
+
+    connector._prepare_dataloader = prepared
 
 
 def skips_backward(trainer: Trainer) -> bool:

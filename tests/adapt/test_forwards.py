@@ -360,3 +360,26 @@ def test_a_forward_that_takes_another_way() -> None:
     model.way = 2
     with pytest.raises(ConfigurationError, match=r"came to the end where it came to blocks\.2 with the example"):
         apply_layers(model, torch.randn(2, DIM))
+
+
+class ByLength(Net):
+    """Does more with longer batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x + first if len(x) > 3 else x)
+
+
+def test_another_forward_than_with_the_example_is_told_with_what_to_do() -> None:
+    """Nobody who calls pipelined() has written pipeline_layers()."""
+    model = pipelined(ByLength(), (torch.randn(2, DIM),))
+    with pytest.raises(ConfigurationError) as refused:
+        check_model(Trained(model), [{"x": torch.randn(8, DIM)}], stages=2)
+    said = str(refused.value)
+    assert "self.model(...) and its layers, applied one after the other, are not the same" in said
+    assert "give it one like the batches, `self.model = lightning_asyncpp.pipelined(model, example=" in said
+    assert "forward() of" not in said
+    mended = pipelined(ByLength(), (torch.randn(8, DIM),))
+    assert check_model(Trained(mended), [{"x": torch.randn(8, DIM)}], stages=2).bitwise

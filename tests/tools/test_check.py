@@ -265,7 +265,8 @@ def test_the_report() -> None:
     text = str(report)
     assert report.stages == [["0", "1"], ["2"]]
     assert report.crossings == [(TensorInfo((4, DIM), torch.float32, True),)]
-    assert "stage 0: 0, 1\n  | (4, 6) float32: 96 bytes forward per micro-batch\nstage 1: 2\n2 updates, loss" in text
+    assert "stage 0: 0, 1\n  | (4, 6) float32: 96 bytes forward per micro-batch\nstage 1: 2\nlayers: applied" in text
+    assert ", with the first micro-batch\n2 updates, loss" in text
     assert "all weights and buffers equal those of a single process to the last bit" in text
     (crossing,) = check_model(model, batches(9), step, stages=3, updates=1).crossings[:1]
     assert crossing == (TensorInfo((3, DIM), torch.float32, True), TensorInfo((3, DIM), torch.bool, False))
@@ -292,7 +293,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["asyncpp"])
     check.main(arguments(tmp_path, "--updates", "2"))
-    assert "stage 1: blocks.2, blocks.3, head\n2 updates, loss 5.5" in (printed := capsys.readouterr().out)
+    assert "stage 1: blocks.2, blocks.3, head\nlayers: applied" in (printed := capsys.readouterr().out)
+    assert "\n2 updates, loss 5.5" in printed
     assert "equal those of a single process to the last bit" in printed
     check.main(arguments(tmp_path, "--updates", "1", "--stages", "3"))
     assert "stage 2: " in capsys.readouterr().out
@@ -318,6 +320,19 @@ def test_the_command_checks_the_recipes_staleness_and_lookahead(
     chosen = [f"{strategy}staleness=least", f"{strategy}slack=exact", f"{strategy}lookahead=1"]
     check.main(arguments(tmp_path, *chosen, "--updates", "1"))
     assert [given[name] for name in ("staleness", "slack", "lookahead", "delay")] == ["least", "exact", 1, 1]
+
+
+@pytest.mark.parametrize(("found", "code"), [({"findings": ["loss"]}, 1), ({"findings": []}, 3)])
+def test_how_the_command_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code: int
+) -> None:
+    """A comparison that was left out is told from what is to be mended."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["asyncpp"])
+    monkeypatch.setattr(check, "check_model", lambda *_, **shape: SimpleNamespace(ok=False, **found))
+    with pytest.raises(SystemExit) as ended:
+        check.main(arguments(tmp_path, "--updates", "1"))
+    assert ended.value.code == code
 
 
 def test_batches_of_several_loaders_at_once() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lightning_asyncpp import ConfigurationError, check_model
+from lightning_asyncpp import ConfigurationError, apply_layers, check_model
 from lightning_asyncpp.optim import DelayCompensation, MuonAdamW
 from lightning_asyncpp.pipeline.oracle import train_reference
 from tests.pipeline.cases import DIM, make_model
@@ -202,3 +204,37 @@ def test_what_is_refused_because_of_the_age_of_gradients() -> None:
         check_model(TiedNet(Run(TiedNet)), batches, staleness="fresh_last_stage")
     with pytest.raises(ConfigurationError, match="slack=-1 must be a number of micro-batches"):
         check_model(TiedNet(Run(TiedNet)), batches, staleness="least", slack=-1)
+
+
+# -- arguments of the model ---------------------------------------------------------------------------------------
+
+
+class KeywordModel(nn.Module):
+    """Takes its input by name, and something that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+
+    def pipeline_layers(self) -> list[Any]:
+        return [(self.first, lambda first, inputs_embeds, lock=None: first(inputs_embeds)), self.second]
+
+    def forward(self, inputs_embeds: Tensor, lock: Any = None) -> Tensor:
+        return apply_layers(self, inputs_embeds=inputs_embeds, lock=lock)
+
+
+def test_an_argument_that_requires_a_gradient_is_named() -> None:
+    def embedding(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        embeds = batch["x"] * model.get_parameter("first.weight").sum(0)
+        return F.mse_loss(model(inputs_embeds=embeds), batch["y"])
+
+    with pytest.raises(ConfigurationError, match=r"argument of the model\(...\) requires a gradient \(inputs_embeds: "):
+        check_model(KeywordModel(), batches(), embedding, stages=2)
+
+
+def test_an_argument_that_cannot_be_copied_is_named() -> None:
+    def locked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch["x"], lock=threading.Lock()), batch["y"])
+
+    with pytest.raises(ConfigurationError, match=r"an argument of the model\(...\), lock, is a lock that cannot be"):
+        check_model(KeywordModel(), batches(), locked)

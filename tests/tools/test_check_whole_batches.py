@@ -106,10 +106,57 @@ def test_a_micro_batch_without_a_target() -> None:
     assert "def micro_batch_weight" in report.findings[0]
 
 
-def test_what_cannot_be_compared_and_batch_norm_are_notes() -> None:
+def test_what_a_step_draws_is_held_constant() -> None:
     noisy = check_model(NoisyNet(Run(NoisyNet)), batches())
-    assert "note: whole batches were not compared" in str(noisy)
+    assert "but for BatchNorm, the step's random numbers held constant): loss " in str(noisy)
     assert noisy.ok
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        logits = F.dropout(model(batch["ids"]), 0.5)  # it is training by default
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    padded = check_model(language_model(), [TOKENS], step)
+    assert "return float((micro_batch['labels'] != -100).sum())`" in padded.findings[0]
+
+
+def permuting_step(model: nn.Module, batch: Any) -> Tensor:
+    order = torch.randperm(batch["labels"].shape[1])
+    return tokens_step(model, {**batch, "labels": batch["labels"][:, order]})
+
+
+def failing_step(model: nn.Module, batch: Any) -> Tensor:
+    if len(batch["ids"]) > 5:
+        raise MemoryError("too large")
+    return tokens_step(model, batch)
+
+
+def nan_step(model: nn.Module, batch: Any) -> Tensor:
+    return tokens_step(model, {**batch, "labels": torch.full_like(batch["labels"], -100)})
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (permuting_step, "its loss is another one each time, also in eval mode"),
+        (failing_step, "with a whole batch the step raised MemoryError: too large"),
+        (nan_step, "of all batches the loss is NaN or the weight 0"),
+    ],
+)
+def test_what_cannot_be_compared_is_not_ok(step: Any, why: str) -> None:
+    report = check_model(language_model(), [TOKENS], step)
+    assert not report.ok
+    assert not report.findings
+    last = str(report).splitlines()[-1]
+    assert last == f"NOT COMPARED: {report.left_out[0]}"
+    assert f"whole batches were not compared with their micro-batches: {why}" in last
+
+
+def test_it_says_how_layers_were_compared() -> None:
+    report = check_model(language_model(), [TOKENS], tokens_step)
+    assert "layers: applied in order they give what the model(...) gives, with the first micro-batch" in str(report)
+
+
+def test_batch_norm_is_a_note() -> None:
     normalised = check_model(BatchNormNet(Run(BatchNormNet)), batches())
     assert "BatchNorm alone makes the difference" in str(normalised)
     assert normalised.ok

@@ -86,6 +86,10 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     ),
     "_accelerator_connector": (lambda t: t, private.keep_samplers),
     "use_distributed_sampler": (lambda t: t._accelerator_connector, private.keep_samplers),
+    "_data_connector": (lambda t: t, lambda t: private.shuffle_only(t, lambda _: True)),
+    "_prepare_dataloader": (
+        lambda t: type(t._data_connector), lambda t: private.shuffle_only(t, lambda _: True)
+    ),
     "_skip_backward": (lambda t: t.fit_loop.epoch_loop.automatic_optimization, private.skips_backward),
     "_max_depth": (lambda t: SUMMARY, lambda t: private.summary_depth(SUMMARY)),
     "_start_method": (lambda t: DDP, lambda t: private.start_method(DDP)),

@@ -19,6 +19,7 @@ from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.pipeline import foreach
 from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
 from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
+from lightning_asyncpp.pipeline.batches.unequal_targets import UnequalTargets
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks, loss_of
 from lightning_asyncpp.pipeline.cut.units import Unit, layer_by_layer, pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -70,6 +71,7 @@ class MicroBatchGradient:
         self.weight = 0.0
         self.counted = Collected()
         self.nan_places: list[Reading] = []  # of its batches, the first micro-batch whose loss is NaN, from 1; or 0
+        self._unequal = UnequalTargets(hooks, listens=replica == 0)
         self._sums: dict[str, Tensor | None] = {}
         self._further_uses: list[tuple[str, Tensor | None]] = []  # name, sum of a later unit that shares a parameter
         self._norms: dict[str, float] = {}
@@ -93,6 +95,7 @@ class MicroBatchGradient:
         slots = self.hooks.split_batch(batch, self.count)
         if len(slots) != self.count:
             raise ConfigurationError(f"split_batch(batch, {self.count}) returned {len(slots)} micro-batches")
+        self._unequal.look(slots)
         # Somebody's zero_grad() may come between two batches that share an update.
         for name, parameter in self.parameters.items():
             parameter.grad = self._sums.get(name)

@@ -15,6 +15,7 @@ from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.pipeline.batches.host_batch import HostBatch
 from lightning_asyncpp.pipeline.batches.micro_batch import Slot, cut_batch
 from lightning_asyncpp.pipeline.batches.structure import flatten, unflatten
+from lightning_asyncpp.pipeline.batches.unequal_targets import UnequalTargets
 from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.errors import ConsequenceError, PeerLostError
@@ -113,6 +114,7 @@ class StageRunner(ABC):
         trace: records what is done when; None records nothing.
         clock: by which a trace is to measure what is computed here.
         around: what the user's step does around its call of the model.
+        unequal: tells of micro-batches with unequal numbers of targets, on the rank whose output users read.
     """
 
     def __init__(
@@ -132,15 +134,17 @@ class StageRunner(ABC):
         self.call = ModelCall(stage.model, hooks.model_name)
         self.around = AroundCall(stage, device, hooks)
         self.kept = KeptTensors(stage.root)
+        self.unequal = UnequalTargets(hooks, listens=mesh.rank == 0)
 
     @abstractmethod
-    def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
+    def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:
         """What this stage has of a batch: so many micro-batches, or empty slots.
 
         Args:
             batch: the batch, on the device.
             parts: number of slots.
             host_batch: what of it is still on the host.
+            trains: whether it is trained on.
         """
 
     def begin(self, purpose: str = "train") -> None:
@@ -210,9 +214,11 @@ class StageRunner(ABC):
 
     # -- what arrives ---------------------------------------------------------------------------------------------
 
-    def _cut(self, batch: Any, parts: int, host_batch: HostBatch, weigh: Callable[[Any], float] | None) -> list[Slot]:
-        closely = self.around.looks_closely
-        return cut_batch(batch, parts, self.hooks.split_batch, weigh, host_batch.of(batch), may_wait=closely)
+    def _cut(
+        self, batch: Any, parts: int, host_batch: HostBatch, trains: bool, weigh: Callable[[Any], float] | None
+    ) -> list[Slot]:
+        closely, look = self.around.looks_closely, self.unequal.look if trains else None
+        return cut_batch(batch, parts, self.hooks.split_batch, weigh, host_batch.of(batch), closely, look)
 
     @property
     def _neighbours(self) -> Transport:

@@ -37,9 +37,9 @@ def stage_runner(
 class FirstStage(StageRunner):
     """Where batches enter: the user's step is run up to its call of the model, and left there."""
 
-    def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
+    def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:
         """Micro-batches with their weights, which travel with them."""
-        return self._cut(batch, parts, host_batch, self.hooks.micro_batch_weight)
+        return self._cut(batch, parts, host_batch, trains, self.hooks.micro_batch_weight)
 
     def forward(self, task: Task) -> Flight:
         """Take the arguments of the step's call, run the layers on them, and send what comes out."""
@@ -57,7 +57,7 @@ class FirstStage(StageRunner):
             args, kwargs = self.call.capture(lambda: task.step(task.slot, task.weight), self.around.look)
         around = self.around.judge(task.trains)
         if task.trains:
-            refuse_input_gradients((args, kwargs), self.hooks.model_name)
+            refuse_input_gradients(args, kwargs, self.hooks.model_name)
         call = digest(args, kwargs) if task.trains and self.around.looks_closely else NOT_LOOKED_AT
         header = Header(task.k, weight=task.weight, fingerprint=task.mark, around=around, call=call)
         with collecting() as said, self._looking_for_kept(task):
@@ -71,7 +71,7 @@ class FirstStage(StageRunner):
 class MiddleStage(StageRunner):
     """Takes what the stage before made and hands it on; it has no batches, and no step of the user's is run here."""
 
-    def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
+    def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:
         """Empty ones."""
         return [Slot()] * parts
 
@@ -100,9 +100,9 @@ class MiddleStage(StageRunner):
 class LastStage(StageRunner):
     """Runs the whole step of the user, with what the pipeline computed for the model's output, to the loss."""
 
-    def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
+    def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:
         """Micro-batches; their weights arrive."""
-        return self._cut(batch, parts, host_batch, None)
+        return self._cut(batch, parts, host_batch, trains, None)
 
     def forward(self, task: Task) -> Flight:
         """Run the step; when it calls the model, run the layers on what has arrived, and give it what comes out."""
@@ -188,9 +188,9 @@ class LastStage(StageRunner):
 class OnlyStage(LastStage):
     """A pipeline of one stage: the layers take what the step calls the model with, and nothing travels."""
 
-    def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
+    def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:
         """Micro-batches with their weights."""
-        return self._cut(batch, parts, host_batch, self.hooks.micro_batch_weight)
+        return self._cut(batch, parts, host_batch, trains, self.hooks.micro_batch_weight)
 
     def begin(self, purpose: str = "train") -> None:
         """The whole step runs here: whatever it sets around the model holds."""

@@ -7,7 +7,7 @@ on the tensors of a weight version.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,18 +27,31 @@ _MEND = (
 _KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def refuse_input_gradients(arguments: Any, model: str) -> None:
+def refuse_input_gradients(args: tuple, kwargs: Mapping[str, Any], model: str) -> None:
     """Refuse arguments of the model that require a gradient: none would ever come.
 
+    Args:
+        args, kwargs: of the call.
+        model: how the user calls it.
+
     Raises:
-        ConfigurationError: some do.
+        ConfigurationError: some do, with their names.
     """
-    if any(tensor.requires_grad for tensor in tensors_of(arguments)):
+    named = named_arguments(args, kwargs)
+    found = [name for name, value in named if any(tensor.requires_grad for tensor in tensors_of(value))]
+    if found:
         raise ConfigurationError(
-            f"an argument of {model}(...) requires a gradient (requires_grad_(), for a penalty or forces, or it"
-            " was computed from a trained parameter), but the input lives on the first stage of the pipeline and the"
-            f" loss on the last: no gradient of the input can be had in the step, and none is trained through; {_MEND}"
+            f"an argument of {model}(...) requires a gradient ({', '.join(found[:4])}: requires_grad_(), for a penalty"
+            " or forces, or it was computed from a trained parameter), but the input lives on the first stage of the"
+            " pipeline and the loss on the last: no gradient of the input can be had in the step, and none is trained"
+            " through. Let the model compute it from something else (input_ids in place of inputs_embeds), or compute"
+            f" it under torch.no_grad() if nothing of it is trained; else {_MEND}"
         )
+
+
+def named_arguments(args: tuple, kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What messages call the arguments of a call, and their values."""
+    return [*((f"the one at position {place}", value) for place, value in enumerate(args)), *kwargs.items()]
 
 
 class GradientsInStep:

@@ -17,9 +17,14 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.check.model_check import check_model
 from lightning_asyncpp.tools.parsers import check_parser
 
+_NOT_ALL_COMPARED = 3  # 2 is that of wrong arguments
+
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print how the model is cut and how near the results are; what is to be mended ends with code 1."""
+    """Print how the model is cut and how near the results are.
+
+    What is to be mended ends with code 1; where nothing is, but something could not be compared, with code 3.
+    """
     parser = check_parser()
     own, rest = parser.parse_known_args(recipes_first(sys.argv[1:] if argv is None else argv))
     sys.argv[1:] = written_out(rest)
@@ -31,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
     print(report)
     if not report.ok:
-        raise SystemExit(1)
+        raise SystemExit(1 if report.findings else _NOT_ALL_COMPARED)
 
 
 def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:

@@ -39,12 +39,14 @@ class WholeBatches:
         how: what was switched off for it, as text; mostly nothing.
         finding: what a pipeline trains otherwise, with the mend; empty if nothing.
         note: what there is to know beside it.
+        left_out: why none could be compared; empty if some were.
     """
 
     comparisons: Sequence[Comparison] = ()
     how: str = ""
     finding: str = ""
     note: str = ""
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class CheckReport:
     """A model that a pipeline trains as a single process does.
 
     Attributes:
+        layers_compared: how the model's layers were compared with its forward, as text.
         stages: names of the layers on each stage, the first stage first.
         crossings: what the first micro-batch sent over each cut.
         losses: mean loss of every mini-batch.
@@ -63,6 +66,7 @@ class CheckReport:
             an attention's keys: optimizers that divide by it make whole steps of that.
     """
 
+    layers_compared: str
     stages: Sequence[Sequence[str]]
     crossings: Sequence[Sequence[TensorInfo]]
     losses: Sequence[float]
@@ -86,9 +90,15 @@ class CheckReport:
         return [self.whole_batches.finding] if self.whole_batches.finding else []
 
     @property
+    def left_out(self) -> list[str]:
+        """Comparisons that were not made, each with the reason: what they would have found is not known."""
+        why = self.whole_batches.left_out
+        return [f"whole batches were not compared with their micro-batches: {why}"] if why else []
+
+    @property
     def ok(self) -> bool:
-        """Whether nothing is to be mended."""
-        return not self.findings
+        """Whether everything was compared, and nothing is to be mended."""
+        return not self.findings and not self.left_out
 
     def judge(self, expected_losses: Sequence[float], tolerance: float) -> None:
         """Raise ConfigurationError where a difference is more than rounding.
@@ -117,8 +127,10 @@ class CheckReport:
     def __str__(self) -> str:
         updates = f"{len(self.losses)} updates, loss {self.losses[0]:.6g} -> {self.losses[-1]:.6g}"
         notes = [f"note: {note}" for note in (*self.notes, self.whole_batches.note) if note]
-        findings = [f"FINDING: {finding}" for finding in self.findings]
-        return "\n".join([*self._cuts(), f"{updates}: {self._verdict()}", *self._of_whole_batches(), *notes, *findings])
+        last = [f"FINDING: {finding}" for finding in self.findings]
+        last += [f"NOT COMPARED: {left_out}" for left_out in self.left_out]
+        made = [f"layers: {self.layers_compared}", f"{updates}: {self._verdict()}", *self._of_whole_batches()]
+        return "\n".join([*self._cuts(), *made, *notes, *last])
 
     def _of_whole_batches(self) -> list[str]:
         found = self.whole_batches

@@ -21,6 +21,7 @@ from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.schedule import Slack, Staleness, agrees_first
 from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings, is_whole
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
+from lightning_asyncpp.pipeline.step.own_gradients import refuse_input_gradients
 from lightning_asyncpp.pipeline.updates.clipping import clip_by_norm
 from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
@@ -28,12 +29,12 @@ from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
 from lightning_asyncpp.pipeline.wire.link import Neighbours
 from lightning_asyncpp.pipeline.wire.transport import Transport
 from lightning_asyncpp.tools.check.check_report import CheckReport, WholeBatches, difference_in_change, is_loud
+from lightning_asyncpp.tools.check.compared_calls import compare_calls
 from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from lightning_asyncpp.tools.check.problems import (
     Problems,
     argument_problems,
     can_run,
-    compare_calls,
     configured_problems,
     prepare,
 )
@@ -74,7 +75,8 @@ def check_model(
     stage. It is compared with :func:`lightning_asyncpp.pipeline.oracle.train_reference`, which runs the whole model.
     Nothing that is given is changed. The module's hooks around batches and updates are called on both sides, as far as
     they need no Trainer; the report names those that are not. Then every batch is run as a whole, too: where its loss
-    is not the weighted mean over its micro-batches, the report has a finding, and its ``ok`` is False.
+    is not the weighted mean over its micro-batches, the report has a finding, and its ``ok`` is False. So it is where
+    that could not be compared; ``left_out`` says why.
 
     Args:
         module: a LightningModule, whose ``self.model`` is checked; or, with ``step``, any model.
@@ -116,13 +118,15 @@ def check_model(
     of_optimizer, remark = configured_problems(prototype, counts, settings) if optimizer is None else ([], "")
     found += of_optimizer
     step = step or training_step
+    layers_compared = ""
     if resolved is not None and taken and can_run(prototype):
         trial = Trial(prototype, step, taken, resolved, optimizer or default_optimizer, max_norm, seed, set())
-        found.attempt_user_code(lambda: _compare_calls(trial))
+        layers_compared = found.attempt_user_code(lambda: _compare_calls(trial)) or ""
     found.raise_any()
     results = run_in_turns(stages, functools.partial(_run_stage, trial), trial.device)
     expected = _reference(trial)
     report = CheckReport(
+        layers_compared=layers_compared,
         stages=[result.layers for result in results],
         crossings=[result.crossing for result in results[:-1]],
         losses=results[-1].losses,
@@ -156,7 +160,7 @@ class _WatchedTransport(Transport):
         super().send_activation(header, tensors)
 
 
-def _compare_calls(trial: Trial) -> None:
+def _compare_calls(trial: Trial) -> str:
     """Compare the model's own forward with its layers applied one after the other, on the first micro-batch."""
     module, batch = copy.deepcopy(trial.module), copy.deepcopy(trial.batches[0])
     hooks, network = trial.hooks(module), trial.network(module)
@@ -164,7 +168,9 @@ def _compare_calls(trial: Trial) -> None:
     micro_batch = trial.pieces(module, batch)[0]
     call = ModelCall(network, hooks.model_name)
     args, kwargs = call.capture(lambda: trial.step(module, micro_batch))
-    compare_calls(network, args, kwargs, trial.seed, hooks.model_name)
+    if trial.settings.num_stages > 1:
+        refuse_input_gradients(args, kwargs, hooks.model_name)
+    return compare_calls(network, args, kwargs, trial.seed, hooks.model_name)
 
 
 def _compare_whole_batches(trial: Trial) -> WholeBatches:
@@ -187,6 +193,7 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
         limit = trial.settings.max_message_bytes
         transport = _WatchedTransport(mesh, trial.device, limit, neighbours=neighbours)
     engine = Engine(stage, mesh, trial.settings, trial.seed, trial.device, hooks, transport=transport)
+    engine.runner.unequal.stop()  # whole batches are compared, which says more
     optimizer, calls = trial.optimizer(module), trial.calls(module)
     office = TicketOffice(optimizer)
     largest: dict[str, Tensor] = {}

@@ -7,7 +7,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
 from lightning_asyncpp.pipeline.randomness import seeded
 from lightning_asyncpp.tools.check.check_report import Comparison, WholeBatches
+from lightning_asyncpp.tools.check.fixed_draws import FixedDraws
 from lightning_asyncpp.tools.check.trial import Trial
 
 # What still counts as equal: the arithmetic of other shapes rounds otherwise. Three quarters of the digits of a dtype
@@ -35,6 +36,11 @@ _CAUSES = (
     " normalisation or ranking over the batch): it sees a micro-batch alone, so enlarge the batch with as many"
     " micro_batches, or train this loss without a pipeline; (c) a sum over the batch: loss_reduction = 'sum'"
 )
+_STILL_RANDOM = (
+    "its loss is another one each time, also in eval mode and with torch's random numbers held constant: the step draws"
+    " from other generators (Python's, numpy's) or a permutation, or keeps something from one call to the next. Give"
+    " check_model a step without that"
+)
 _BATCH_NORM = (
     "BatchNorm alone makes the difference: its statistics are those of a micro-batch, as they are those of a device"
     " under DDP. Larger micro-batches come nearer to the batch; GroupNorm needs no statistics"
@@ -45,7 +51,8 @@ def compare_whole_batches(trial: Trial, batches: Sequence[Any]) -> WholeBatches:
     """Run the step on whole batches and on their micro-batches, all on the weights that training starts from.
 
     Random numbers cannot be the same for both. Where the step draws any, dropout is switched off, or else all but
-    BatchNorm is put into eval mode. What layers add to the loss (the balance of experts) is left out.
+    BatchNorm is put into eval mode, or else torch's draws are constants, too. What layers add to the loss (the balance
+    of experts) is left out.
 
     Args:
         trial: what a check trains; its module is in training mode, and not changed.
@@ -55,17 +62,13 @@ def compare_whole_batches(trial: Trial, batches: Sequence[Any]) -> WholeBatches:
     try:
         how = next((how for how in _MODES if not sides.is_random(batches[0], how)), None)
         if how is None:
-            return WholeBatches(
-                note="whole batches were not compared with their micro-batches: the step draws random numbers, in eval"
-                " mode too, or keeps something from one call to the next"
-            )
+            return WholeBatches(left_out=_STILL_RANDOM)
         compared = [sides.compare(batch, how) for batch in batches]
     except Exception as error:  # whatever the user's step raises: a pipeline never gives it a whole batch
-        return WholeBatches(
-            note="whole batches were not compared with their micro-batches: with a whole batch the step raised"
-            f" {type(error).__name__}: {error}"
-        )
+        return WholeBatches(left_out=f"with a whole batch the step raised {type(error).__name__}: {error}")
     comparisons = [comparison for comparison in compared if comparison is not None]
+    if not comparisons:
+        return WholeBatches(left_out="of all batches the loss is NaN or the weight 0")
     found = WholeBatches(comparisons, how)
     wrong = next((index for index, c in enumerate(compared) if c is not None and sides.differs(c)), None)
     if wrong is None:
@@ -110,11 +113,13 @@ def _batch_norm(module: nn.Module) -> None:
             layer.eval()
 
 
+_CONSTANT = "in eval mode but for BatchNorm, the step's random numbers held constant"
 # what is said of it -> what it does to a module
 _MODES: Mapping[str, Callable[[nn.Module], None]] = {
     "": lambda module: None,
     "dropout off": _without_dropout,
     "in eval mode but for BatchNorm": _all_but_batch_norm,
+    _CONSTANT: _all_but_batch_norm,
 }
 
 
@@ -153,7 +158,7 @@ class _Sides:
     def compare(
         self, batch: Any, how: str, further: Callable[[nn.Module], None] = lambda module: None
     ) -> Comparison | None:
-        """How a batch and its micro-batches differ; None where nothing of it counts."""
+        """How a batch and its micro-batches differ; None where nothing of it counts, or its loss is NaN anyway."""
         parts, total = self._parts(batch, how, further)
         if not total:
             return None
@@ -161,6 +166,8 @@ class _Sides:
         whole_loss = float(whole.loss) / (total if self._sums else 1.0)
         losses = [float(p.loss) / (p.weight if self._sums else 1.0) for p in parts]
         mean = math.fsum(loss * p.weight for loss, p in zip(losses, parts)) / total
+        if math.isnan(whole_loss) and math.isnan(mean):
+            return None
         scale = max(map(abs, (whole_loss, *losses)))
         shares = [(1.0 if self._sums else p.weight) / total for p in parts]
         gradients = [_scaled(p.gradient, share) for p, share in zip(parts, shares)]
@@ -226,7 +233,8 @@ class _Sides:
             layer.eval()
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         parts = []
-        with _all_seeded(self.trial.seed if seed is None else seed, self.trial.device):
+        draws = FixedDraws() if how == _CONSTANT else nullcontext()
+        with _all_seeded(self.trial.seed if seed is None else seed, self.trial.device), draws:
             for batch in batches:
                 weight = float(self.trial.hooks(module).micro_batch_weight(batch)) if weigh else 1.0
                 if weight:

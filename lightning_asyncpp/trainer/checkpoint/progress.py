@@ -23,8 +23,8 @@ from lightning_asyncpp.strategy_parts.resumable_loader import (
     ResumableLoader,
     problems_in_mid_epoch,
     problems_with_workers,
-    shuffle_by_epoch,
 )
+from lightning_asyncpp.strategy_parts.shuffling import shuffle_by_epoch
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.epoch_metrics import (

@@ -1,0 +1,149 @@
+"""A model's own forward, and its layers applied one after the other: are they the same?"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.adapt import is_adapted
+from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.step.own_gradients import named_arguments
+
+_ROUNDING = 1e-3
+_OF_FORWARD = (
+    "A pipeline runs the layers alone, so forward() of {} must do nothing before, between and after them: move what it"
+    " does into a layer, or into the function that pipeline_layers() pairs with one; `return"
+    " lightning_asyncpp.apply_layers(self, ...)` is a forward() that fits. Random numbers must be torch's, and be drawn"
+    " in layers"
+)
+_OF_LAYERS = (
+    "Each layer takes what the one before it returned, the first one the arguments of the model: pair it with a"
+    " function in pipeline_layers() that hands over what it needs"
+)
+_OF_ADAPTED = (
+    "lightning_asyncpp.pipelined() found these layers with an example, and with this batch forward() does something"
+    " else: give it one like the batches, `self.model = lightning_asyncpp.pipelined(model, example={'input_ids': ids,"
+    " ...})`, with all arguments of the step's call, and what is special in them (padding, masks, labels). If that does"
+    " not help, switch off in the model's config what collects something from its layers (router logits, hidden states,"
+    " attentions), name other lists to cut between with blocks=[...], or give the model pipeline_layers()"
+)
+
+
+def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed: int, name: str) -> str:
+    """Call a model, and apply its layers in order, on copies.
+
+    Layers of several parts may draw their random numbers in another order than the model's own forward, or more of
+    them: such a model is compared without.
+
+    Args:
+        network: the model.
+        args: of the call.
+        kwargs: of the call.
+        seed: both run under generators seeded with it.
+        name: how the user calls the model.
+
+    Returns:
+        What was found, as text.
+
+    Raises:
+        ConfigurationError: a layer cannot take what the one before returned, or the outputs differ.
+    """
+    without_dropout = any(unit.members is not None for unit in pipeline_units(network))
+    call = _copied_call(network, args, kwargs, name)
+    if without_dropout:
+        call[0].eval()
+    with torch.random.fork_rng(), torch.no_grad():
+        whole = _called(copy.deepcopy(call), seed)
+        in_order = _applied(call, seed)
+    if difference := _difference(whole, in_order):
+        raise ConfigurationError(
+            f"{name}(...) and its layers, applied one after the other, are not the same: {difference}."
+            f" {_OF_ADAPTED if is_adapted(network) else _OF_FORWARD.format(type(network).__name__)}"
+        )
+    mode = " (in eval mode)" if without_dropout else ""
+    return f"applied in order they give what {name}(...) gives{mode}, with the first micro-batch"
+
+
+def _copied_call(
+    network: nn.Module, args: tuple, kwargs: dict[str, Any], name: str
+) -> tuple[nn.Module, tuple, dict[str, Any]]:
+    """Copies of a model and its arguments, of which nothing is differentiated.
+
+    Raises:
+        ConfigurationError: an argument cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    network, copies = copy.deepcopy(network, memo), []
+    for argument, value in named_arguments(args, kwargs):
+        try:
+            value = map_tensors(lambda t: t if t.is_leaf else t.detach(), value)
+            copies.append(copy.deepcopy(value, memo))
+        except Exception as error:
+            raise ConfigurationError(
+                f"an argument of {name}(...), {argument}, is a {type(value).__name__} that cannot be copied, as a check"
+                f" must ({type(error).__name__}: {error}): call the model with tensors in tuples, lists and"
+                " dictionaries"
+            ) from error
+    return network, tuple(copies[: len(args)]), dict(zip(kwargs, copies[len(args) :]))
+
+
+def _called(call: tuple[nn.Module, tuple, dict[str, Any]], seed: int) -> Any:
+    network, args, kwargs = call
+    torch.manual_seed(seed)
+    return network(*args, **kwargs)
+
+
+def _applied(call: tuple[nn.Module, tuple, dict[str, Any]], seed: int) -> Any:
+    network, args, kwargs = call
+    torch.manual_seed(seed)
+    before = "the arguments of the model"
+    for unit in pipeline_units(network):
+        try:
+            output = unit.apply(args, kwargs)
+        except ConfigurationError:
+            raise  # of pipelined(): it says what to do
+        except Exception as error:
+            raise ConfigurationError(
+                f"layer {unit.name!r} ({type(unit.module).__name__}) cannot take {before}, {_kinds(args, kwargs)}:"
+                f" {type(error).__name__}: {error}. {_OF_ADAPTED if is_adapted(network) else _OF_LAYERS}"
+            ) from error
+        args, kwargs, before = (output,), {}, f"what layer {unit.name!r} returned"
+    return args[0]
+
+
+def _difference(whole: Any, in_order: Any) -> str:
+    """How two outputs differ by more than rounding; an empty string if they do not."""
+    if type(whole) is not type(in_order):
+        return f"one returns {_kind(whole)}, the other {_kind(in_order)}"
+    ours, theirs = list(tensors_of(in_order)), list(tensors_of(whole))
+    if len(ours) != len(theirs):
+        return f"one returns {len(theirs)} tensors, the other {len(ours)}"
+    for a, b in zip(ours, theirs):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"one returns {_kind(b)}, the other {_kind(a)}"
+        apart = _apart(a, b)
+        if apart > _ROUNDING:
+            return f"their outputs differ by {apart:.1e} of the largest entry"
+    return ""
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    if torch.equal(a, b):
+        return 0.0
+    a, b = a.to(torch.float64).nan_to_num(), b.to(torch.float64).nan_to_num()
+    return float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30)
+
+
+def _kinds(args: tuple, kwargs: dict[str, Any]) -> str:
+    return "(" + ", ".join([*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())]) + ")"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"a {type(value).__name__}"
