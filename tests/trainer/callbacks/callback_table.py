@@ -76,7 +76,7 @@ TABLE = [
         " **Between two batches weights are one update old**, with a warning that names who reads them:"
         " `after_own_update(callback)`, see above. Checkpoints have every stage's state."),
     Entry("Checkpoint", BASE, "A checkpoint callback of your own must call `trainer.save_checkpoint` on every rank."),
-    Entry("DeviceStatsMonitor", NOTE, "Logs the device of rank 0, that is of the last stage.", {"cpu_stats": False}),
+    Entry("DeviceStatsMonitor", NOTE, "Logs the device of rank 0, the last stage.", {"cpu_stats": False}),
     Entry(
         "EarlyStopping", WORKS, "All ranks decide alike; on a training metric by epoch.",
         {"monitor": "train_loss_epoch", "patience": 0, "min_delta": 10.0},
@@ -100,7 +100,7 @@ TABLE = [
         "After a failure on one rank nothing can be gathered, and nothing is saved; after SIGTERM it saves.",
         {"dirpath": "."},
     ),
-    Entry("ProgressBar", BASE, "It is rank 0's, that is the last stage's; what steps log it shows one batch late."),
+    Entry("ProgressBar", BASE, "Shown by rank 0, the last stage; logged values appear one batch later."),
     Entry("RichModelSummary", NOTE, STAGE_TABLE),
     Entry("RichProgressBar", WORKS),
     Entry("SpikeDetection", REFUSED, "It compares every rank's loss in every batch, but only the last stage has it."),

@@ -147,7 +147,7 @@ IDIOMS = [
     Idiom("`detect_anomaly=True`", WORKS, trainer={"detect_anomaly": True}),
     Idiom("`deterministic=True`", WORKS, trainer={"deterministic": True}),
     Idiom("`inference_mode=False`", WORKS, trainer={"inference_mode": False}),
-    Idiom('`profiler="simple"`', NOTE, "Of rank 0, which is the last stage.", trainer={"profiler": "simple"}),
+    Idiom('`profiler="simple"`', NOTE, "That of rank 0, the last stage.", trainer={"profiler": "simple"}),
     Idiom('`precision="bf16-mixed"`', WORKS, trainer={"precision": "bf16-mixed"}),
     Idiom(
         "`sync_batchnorm=True`",

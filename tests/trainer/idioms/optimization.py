@@ -209,7 +209,7 @@ IDIOMS = [
     Idiom(
         "`automatic_optimization = False`",
         REFUSED,
-        "Also what needs it: GANs, truncated backpropagation through time.",
+        "So is what needs it: GANs, truncated backpropagation through time.",
         Manual,
         says="automatic_optimization=False",
     ),
@@ -224,7 +224,7 @@ IDIOMS = [
     Idiom(
         "... by the position of a parameter (`enumerate(self.parameters())`)",
         REFUSED,
-        "A stage would count from its own first one: go by names, or by the position of a layer.",
+        "A stage would count from its first one: go by names, or by the position of a layer.",
         DecaysByPosition,
         says="goes by the position or the number of parameters",
     ),
@@ -297,7 +297,7 @@ IDIOMS = [
     Idiom(
         "`torch.autograd.grad(..., batch)` in the step",
         REFUSED,
-        "The input is on another stage than the loss: `delayed_gradient`, or within one layer.",
+        "Input and loss are on different stages: `delayed_gradient`, or within one layer.",
         InputGradient,
         says="the input lives on the first stage",
     ),

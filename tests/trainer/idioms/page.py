@@ -16,7 +16,7 @@ SECTIONS: dict[str, list[Idiom]] = {
 TABLE = [idiom for section in SECTIONS.values() for idiom in section]
 _INTRODUCTION = """# Idioms of Lightning's documentation under a pipeline
 
-*works*: it trains, bit for bit, what one process trains that cuts its batches alike
+*works*: it trains, bit for bit, what one process trains that cuts its batches the same way
 (`DelayedGradientStrategy("least", stages=P, micro_batches=m)`), and logs the same. *refused*: on every rank, with the
 reason and a fix, before the update that it would have spoiled. Callbacks have [their own table](callbacks.md).
 

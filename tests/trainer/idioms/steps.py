@@ -278,7 +278,7 @@ IDIOMS = [
     Idiom(
         "`return None` in `training_step`",
         REFUSED,
-        "A loss of 0 leaves weights as they are but for momentum and decay.",
+        "Return a loss of 0: it leaves weights as they are, except for momentum and decay.",
         SkipsTheBatch,
         says="without calling self.model",
     ),
@@ -286,8 +286,8 @@ IDIOMS = [
     Idiom(
         "random numbers in the step (mixup)",
         NOTE,
-        "Drawn for each micro-batch, alike on all stages, from the seed of the run. From torch's generators: Python's"
-        " and numpy's differ from stage to stage.",
+        "Drawn for each micro-batch, the same on all stages, from the seed of the run. From torch's generators: "
+        "Python's and numpy's differ from stage to stage.",
         Mixes,
     ),
     Idiom("a frozen teacher in the step", WORKS, "", Distils),
@@ -315,7 +315,7 @@ IDIOMS = [
     Idiom(
         "`self.model.eval()` in a step",
         REFUSED,
-        "It would hold on the first and the last stage alone: use `on_train_epoch_start`.",
+        "It would hold only on the first and the last stage: use `on_train_epoch_start`.",
         EvaluatesInTheStep,
         says="train() or eval() on self.model",
     ),
@@ -345,7 +345,7 @@ IDIOMS = [
     Idiom(
         "collected outputs in `on_validation_epoch_end`",
         NOTE,
-        "On the last stage alone, one per micro-batch: return early elsewhere.",
+        "Only on the last stage, one per micro-batch: return early elsewhere.",
         Collects,
         metrics=False,
     ),
@@ -363,7 +363,7 @@ IDIOMS = [
     Idiom(
         "`torch.autograd.grad(loss, self.parameters())` in the step",
         REFUSED,
-        "A stage has its own layers alone: `delayed_gradient`, or within one layer.",
+        "A stage has only its own layers: `delayed_gradient`, or within one layer.",
         SetsTheGraph,
         says="torch.autograd.grad(..., parameters)",
     ),
