@@ -134,6 +134,10 @@ def test_the_unknown_name_of_a_strategy_is_answered_with_the_nearest(where: str,
         (["--optimizer", "Adamm"], "--model.optimizer: there is no Optimizer 'Adamm'; did you mean Adam"),
         (["--optimizer", "AdamW", "--optimizer.lrr", "3"], "torch.optim.AdamW has no argument 'lrr'; did you mean lr?"),
         (["--optimizer.bse.lr", "3"], "ErrorFeedback has no argument 'bse.lr'; there are base, "),
+        (
+            ["--data", "lightning_asyncpp.ChatDataModule"],
+            "'lightning_asyncpp.ChatDataModule'; did you mean lightning_asyncpp.data.ChatDataModule?",
+        ),
         (["--data", "TextDataModul"], "--data: there is no LightningDataModule 'TextDataModul'; did you mean TextData"),
         (
             ["--trainer.callbacks+=PipelineMonitr"],

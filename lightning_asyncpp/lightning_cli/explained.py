@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -129,11 +130,23 @@ def _unknown_class(message: str, key: str) -> str:
     bases = [cls for cls in bases if not cls.__module__.startswith(("collections", "typing"))]
     if bases == [torch.Tensor]:
         return ""  # of a number that may be a tensor; nobody names a class of tensors in a recipe
-    known = {cls.__name__ for base in bases for cls in _subclasses(base) if not cls.__name__.startswith("_")}
+    classes = [cls for base in bases for cls in _subclasses(base) if not cls.__name__.startswith("_")]
+    known = {cls.__name__ for cls in classes}
     if key == _STRATEGY:
         known |= set(STRATEGIES)
     kinds = " or ".join(dict.fromkeys(cls.__name__ for cls in bases))
+    if name in known:  # it is somewhere else
+        where = " or ".join(sorted({_public_path(cls) for cls in classes if cls.__name__ == name}))
+        return f"--{key}: there is no {kinds} {next(p for p in paths if p.endswith(name))!r}; did you mean {where}?"
     return f"--{key}: there is no {kinds or 'class'} {name!r}{advice(name, sorted(known))}"
+
+
+def _public_path(cls: type) -> str:
+    """Where a class is imported from: the outermost package that shows it."""
+    parts = cls.__module__.split(".")
+    packages = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    shown = [p for p in packages if getattr(sys.modules.get(p), cls.__name__, None) is cls]
+    return f"{shown[0] if shown else cls.__module__}.{cls.__name__}"
 
 
 def arguments_of(class_path: str) -> list[str]:
