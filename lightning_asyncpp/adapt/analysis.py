@@ -15,6 +15,7 @@ from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, sam
 from lightning_asyncpp.adapt.program import Program, switches_of
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Shell
+from lightning_asyncpp.adapt.state import Changes
 from lightning_asyncpp.adapt.trace import Trace
 from lightning_asyncpp.adapt.unknown import Unknown, UnknownValueError
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -26,15 +27,16 @@ class Analysis:
     Args:
         model: in evaluation mode.
         trace: of one forward.
+        changed: name of a module -> what every forward changes in it.
 
     Attributes:
         program: what a pipeline needs to know.
         shells: name -> shell, of blocks and submodules of glue.
     """
 
-    def __init__(self, model: nn.Module, trace: Trace) -> None:
+    def __init__(self, model: nn.Module, trace: Trace, changed: Changes | None = None) -> None:
         self._model, self._trace = model, trace
-        self._members = Members(model, trace)
+        self._members = Members(model, trace, changed or {})
         self.program = Program(
             trace.blocks, calls=[call.name for call in self._members.calls], templates=trace.templates,
             call_templates=[call.template for call in self._members.calls], alike=trace.alike,
@@ -43,6 +45,7 @@ class Analysis:
         self.program.switches = switches_of(*self._call())
         self.program.shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
         self._unknown = Unknown()
+        self._unknown.changed = {f"{name}.{key}" for name, keys in (changed or {}).items() for key in keys}
         names = [*trace.blocks, *self.program.modules()]
         self.shells = {name: Shell(model.get_submodule(name), name, self._unknown) for name in names}
         self._find_runs()
@@ -76,7 +79,7 @@ class Analysis:
 
     def _returns_numbers(self, position: int) -> bool:
         leaves = [value for (block, _), value in self._trace.outputs.items() if block == position]
-        return any(type(value) in (int, float, str) for value in leaves)
+        return any(type(value) in (bool, int, float, str) for value in leaves)
 
     def _first_difference(self, glue: int) -> int:
         """Position of the first block behind a glue whose arguments need more than what came before the glue."""
@@ -135,6 +138,8 @@ class Analysis:
             for one in needs.singly():  # such as what the block before returned beside its first tensor
                 if self._may_be_missed(one) and self._is_enough(glue, needs - one):
                     needs = needs - one
+            if self._is_enough(glue, needs) and self._is_mixed:
+                self.program.mixed.add(glue)
             self.program.live.append(set(needs.outputs) | self._handed_to_blocks(glue))
             self.program.live_calls.append(set(needs.calls))
             self.program.blank_inputs.append(set(everything.inputs - needs.inputs))
@@ -210,6 +215,7 @@ class Analysis:
                 return False
             self.program.in_place = True
             return self._is_enough(glue, needs)
+        self._is_mixed = bool(outcome.unknown)
         return self._is_right(glue, outcome, table)
 
     def _is_right(self, glue: int, outcome: Outcome, table: TensorTable) -> bool:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.adapt.packing import Output, TensorTable, tensor_numbers_in, unpack
+from lightning_asyncpp.adapt.contexts import entered
+from lightning_asyncpp.adapt.packing import Output, TensorTable, same_structure, tensor_numbers_in, unpack
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Shell
+from lightning_asyncpp.adapt.unknown import UnknownValueError
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
 from lightning_asyncpp.pipeline.cut.units import is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -20,7 +22,8 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 Carried = dict[str, Any]
 """What one layer returns and the next one takes: ``tensors`` of the call, and ``env``, those that glue has made, with
 ``until``, the position of the block after which nobody needs each of them;
-``call``, the model's arguments; ``arguments`` of blocks, and ``which`` of them each block takes; ``outputs`` of blocks
+``call``, the model's arguments; ``arguments`` of blocks, and ``which`` of them each block takes; ``contexts`` in which
+blocks run, and ``asked``, those whose shape and dtype were taken for those of the example; ``outputs`` of blocks
 that are still needed; ``calls``, leaves of what submodules returned in earlier glue."""
 _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
                                torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
@@ -84,6 +87,12 @@ class PipelineLayers:
             ]
             earlier = Earlier({_read(key): value for key, value in carried["outputs"].items()}, known)
         outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
+        if outcome.unknown and glue not in self.program.mixed:
+            raise UnknownValueError(
+                f"the code around the model's layers computes {outcome.unknown}, but that is on another pipeline stage, as"
+                " with the example that pipelined(model, example) was given it did not, or only in training: give an"
+                " example that is like the batches, or the model pipeline_layers()"
+            )
         if glue == self.program.tail:
             return outcome.output
         return self._carried(glue, table, call, outcome, earlier)
@@ -119,6 +128,8 @@ class PipelineLayers:
             "call": call,
             "arguments": distinct,
             "which": [distinct.index(arguments) for arguments in outcome.arguments],
+            "contexts": outcome.contexts,
+            "asked": sorted(outcome.asked),
             "outputs": {
                 _write(output): value
                 for output, value in earlier.outputs.items()
@@ -144,11 +155,32 @@ class PipelineLayers:
         arguments = carried["arguments"][carried["which"][position - start]]
         tensors = [*carried["tensors"], *carried["env"]]
         args, kwargs = unpack(arguments, tensors, self.program.constants, output_of)
-        returned = block(*args, **kwargs)
+        with entered(carried["contexts"][position - start]):
+            returned = block(*args, **kwargs)
+        self._look_at_output(position, returned, (args, kwargs), position in carried["asked"])
         outputs |= {(position, leaf): value for leaf, value in enumerate(leaves_of(returned))}
         kept = {_write(key): value for key, value in outputs.items() if self.program.last_use.get(key, -1) > position}
         env = [tensor if until > position else None for tensor, until in zip(carried["env"], carried["until"])]
         return {**carried, "env": env, "outputs": kept}
+
+    def _look_at_output(self, position: int, returned: Any, taken: Any, is_asked: bool) -> None:
+        """Refuse what a block returned where code around it was told something else of it."""
+        name = self.program.blocks[position]
+        if not same_structure(self.program.templates[position], returned):
+            raise ConfigurationError(
+                f"{name} returned something else than with the example that pipelined(model, example) was given: more or"
+                " fewer parts, or others; give an example that is like the batches, or the model pipeline_layers()"
+            )
+        first = next(tensors_of(taken), None)
+        if not is_asked or first is None:
+            return
+        for leaf, alike in zip(leaves_of(returned), self.program.alike[position]):
+            if alike and (leaf.shape, leaf.dtype) != (first.shape, first.dtype):
+                raise ConfigurationError(
+                    f"{name} returned {leaf.dtype} {list(leaf.shape)} for {first.dtype} {list(first.shape)}, and with the"
+                    " example that pipelined(model, example) was given it kept both, for which code around the layers"
+                    " asks; give an example that is like the batches, or the model pipeline_layers()"
+                )
 
     def _restored(self, leaf: Any, what: str) -> Any:
         """A stand-in where only the shape was kept: of its full size, as the code around may change it in place."""

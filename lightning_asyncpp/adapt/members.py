@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_asyncpp.adapt.program import Program
+from lightning_asyncpp.adapt.state import Changes
 from lightning_asyncpp.adapt.trace import Trace
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 
 class Call(NamedTuple):
@@ -33,6 +35,10 @@ class Members:
     Args:
         model: the model.
         trace: of one forward.
+        changed: name of a module -> what every forward changes in it.
+
+    Raises:
+        ConfigurationError: the code around the blocks changes something in every forward.
 
     Attributes:
         by_gap: gap -> names.
@@ -40,7 +46,7 @@ class Members:
         unused: names of what no code used.
     """
 
-    def __init__(self, model: nn.Module, trace: Trace) -> None:
+    def __init__(self, model: nn.Module, trace: Trace, changed: Changes) -> None:
         self._blocks = trace.blocks
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.by_gap: dict[int, list[str]] = {}
@@ -51,9 +57,11 @@ class Members:
             module = next((name for name in around if name in whole), None)
             self._add(gap, module or self._names[id(parameter)])
         for name, gap, _, _ in trace.calls:  # statistics that move with every forward
-            if isinstance(model.get_submodule(name), _NormBase) and not any(_is_in(name, other) for other in whole):
+            is_moved = isinstance(model.get_submodule(name), _NormBase) or name in changed
+            if is_moved and not any(_is_in(name, other) for other in whole) and not self._holds_block(name):
                 whole.add(name)
                 self._add(gap, name)
+        self._refuse_changes(model, {name: keys for name, keys in changed.items() if not self._is_apart(name, whole)})
         modules = {name for names in self.by_gap.values() for name in names if name in whole}
         self.calls = [Call(*call) for call in trace.calls if call[0] in modules]
         self.unused = self._unused(model, used, modules)
@@ -61,6 +69,22 @@ class Members:
     def used_in(self, program: Program, glue: int) -> set[str]:
         """Names that the code of a glue uses itself."""
         return {name for gap, names in self.by_gap.items() if program.glue_at(gap) == glue for name in names}
+
+    def _holds_block(self, name: str) -> bool:
+        return any(_is_in(block, name) for block in self._blocks)
+
+    def _is_apart(self, name: str, whole: set[str]) -> bool:
+        """Whether a module is, or is in, one that runs once in every forward."""
+        return any(_is_in(name, other) for other in (*self._blocks, *whole))
+
+    def _refuse_changes(self, model: nn.Module, changed: Changes) -> None:
+        if changed:
+            places = ", ".join(f"{name}.{key}".lstrip(".") for name, keys in changed.items() for key in keys)
+            raise ConfigurationError(
+                f"forward of {type(model).__name__} changes {places} around its layers, each time that it runs; on every"
+                " stage it runs again for each part of the code around the layers: change that in a layer, in a submodule"
+                " that is called once, or in the step, or give the model pipeline_layers()"
+            )
 
     def _add(self, gap: int, name: str) -> None:
         names = self.by_gap.setdefault(gap, [])

@@ -6,12 +6,12 @@ A mark says where the tensor is: in a table that travels beside, or among the ou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_leaves, tensors_of
+from lightning_asyncpp.pipeline.batches.tree import children_of, leaves_of, map_leaves, tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _MARK = "@"
@@ -131,21 +131,43 @@ def _marks(packed: Any) -> Iterator[dict[str, Any]]:
 
 
 class Number:
-    """Stands for a leaf in the template of an output."""
+    """Stands for a leaf in the template of an output.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    Args:
+        number: of the leaf.
+        kind: of it: a tensor, None or another value.
+    """
+
+    def __init__(self, number: int, kind: str) -> None:
+        self.number, self.kind = number, kind
 
 
 def template_of(output: Any) -> Any:
     """An output with marks in the places of its leaves, in the order of ``leaves_of``."""
     numbers = itertools.count()
-    return map_leaves(lambda _: Number(next(numbers)), output)
+    return map_leaves(lambda leaf: Number(next(numbers), structure_of(leaf)), output)
 
 
 def filled(template: Any, leaves: Sequence[Any]) -> Any:
     """An output with other leaves in it."""
     return map_leaves(lambda leaf: leaves[leaf.number], template, lambda node: isinstance(node, Number))
+
+
+def same_structure(template: Any, output: Any) -> bool:
+    """Whether an output has tensors, and other leaves, where the one of a template had them, under the same keys."""
+    return structure_of(template) == structure_of(output)
+
+
+def structure_of(tree: Any) -> Any:
+    """Keys and kinds of what an output, or its template, holds."""
+    if isinstance(tree, Number):
+        return tree.kind
+    if isinstance(tree, Tensor):
+        return "tensor"
+    if not (children := children_of(tree)):
+        return "None" if tree is None else "value"
+    keys = list(tree) if isinstance(tree, Mapping) else None
+    return [keys, *map(structure_of, children)]
 
 
 def same(first: Any, second: Any) -> bool:

@@ -16,7 +16,9 @@ from lightning_asyncpp.adapt.blocks import find_blocks
 from lightning_asyncpp.adapt.examples import examples_of
 from lightning_asyncpp.adapt.layers import PipelineLayers, with_switches
 from lightning_asyncpp.adapt.packing import same
+from lightning_asyncpp.adapt.state import as_before, changed_by_forwards
 from lightning_asyncpp.adapt.trace import record
+from lightning_asyncpp.pipeline.cut.parts import KEPT_AS
 from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
@@ -55,10 +57,11 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
         return model
     _refuse_unfit(model)
     asked = [blocks] if isinstance(blocks, str) else list(blocks)
-    with _looked_at(model):
+    with _looked_at(model), as_before(model, ("pipeline_layers", KEPT_AS)):
         args, kwargs = _working_example(model, example)
         names = find_blocks(model, args, kwargs, asked)
-        found = Analysis(model, record(model, names, args, kwargs))
+        changed = changed_by_forwards(model, args, kwargs)
+        found = Analysis(model, record(model, names, args, kwargs), changed)
         layers = PipelineLayers(model, found.program, found.shells)
         model.pipeline_layers = layers  # type: ignore[assignment]
         try:

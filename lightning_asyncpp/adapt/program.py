@@ -46,6 +46,7 @@ class Program:
         live: by glue, the outputs of earlier blocks that it needs.
         live_calls: by glue, numbers of earlier calls whose outputs it needs.
         blank_inputs: by glue, numbers of the call's tensors that it takes no values of.
+        mixed: glues that compute with values that are not there, and come to the same (``torch.where``).
         last_use: an output that later ones need -> position of the last block, or the glue's first block, that does.
         constants: objects among the arguments of blocks.
         costs: by unit, floating-point operations of its forward and backward.
@@ -65,6 +66,7 @@ class Program:
     live: list[set[Output]] = field(default_factory=list)
     live_calls: list[set[int]] = field(default_factory=list)
     blank_inputs: list[set[int]] = field(default_factory=list)
+    mixed: set[int] = field(default_factory=set)
     last_use: dict[Output, int] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_asyncpp.adapt.packing import Output, TensorTable, filled
+from lightning_asyncpp.adapt.contexts import Context, context_now
+from lightning_asyncpp.adapt.packing import Output, TensorTable, filled, same_structure
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.shells import Shell, in_place_of
 from lightning_asyncpp.pipeline.batches.tree import leaves_of
@@ -40,11 +41,17 @@ class Outcome:
 
     Attributes:
         arguments: of the blocks behind it, as they travel.
+        contexts: in which it calls them, where they are others than that of the model's call.
+        unknown: what its arguments or output are computed from and was not there.
+        asked: positions of those whose outputs it asked for shape or dtype, which it was told as those of the example.
         calls: the leaves of what its own submodules returned.
         output: of the model, behind the last glue.
     """
 
     arguments: list[Any] = field(default_factory=list)
+    contexts: list[Context | None] = field(default_factory=list)
+    unknown: str = ""
+    asked: set[int] = field(default_factory=set)
     calls: list[Leaves] = field(default_factory=list)
     output: Any = None
 
@@ -80,6 +87,8 @@ class Replay:
             ConfigurationError: the forward takes another way than it did with the example.
         """
         program, self._unknown.training = self._program, self._model.training
+        self._context = context_now()
+        self._unknown.is_behind = self._glue > 0
         modules = {name: self._shells[name] for name in (*program.blocks, *program.modules())}
         for position, name in enumerate(program.blocks):
             modules[name].answer = self._block(position)
@@ -87,10 +96,13 @@ class Replay:
             modules[name].answer = self._submodule(name, self._model.get_submodule(name))
         try:
             with in_place_of(self._model, modules, self._parameters()), self._unknown:
-                self.outcome.output = type(self._model).forward(self._model, *args, **kwargs)
+                output = self.outcome.output = type(self._model).forward(self._model, *args, **kwargs)
+            self._look_at(output, "the model's output")
         except _BlocksKnown:
             return self.outcome
         finally:
+            blocks = {f"what {program.blocks[position]} returned": position for position in self._run}
+            self.outcome.asked = {blocks[what] for what in self._unknown.asked if what in blocks}
             self._unknown.forget()
             for shell in modules.values():
                 shell.answer = None
@@ -109,6 +121,7 @@ class Replay:
                 raise self._other_way(self._program.blocks[position])
             self._position += 1
             if position in self._run:
+                self._unknown.is_behind = False
                 return self._coming(position, args, kwargs)
             leaves = [
                 self._earlier.outputs[position, leaf]
@@ -116,6 +129,7 @@ class Replay:
                 else self._nothing(position, args, kwargs, alike)
                 for leaf, alike in enumerate(self._program.alike[position])
             ]
+            self._unknown.is_behind = self._program.glue_at(self._position) < self._glue
             return self._known(position, leaves)
 
         return answer
@@ -124,7 +138,11 @@ class Replay:
         """A block that is still to run: keep what it is to be called with."""
         arguments = [list(args), kwargs]
         name = self._program.blocks[position]
+        before = len(self._table.tensors)
         self.outcome.arguments.append(self._table.pack(arguments, name))
+        self._look_at(self._table.tensors[before:], f"what {name} takes")
+        context = context_now()
+        self.outcome.contexts.append(None if context == self._context else context)
         if position == self._run[-1]:
             raise _BlocksKnown
         alike = self._program.alike[position]
@@ -143,12 +161,25 @@ class Replay:
                 raise self._other_way(name)
             if self._program.glue_at(self._position) != self._glue:
                 return filled(self._program.call_templates[number], self._earlier.calls[number])
+            self._unknown.refuse_drawn([args, kwargs], f"what {name} takes")
             with self._unknown.set_aside(args, kwargs):
                 output = real(*args, **kwargs)
+            if not same_structure(self._program.call_templates[number], output):
+                raise ConfigurationError(
+                    f"{name} returned something else than with the example that pipelined(model, example) was given: more"
+                    " or fewer parts, or others; give an example that is like the batches, or the model"
+                    " pipeline_layers()"
+                )
             self.outcome.calls.append(list(leaves_of(output)))
             return output
 
         return answer
+
+    def _look_at(self, values: Any, what: str) -> None:
+        """Refuse what was computed from numbers drawn anew; note what from values that are not there."""
+        self._unknown.refuse_drawn(values, what)
+        if source := self._unknown.source_of(values):
+            self.outcome.unknown = self.outcome.unknown or f"{what} from {source}"
 
     def _other_way(self, name: str) -> ConfigurationError:
         blocks = self._program.blocks
@@ -165,4 +196,6 @@ class Replay:
             return None
         first = next(leaf for leaf in leaves_of([args, kwargs]) if isinstance(leaf, Tensor))
         what = f"what {self._program.blocks[position]} returned"
-        return self._unknown.nothing(what, first.shape if alike else (), first.dtype, self._program.in_place)
+        with self._unknown.unasked():
+            shape, dtype = first.shape if alike else (), first.dtype
+        return self._unknown.nothing(what, shape, dtype, self._program.in_place)

@@ -46,6 +46,7 @@ class Shell(nn.Module):
             module: that it stands for, whole; it may have been converted to another dtype.
         """
         own = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+        own = {key: value for key, value in own.items() if f"{self.stands_for}.{key}" not in self.unknown.changed}
         self.facts = {key: value for key, value in own.items() if key == "config" or _is_plain(value)}
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         self.tensors = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors}

@@ -159,7 +159,7 @@ def _watch_block(hooks: ExitStack, name: str, module: nn.Module, recorder: _Reco
     def leave(_: nn.Module, args: tuple, output: Any) -> None:
         recorder.end_block(output)
 
-    hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
     hooks.callback(module.register_forward_hook(leave).remove)
 
 

@@ -6,7 +6,7 @@ show it is code that asks a question of the value, ``if x.max() > 1``: such code
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,10 @@ _FORGETFUL = frozenset({
     "unique_dim", "unique_consecutive", "heaviside", "heaviside_", "sgn", "sign", "sign_", "bernoulli",
 })  # fmt: skip
 _READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})  # which torch does without running a function
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+_FACTS = frozenset({Tensor.shape, Tensor.dtype, Tensor.ndim})
+_FACT_CALLS = frozenset({"size", "dim", "numel", "__len__", *_OF_SHAPES})
+_FACTS_OF_OTHERS = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
 
 
 class UnknownValueError(ConfigurationError):
@@ -44,11 +48,18 @@ class Unknown(TorchDispatchMode):
     Attributes:
         device: where stand-ins are made.
         training: the model's mode.
+        is_behind: whether random numbers that are drawn now were drawn before, on another stage, and came out otherwise.
+        changed: full names of attributes that every forward changes.
+        asked: what those stand for that were asked for their shape or dtype.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.device, self.training = torch.device("cpu"), False
+        self.asked: set[str] = set()
+        self.is_behind = False
+        self.changed: set[str] = set()
+        self._drawn: dict[int, Any] = {}  # storages by address
         self._storages: dict[int, tuple[Any, str]] = {}  # by address; held, so that no other gets it
         self._reads = _Reads(self)
 
@@ -66,6 +77,20 @@ class Unknown(TorchDispatchMode):
     def forget(self) -> None:
         """The forward that they were made for is over."""
         self._storages.clear()
+        self._drawn.clear()
+        self.asked.clear()
+        self.is_behind = False
+
+    @contextmanager
+    def unasked(self) -> Iterator[None]:
+        """Leave out of ``asked`` who asks meanwhile."""
+        before = set(self.asked)
+        yield
+        self.asked = before
+
+    def note_fact(self, tensors: Iterable[Any]) -> None:
+        """Somebody asks tensors for shape or dtype."""
+        self.asked |= {what for t in tensors if isinstance(t, Tensor) and (what := self._what(t))}
 
     def nothing(self, what: str, shape: Sequence[int], dtype: torch.dtype, writable: bool = False) -> Tensor:
         """A stand-in of NaN (zeros of a dtype that has none).
@@ -103,9 +128,12 @@ class Unknown(TorchDispatchMode):
     ) -> Any:
         """Run a function of torch."""
         result = func(*args, **(kwargs or {}))
-        if not self._storages:
+        is_drawn = self.is_behind and _draws(func, args, kwargs or {})
+        if not (self._storages or self._drawn or is_drawn):
             return result
         taken = _flat([*args, *kwargs.values()] if kwargs else args)
+        if is_drawn or any(self._is_drawn(value) for value in taken):
+            self._drawn |= _storages(taken if result is None else _flat([result]))
         unknown = [value for value in taken if isinstance(value, Tensor) and self._what(value)]
         name = func.overloadpacket.__name__
         if not unknown or name in _OF_SHAPES:
@@ -150,13 +178,37 @@ class Unknown(TorchDispatchMode):
         if address := _address(tensor):
             self._storages[address] = tensor.untyped_storage(), what
 
+    def refuse_drawn(self, values: Any, user: str) -> None:
+        """Raise if one of the tensors among values was computed from random numbers that were drawn once more.
+
+        Raises:
+            ConfigurationError: it was.
+        """
+        if self._drawn and any(self._is_drawn(tensor) for tensor in tensors_of(values)):
+            raise ConfigurationError(
+                f"{user} is computed with random numbers (dropout, a random mask) that the code around the model's layers"
+                " drew before others of its layers, and would be drawn anew on this pipeline stage: draw them in a layer"
+                " and have it return them, or give the model pipeline_layers()"
+            )
+
+    def source_of(self, values: Any) -> str:
+        """What one of the tensors among values is computed from and that is not there, or nothing."""
+        return next((what for tensor in tensors_of(values) if (what := self._what(tensor))), "")
+
+    def _is_drawn(self, value: Any) -> bool:
+        return bool(self._drawn) and isinstance(value, Tensor) and _address(value) in self._drawn
+
+    def stands_in(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a stand-in that may have a gradient."""
+        return bool(_holds_nan(tensor) and self._what(tensor))
+
     def _what(self, tensor: Tensor) -> str:
         """What a tensor stands for, or nothing."""
         return self._storages.get(_address(tensor), (None, ""))[1]
 
 
 class _Reads(TorchFunctionMode):
-    """Sees who reads a tensor's memory."""
+    """Sees who reads a tensor's memory, or asks for shape or dtype, and who hangs something on its gradient."""
 
     def __init__(self, unknown: Unknown) -> None:
         super().__init__()
@@ -166,7 +218,33 @@ class _Reads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READS:
             self._unknown.refuse(args[0], name)
+        if name in _HOOKS:
+            raise ConfigurationError(
+                f"the code around the model's layers hangs a hook on a gradient ({name}), which would be lost where that"
+                " comes from another pipeline stage: do it in a layer, or give the model pipeline_layers()"
+            )
+        if getattr(func, "__self__", None) is Tensor.requires_grad and self._unknown.stands_in(args[0]):
+            return torch.is_grad_enabled()
+        if getattr(func, "__self__", None) in _FACTS or name in _FACT_CALLS:
+            self._unknown.note_fact(args[:1])
+        elif name in _FACTS_OF_OTHERS:
+            self._unknown.note_fact(args[1:])
         return func(*args, **(kwargs or {}))
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    if "dot_product" in (name := func.overloadpacket.__name__):  # attention, which drops out nothing in most cases
+        return any(type(value) is float and value > 0 for value in args) or bool(kwargs.get("dropout_p"))
+    return name != "_fused_sdp_choice"
+
+
+def _storages(values: Sequence[Any]) -> dict[int, Any]:
+    """By address, held, so that no other gets it."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return {address: tensor.untyped_storage() for tensor in tensors if (address := _address(tensor))}
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:

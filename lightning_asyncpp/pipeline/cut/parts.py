@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
-_KEPT_AS = "_pipeline_parts"  # attribute of a model
+KEPT_AS = "_pipeline_parts"  # attribute of a model
 
 
 class Parts(nn.Module):
@@ -91,7 +91,7 @@ def parts_of(model: nn.Module, members: Sequence[object]) -> tuple[dict[str, nn.
 
 
 def _kept(model: nn.Module, members: dict[str, nn.Module | nn.Parameter]) -> Parts:
-    known: dict[tuple[str, ...], Parts] = vars(model).setdefault(_KEPT_AS, {})
+    known: dict[tuple[str, ...], Parts] = vars(model).setdefault(KEPT_AS, {})
     parts = known.get(tuple(members))
     if parts is None or not all(parts.holds(name, member) for name, member in members.items()):
         parts = known[tuple(members)] = Parts(members)

@@ -1,0 +1,126 @@
+"""What forwards leave in a model for the next ones: running means, counters, memories; and how it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.adapt.packing import same
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_NUMBERS = (bool, int, float, str)
+Changes = dict[str, list[str]]
+"""Name of a module -> names of its buffers and attributes."""
+
+
+@contextmanager
+def as_before(model: nn.Module, kept: Sequence[str]) -> Iterator[None]:
+    """Have a model's buffers and attributes be what they were afterwards.
+
+    Args:
+        model: forwards of it are run meanwhile.
+        kept: names of its attributes that may stay.
+    """
+    noted = [(module, dict(vars(module)), _buffers_of(module)) for module in model.modules()]
+    copies = [{key: buffer.clone() for key, buffer in buffers.items()} for _, _, buffers in noted]
+    try:
+        yield
+    finally:
+        for (module, attributes, buffers), values in zip(noted, copies):
+            for key, buffer in buffers.items():
+                if not same(buffer, values[key]):
+                    buffer.copy_(values[key])
+                if getattr(module, key, None) is not buffer:
+                    setattr(module, key, buffer)
+            for key in [key for key in vars(module) if key not in _INTERNAL and key not in kept]:
+                if key not in attributes:
+                    del vars(module)[key]
+                elif vars(module)[key] is not attributes[key]:
+                    vars(module)[key] = attributes[key]
+
+
+def changed_by_forwards(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Changes:
+    """What each forward changes again, even with the same arguments, as a cache would not; in training mode.
+
+    Args:
+        model: as it is left, see :func:`as_before`.
+        args: of an example.
+        kwargs: of an example.
+
+    Raises:
+        ConfigurationError: it computes with a tensor that an earlier forward left in an attribute.
+    """
+    model.train()
+    try:
+        _run(model, args, kwargs)
+        before = {name: _State(module) for name, module in model.named_modules()}
+        output = _run(model, args, kwargs)
+        found = {name: before[name].changes(m) for name, m in model.named_modules() if name in before}
+        memories = {name: before[name].new_tensors(m) for name, m in model.named_modules() if name in before}
+        if any(memories.values()):
+            _refuse_memories(model, memories, output, args, kwargs)
+    except ConfigurationError:
+        raise
+    except Exception:  # of a model that takes other arguments in training
+        return {}
+    finally:
+        model.eval()
+    return {name: keys for name, keys in found.items() if keys}
+
+
+def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return type(model).forward(model, *args, **kwargs)
+
+
+def _refuse_memories(model: nn.Module, memories: Changes, output: Any, args: Any, kwargs: Any) -> None:
+    for name, keys in memories.items():
+        for key in keys:
+            tensor = vars(model.get_submodule(name))[key]
+            vars(model.get_submodule(name))[key] = torch.full_like(tensor, float("nan"))
+    if not same(_run(model, args, kwargs), output):
+        places = ", ".join(f"{name}.{key}".lstrip(".") for name, keys in memories.items() for key in keys)
+        raise ConfigurationError(
+            f"forward of {type(model).__name__} computes with what the forward before left in {places}: stages run"
+            " forwards of several micro-batches at a time; give it as an argument, or give the model pipeline_layers()"
+        )
+
+
+class _State:
+    """Buffers and plain attributes of a module at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = {key: buffer.clone() for key, buffer in _buffers_of(module).items()}
+        self._attributes = _attributes_of(module)
+
+    def changes(self, module: nn.Module) -> list[str]:
+        """Names of buffers that have other values by now, and of numbers that were assigned anew."""
+        now = _attributes_of(module)
+        numbers = [key for key, value in now.items() if type(value) in _NUMBERS and not self._has(key, value)]
+        return [key for key, b in _buffers_of(module).items() if not same(self._buffers.get(key), b)] + numbers
+
+    def new_tensors(self, module: nn.Module) -> list[str]:
+        """Names of attributes that hold other tensors by now, which may be NaN."""
+        return [
+            key
+            for key, value in _attributes_of(module).items()
+            if isinstance(value, Tensor) and value.is_floating_point() and self._attributes.get(key) is not value
+        ]
+
+    def _has(self, key: str, value: Any) -> bool:
+        before = self._attributes.get(key)
+        # A float that was computed again is another object, though it may have the same value.
+        return before is value or (type(value) is not float and type(before) is type(value) and before == value)
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_buffers(recurse=False))
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
