@@ -206,6 +206,7 @@ class Analysis:
         replay, table = self._replay(glue, Earlier(outputs, calls))
         try:
             outcome = replay.run(*self._call(blank))
+            self.program.changes_inputs |= outcome.changes_inputs
         except UnknownValueError:
             return False
         except ConfigurationError:

@@ -17,7 +17,7 @@ _DEVICES = ("cpu", "cuda")
 def context_now() -> Context:
     """That of the code that runs."""
     autocast = ((d, torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))) for d in _DEVICES)
-    return torch.is_grad_enabled() or _is_checkpointed(), tuple(autocast)
+    return torch.is_grad_enabled(), tuple(autocast)
 
 
 @contextmanager
@@ -34,8 +34,8 @@ def entered(context: Context | None) -> Iterator[None]:
         yield
 
 
-def _is_checkpointed() -> bool:
-    """Whether gradients are not recorded because a checkpoint will run the code again for them (use_reentrant=True)."""
+def is_checkpointed() -> bool:
+    """Whether code runs in a checkpoint that will run it again for gradients, and records none (use_reentrant=True)."""
     code, frame = CheckpointFunction.forward.__code__, sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back  # type: ignore[assignment]

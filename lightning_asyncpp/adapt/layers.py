@@ -15,7 +15,7 @@ from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Shell
 from lightning_asyncpp.adapt.unknown import UnknownValueError
-from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
+from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.pipeline.cut.units import is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
@@ -45,6 +45,11 @@ class PipelineLayers:
     def __call__(self) -> list[Any]:
         """The layers: blocks, and before, between and after their runs what glue uses."""
         self._look_at_weights()
+        if missing := [name for name in self.program.blocks if not _is_there(self.model, name)]:
+            raise ConfigurationError(
+                f"{', '.join(missing)}: no longer in the {type(self.model).__name__} that pipelined() was called with;"
+                " change its layers before"
+            )
         layers: list[Any] = []
         for glue, position in self.program.units():
             if position is None:
@@ -59,7 +64,8 @@ class PipelineLayers:
         if any(is_placeholder(module) for module in self.model.modules()):
             return
         for name, shell in self.shells.items():
-            shell.look_at(self.model.get_submodule(name))
+            if _is_there(self.model, name):
+                shell.look_at(self.model.get_submodule(name))
         self.program.shapes |= {name: (tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
 
     # -- glue -----------------------------------------------------------------------------------------------------
@@ -86,7 +92,14 @@ class PipelineLayers:
                 for name, leaves in zip(self.program.calls, carried["calls"])
             ]
             earlier = Earlier({_read(key): value for key, value in carried["outputs"].items()}, known)
+        if self.program.changes_inputs:  # which the next glue is to find as they came
+            args, kwargs = map_tensors(Tensor.clone, [list(args), dict(kwargs)])
         outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
+        if outcome.changes_inputs and not self.program.changes_inputs:
+            raise ConfigurationError(
+                f"forward of {type(self.model).__name__} changes its arguments in place, which it did not with the example"
+                " that pipelined(model, example) was given: give an example that is like the batches"
+            )
         if outcome.unknown and glue not in self.program.mixed:
             raise UnknownValueError(
                 f"the code around the model's layers computes {outcome.unknown}, but that is on another pipeline stage, as"
@@ -194,6 +207,13 @@ def with_switches(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]
     if hasattr(getattr(model, "config", None), "use_cache"):
         return {"use_cache": False, **kwargs}
     return dict(kwargs)
+
+
+def _is_there(model: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(_found(model, name), nn.Module)
+    except AttributeError:
+        return False
 
 
 def _found(model: nn.Module, name: str) -> Any:

@@ -41,7 +41,7 @@ class TensorTable:
         """Have the tensors of a block's output be recognised."""
         for leaf, value in enumerate(leaves_of(output)):
             if isinstance(value, Tensor):
-                self._outputs[id(value)] = (block, leaf), value._version
+                self._outputs[id(value)] = (block, leaf), version_of(value)
                 self._held.append(value)
 
     def pack(self, value: Any, argument: str) -> Any:
@@ -66,7 +66,7 @@ class TensorTable:
 
     def _mark_of(self, tensor: Tensor) -> dict[str, Any]:
         output, version = self._outputs.get(id(tensor), (None, 0))
-        if output is not None and tensor._version == version:  # else it was changed in place since
+        if output is not None and version_of(tensor) == version:  # else it was changed in place since
             return {_MARK: "output", "block": output[0], "leaf": output[1]}
         for number, known in enumerate(self.tensors):
             if known is tensor:
@@ -151,6 +151,11 @@ def template_of(output: Any) -> Any:
 def filled(template: Any, leaves: Sequence[Any]) -> Any:
     """An output with other leaves in it."""
     return map_leaves(lambda leaf: leaves[leaf.number], template, lambda node: isinstance(node, Number))
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as far as torch counts it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def same_structure(template: Any, output: Any) -> bool:

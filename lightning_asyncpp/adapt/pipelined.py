@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from lightning_asyncpp.adapt.analysis import Analysis
 from lightning_asyncpp.adapt.blocks import find_blocks
 from lightning_asyncpp.adapt.examples import examples_of
+from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
 from lightning_asyncpp.adapt.layers import PipelineLayers, with_switches
 from lightning_asyncpp.adapt.packing import same
 from lightning_asyncpp.adapt.state import as_before, changed_by_forwards
 from lightning_asyncpp.adapt.trace import record
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.cut.parts import KEPT_AS
 from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -28,6 +30,7 @@ _AN_EXAMPLE = (
     "an example is what the training calls the model with: positional arguments in a tuple, (x, mask), one tensor for a"
     " model that takes nothing else, or keyword arguments in a dictionary, {'input_ids': ids, 'labels': ids}"
 )
+_SMALL = 50_000_000  # parameters of a model whose gradients cost little
 _LONGEST = 400  # characters of an error that are repeated
 
 
@@ -59,9 +62,9 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     asked = [blocks] if isinstance(blocks, str) else list(blocks)
     with _looked_at(model), as_before(model, ("pipeline_layers", KEPT_AS)):
         args, kwargs = _working_example(model, example)
-        names = find_blocks(model, args, kwargs, asked)
-        changed = changed_by_forwards(model, args, kwargs)
-        found = Analysis(model, record(model, names, args, kwargs), changed)
+        names = find_blocks(model, *_copied(args, kwargs), asked)
+        changed = changed_by_forwards(model, names, args, kwargs)
+        found = Analysis(model, record(model, names, *_copied(args, kwargs)), changed)
         layers = PipelineLayers(model, found.program, found.shells)
         model.pipeline_layers = layers  # type: ignore[assignment]
         try:
@@ -137,8 +140,7 @@ def _working_example(model: nn.Module, example: Example | None) -> tuple[tuple, 
     for args, kwargs in examples_of(model):
         kwargs = with_switches(model, kwargs)
         try:
-            with torch.no_grad():
-                model(*args, **kwargs)
+            _call_once(model, args, kwargs)
             return args, kwargs
         except Exception as error:
             problems.append(f"{type(error).__name__}: {error}")
@@ -164,8 +166,7 @@ def _given_example(model: nn.Module, example: Example) -> tuple[tuple, dict[str,
         raise ConfigurationError(f"pipelined({name}): the example is of type {type(example).__name__}; {_AN_EXAMPLE}")
     try:
         kwargs = with_switches(model, kwargs)
-        with torch.no_grad():
-            model(*args, **kwargs)
+        _call_once(model, args, kwargs)
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigurationError(
@@ -186,15 +187,43 @@ def _described(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, (bool, int, float)) else type(value).__name__
 
 
-def _check(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _call_once(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    args, kwargs = _copied(args, kwargs)
     with torch.no_grad():
-        expected, found = type(model).forward(model, *args, **kwargs), apply_layers(model, *args, **kwargs)
-    if not same(expected, found):
-        raise ConfigurationError(
-            f"{type(model).__name__}, cut into layers, gives another output than its own forward: something that its"
-            " layers leave behind for the code after them (router logits, attentions, hidden states that are collected)"
-            " would be lost; switch that off in its configuration, or give the model pipeline_layers()"
-        )
+        model(*args, **kwargs)
+
+
+def _copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments that the model may change in place."""
+    return map_tensors(Tensor.clone, tuple(args)), map_tensors(Tensor.clone, dict(kwargs))
+
+
+def _check(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Compare the layers with the model's own forward: outputs, and of a model that is not large gradients."""
+    is_small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
+    with torch.set_grad_enabled(is_small):
+        copies = _copied(args, kwargs)
+        expected = type(model).forward(model, *copies[0], **copies[1])
+        copies = _copied(args, kwargs)
+        found = apply_layers(model, *copies[0], **copies[1])
+        if not same(expected, found):
+            raise ConfigurationError(
+                f"{type(model).__name__}, cut into layers, gives another output than its own forward: something that"
+                " its layers leave behind for the code after them (router logits, attentions, hidden states that are"
+                " collected) would be lost; switch that off in its configuration, or give the model pipeline_layers()"
+            )
+        if not is_small:
+            return
+        try:
+            gradients = gradients_of(model, expected)
+        except Exception:  # of a model that has none in evaluation mode
+            return
+        if name := other_gradient(gradients, gradients_of(model, found)):
+            raise ConfigurationError(
+                f"{type(model).__name__}, cut into layers, gives another gradient of {name} than its own forward:"
+                " something of the code around its layers that shows in the backward alone (hooks on gradients, an"
+                " autograd.Function) would be lost; move it into a layer, or give the model pipeline_layers()"
+            )
 
 
 @contextmanager

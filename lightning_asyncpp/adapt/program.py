@@ -17,15 +17,22 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 def switches_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Name -> value of a call's arguments that are no tensors, but for None and False; of float tensors the name alone.
 
-    Tensors of whole numbers (masks, positions, labels) may come or not: their values always travel.
+    Tensors of whole numbers (masks, positions, labels) may come or not: their values always travel. So do Python's
+    numbers and lists, such as one string per sample, of which the type alone counts.
     """
     found: list[tuple[str, Any]] = []
     for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
         if isinstance(value, Tensor):
             found += [(name, "a tensor")] if value.is_floating_point() else []
         elif value is not None and value is not False and not any(True for _ in tensors_of(value)):
-            found.append((name, value))
+            found.append((name, value if isinstance(value, (bool, str)) or not _is_data(value) else type(value).__name__))
     return found
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(entry, str) or _is_data(entry) for entry in value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass
@@ -52,6 +59,7 @@ class Program:
         costs: by unit, floating-point operations of its forward and backward.
         unused: names of parameters that the forward does not use.
         in_place: whether code around the blocks changes in place what they return.
+        changes_inputs: whether code around the blocks changes tensors of the call in place.
         switches: the call's arguments that are no tensors, as :func:`switches_of` gives them.
         shapes: name -> shape and dtype, of parameters that glue uses by themselves.
     """
@@ -72,6 +80,7 @@ class Program:
     costs: list[float] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     in_place: bool = False
+    changes_inputs: bool = False
     switches: list[Any] = field(default_factory=list)
     shapes: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
 

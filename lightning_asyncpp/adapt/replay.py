@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.adapt.contexts import Context, context_now
-from lightning_asyncpp.adapt.packing import Output, TensorTable, filled, same_structure
+from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed
+from lightning_asyncpp.adapt.packing import Output, TensorTable, filled, same_structure, version_of
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.shells import Shell, in_place_of
-from lightning_asyncpp.pipeline.batches.tree import leaves_of
+from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 Leaves = list[Any]
@@ -45,6 +46,7 @@ class Outcome:
         unknown: what its arguments or output are computed from and was not there.
         asked: positions of those whose outputs it asked for shape or dtype, which it was told as those of the example.
         calls: the leaves of what its own submodules returned.
+        changes_inputs: whether its own code changed tensors of the call in place.
         output: of the model, behind the last glue.
     """
 
@@ -53,6 +55,7 @@ class Outcome:
     unknown: str = ""
     asked: set[int] = field(default_factory=set)
     calls: list[Leaves] = field(default_factory=list)
+    changes_inputs: bool = False
     output: Any = None
 
 
@@ -89,6 +92,8 @@ class Replay:
         program, self._unknown.training = self._program, self._model.training
         self._context = context_now()
         self._unknown.is_behind = self._glue > 0
+        self._inputs = list(tensors_of([args, kwargs]))
+        self._note_inputs()
         modules = {name: self._shells[name] for name in (*program.blocks, *program.modules())}
         for position, name in enumerate(program.blocks):
             modules[name].answer = self._block(position)
@@ -101,6 +106,7 @@ class Replay:
         except _BlocksKnown:
             return self.outcome
         finally:
+            self._compare_inputs()
             blocks = {f"what {program.blocks[position]} returned": position for position in self._run}
             self.outcome.asked = {blocks[what] for what in self._unknown.asked if what in blocks}
             self._unknown.forget()
@@ -119,6 +125,12 @@ class Replay:
         def answer(args: tuple, kwargs: dict[str, Any]) -> Any:
             if position != self._position:
                 raise self._other_way(self._program.blocks[position])
+            if self._context[0] and not torch.is_grad_enabled() and is_checkpointed():
+                raise ConfigurationError(
+                    f"forward of {type(self._model).__name__} calls {self._program.blocks[position]} in a"
+                    " torch.utils.checkpoint with use_reentrant=True, through which no gradient of another pipeline stage"
+                    " comes: use use_reentrant=False, or switch it off"
+                )
             self._position += 1
             if position in self._run:
                 self._unknown.is_behind = False
@@ -162,8 +174,10 @@ class Replay:
             if self._program.glue_at(self._position) != self._glue:
                 return filled(self._program.call_templates[number], self._earlier.calls[number])
             self._unknown.refuse_drawn([args, kwargs], f"what {name} takes")
+            self._compare_inputs()
             with self._unknown.set_aside(args, kwargs):
                 output = real(*args, **kwargs)
+            self._note_inputs()  # what a submodule changes it changes once
             if not same_structure(self._program.call_templates[number], output):
                 raise ConfigurationError(
                     f"{name} returned something else than with the example that pipelined(model, example) was given: more"
@@ -174,6 +188,12 @@ class Replay:
             return output
 
         return answer
+
+    def _note_inputs(self) -> None:
+        self._versions = [version_of(tensor) for tensor in self._inputs]
+
+    def _compare_inputs(self) -> None:
+        self.outcome.changes_inputs |= self._versions != [version_of(tensor) for tensor in self._inputs]
 
     def _look_at(self, values: Any, what: str) -> None:
         """Refuse what was computed from numbers drawn anew; note what from values that are not there."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.packing import same
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -44,11 +45,12 @@ def as_before(model: nn.Module, kept: Sequence[str]) -> Iterator[None]:
                     vars(module)[key] = attributes[key]
 
 
-def changed_by_forwards(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Changes:
+def changed_by_forwards(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Changes:
     """What each forward changes again, even with the same arguments, as a cache would not; in training mode.
 
     Args:
         model: as it is left, see :func:`as_before`.
+        blocks: names of its blocks, in which numbers that are assigned count as changed, whatever they are.
         args: of an example.
         kwargs: of an example.
 
@@ -59,9 +61,13 @@ def changed_by_forwards(model: nn.Module, args: Sequence[Any], kwargs: Mapping[s
     try:
         _run(model, args, kwargs)
         before = {name: _State(module) for name, module in model.named_modules()}
-        output = _run(model, args, kwargs)
+        inside = [m for name in blocks for m in model.get_submodule(name).modules()]
+        with _marked(inside) as assigned:
+            output = _run(model, args, kwargs)
         found = {name: before[name].changes(m) for name, m in model.named_modules() if name in before}
         memories = {name: before[name].new_tensors(m) for name, m in model.named_modules() if name in before}
+        for name, module in model.named_modules():
+            found[name] = list(dict.fromkeys([*found.get(name, []), *assigned.get(id(module), [])]))
         if any(memories.values()):
             _refuse_memories(model, memories, output, args, kwargs)
     except ConfigurationError:
@@ -75,6 +81,7 @@ def changed_by_forwards(model: nn.Module, args: Sequence[Any], kwargs: Mapping[s
 
 def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     torch.manual_seed(0)
+    args, kwargs = map_tensors(Tensor.clone, list(args)), map_tensors(Tensor.clone, dict(kwargs))
     return type(model).forward(model, *args, **kwargs)
 
 
@@ -89,6 +96,27 @@ def _refuse_memories(model: nn.Module, memories: Changes, output: Any, args: Any
             f"forward of {type(model).__name__} computes with what the forward before left in {places}: stages run"
             " forwards of several micro-batches at a time; give it as an argument, or give the model pipeline_layers()"
         )
+
+
+class _Marked(int):
+    """A whole number that is told from an equal one by its type."""
+
+
+@contextmanager
+def _marked(modules: Sequence[nn.Module]) -> Iterator[dict[int, list[str]]]:
+    """Find out which whole numbers are assigned to attributes of modules: those that are not marked any more."""
+    numbers = [(m, key, value) for m in modules for key, value in _attributes_of(m).items() if type(value) is int]
+    for module, key, value in numbers:
+        vars(module)[key] = _Marked(value)
+    found: dict[int, list[str]] = {}
+    try:
+        yield found
+    finally:
+        for module, key, value in numbers:
+            if type(vars(module).get(key)) is _Marked:
+                vars(module)[key] = value
+            else:
+                found.setdefault(id(module), []).append(key)
 
 
 class _State:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt import is_adapted
+from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
 from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -35,7 +36,7 @@ _OF_ADAPTED = (
 
 
 def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed: int, name: str) -> str:
-    """Call a model, and apply its layers in order, on copies.
+    """Call a model, and apply its layers in order, on copies; outputs and gradients are compared.
 
     Layers of several parts may draw their random numbers in another order than the model's own forward, or more of
     them: such a model is compared without.
@@ -57,10 +58,11 @@ def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed:
     call = _copied_call(network, args, kwargs, name)
     if without_dropout:
         call[0].eval()
-    with torch.random.fork_rng(), torch.no_grad():
-        whole = _called(copy.deepcopy(call), seed)
-        in_order = _applied(call, seed)
-    if difference := _difference(whole, in_order):
+    with torch.random.fork_rng(), torch.enable_grad():
+        twin = copy.deepcopy(call)
+        whole, in_order = _called(twin, seed), _applied(call, seed)
+    difference = _difference(whole, in_order) or _difference_of_gradients(twin[0], whole, call[0], in_order)
+    if difference:
         raise ConfigurationError(
             f"{name}(...) and its layers, applied one after the other, are not the same: {difference}."
             f" {_OF_ADAPTED if is_adapted(network) else _OF_FORWARD.format(type(network).__name__)}"
@@ -130,6 +132,15 @@ def _difference(whole: Any, in_order: Any) -> str:
         if apart > _ROUNDING:
             return f"their outputs differ by {apart:.1e} of the largest entry"
     return ""
+
+
+def _difference_of_gradients(twin: nn.Module, whole: Any, network: nn.Module, in_order: Any) -> str:
+    try:
+        expected = gradients_of(twin, whole)
+    except Exception:  # the training will say so
+        return ""
+    name = other_gradient(expected, gradients_of(network, in_order))
+    return f"their gradients of {name} differ" if name else ""
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
