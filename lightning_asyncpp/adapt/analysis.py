@@ -138,8 +138,8 @@ class Analysis:
             for one in needs.singly():  # such as what the block before returned beside its first tensor
                 if self._may_be_missed(one) and self._is_enough(glue, needs - one):
                     needs = needs - one
-            if self._is_enough(glue, needs) and self._is_mixed:
-                self.program.mixed.add(glue)
+            if self._is_enough(glue, needs):
+                self.program.mixed |= {(glue, what) for what in self._unknown_in}
             self.program.live.append(set(needs.outputs) | self._handed_to_blocks(glue))
             self.program.live_calls.append(set(needs.calls))
             self.program.blank_inputs.append(set(everything.inputs - needs.inputs))
@@ -199,7 +199,10 @@ class Analysis:
             if key in needs.outputs or not isinstance(self._trace.outputs[key], Tensor)
         }
         calls = [
-            [_copy(leaf) if number in needs.calls else self._without(leaf) for leaf in call.leaves]
+            [
+                _copy(leaf) if number in needs.calls else self._without(leaf, f"what {call.name} returned")
+                for leaf in call.leaves
+            ]
             for number, call in enumerate(self._members.calls)
         ]
         blank = [n for n in self._all_before(glue).inputs if n not in needs.inputs]
@@ -216,7 +219,7 @@ class Analysis:
                 return False
             self.program.in_place = True
             return self._is_enough(glue, needs)
-        self._is_mixed = bool(outcome.unknown)
+        self._unknown_in = outcome.unknown
         return self._is_right(glue, outcome, table)
 
     def _is_right(self, glue: int, outcome: Outcome, table: TensorTable) -> bool:
@@ -258,14 +261,16 @@ class Analysis:
         return [key for key in self._trace.outputs if key[0] < edges[glue]]
 
     def _call(self, blank: Sequence[int] = ()) -> tuple[list[Any], dict[str, Any]]:
-        tensors = [self._without(t) if n in set(blank) else t.clone() for n, t in enumerate(self._inputs())]
+        tensors = [
+            self._without(t, f"argument {n}") if n in set(blank) else t.clone() for n, t in enumerate(self._inputs())
+        ]
         args, kwargs = unpack(self._trace.call, tensors, self._trace.table.constants)
         return args, kwargs
 
-    def _without(self, value: Any) -> Any:
+    def _without(self, value: Any, what: str) -> Any:
         """What stands for a value, if NaN can."""
         if isinstance(value, Tensor) and value.is_floating_point():
-            return self._unknown.nothing("a value", value.shape, value.dtype, writable=True)
+            return self._unknown.nothing(what, value.shape, value.dtype, writable=True)
         return _copy(value)
 
     def _inputs(self) -> list[Tensor]:

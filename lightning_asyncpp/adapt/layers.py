@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.contexts import entered
-from lightning_asyncpp.adapt.packing import Output, TensorTable, same_structure, tensor_numbers_in, unpack
+from lightning_asyncpp.adapt.packing import Output, TensorTable, check_structure, tensor_numbers_in, unpack
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Shell
@@ -23,8 +23,9 @@ Carried = dict[str, Any]
 """What one layer returns and the next one takes: ``tensors`` of the call, and ``env``, those that glue has made, with
 ``until``, the position of the block after which nobody needs each of them;
 ``call``, the model's arguments; ``arguments`` of blocks, and ``which`` of them each block takes; ``contexts`` in which
-blocks run, and ``asked``, those whose shape and dtype were taken for those of the example; ``outputs`` of blocks
-that are still needed; ``calls``, leaves of what submodules returned in earlier glue."""
+blocks run; ``seeds`` by glue, of random numbers; ``asked``, the blocks whose shape and dtype were taken for those of
+the example; ``outputs`` of blocks that are still needed; ``calls``, leaves of what submodules returned in earlier
+glue."""
 _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
                                torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
 
@@ -91,18 +92,19 @@ class PipelineLayers:
                 [self._restored(unpack(leaf, tensors, ()), f"what {name} returned") for leaf in leaves]
                 for name, leaves in zip(self.program.calls, carried["calls"])
             ]
-            earlier = Earlier({_read(key): value for key, value in carried["outputs"].items()}, known)
+            seeds = {int(key): seed for key, seed in carried["seeds"].items()}
+            earlier = Earlier({_read(key): value for key, value in carried["outputs"].items()}, known, seeds)
         if self.program.changes_inputs:  # which the next glue is to find as they came
             args, kwargs = map_tensors(Tensor.clone, [list(args), dict(kwargs)])
         outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
         if outcome.changes_inputs and not self.program.changes_inputs:
             raise ConfigurationError(
-                f"forward of {type(self.model).__name__} changes its arguments in place, which it did not with the example"
-                " that pipelined(model, example) was given: give an example that is like the batches"
+                f"forward of {type(self.model).__name__} changes its arguments in place, which it did not with the"
+                " example that pipelined(model, example) was given: give an example that is like the batches"
             )
-        if outcome.unknown and glue not in self.program.mixed:
+        if other := [what for what in sorted(outcome.unknown) if (glue, what) not in self.program.mixed]:
             raise UnknownValueError(
-                f"the code around the model's layers computes {outcome.unknown}, but that is on another pipeline stage, as"
+                f"the code around the model's layers computes {other[0]}, but that is on another pipeline stage, as"
                 " with the example that pipelined(model, example) was given it did not, or only in training: give an"
                 " example that is like the batches, or the model pipeline_layers()"
             )
@@ -141,6 +143,7 @@ class PipelineLayers:
             "call": call,
             "arguments": distinct,
             "which": [distinct.index(arguments) for arguments in outcome.arguments],
+            "seeds": {str(g): seed for g, seed in [*earlier.seeds.items(), (glue, outcome.seed)] if seed is not None},
             "contexts": outcome.contexts,
             "asked": sorted(outcome.asked),
             "outputs": {
@@ -179,20 +182,16 @@ class PipelineLayers:
     def _look_at_output(self, position: int, returned: Any, taken: Any, is_asked: bool) -> None:
         """Refuse what a block returned where code around it was told something else of it."""
         name = self.program.blocks[position]
-        if not same_structure(self.program.templates[position], returned):
-            raise ConfigurationError(
-                f"{name} returned something else than with the example that pipelined(model, example) was given: more or"
-                " fewer parts, or others; give an example that is like the batches, or the model pipeline_layers()"
-            )
+        check_structure(self.program.templates[position], returned, name)
         first = next(tensors_of(taken), None)
         if not is_asked or first is None:
             return
         for leaf, alike in zip(leaves_of(returned), self.program.alike[position]):
             if alike and (leaf.shape, leaf.dtype) != (first.shape, first.dtype):
                 raise ConfigurationError(
-                    f"{name} returned {leaf.dtype} {list(leaf.shape)} for {first.dtype} {list(first.shape)}, and with the"
-                    " example that pipelined(model, example) was given it kept both, for which code around the layers"
-                    " asks; give an example that is like the batches, or the model pipeline_layers()"
+                    f"{name} returned {leaf.dtype} {list(leaf.shape)} for {first.dtype} {list(first.shape)}, and with"
+                    " the example that pipelined(model, example) was given it kept both, for which code around the"
+                    " layers asks; give an example that is like the batches, or the model pipeline_layers()"
                 )
 
     def _restored(self, leaf: Any, what: str) -> Any:

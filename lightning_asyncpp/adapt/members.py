@@ -81,9 +81,9 @@ class Members:
         if changed:
             places = ", ".join(f"{name}.{key}".lstrip(".") for name, keys in changed.items() for key in keys)
             raise ConfigurationError(
-                f"forward of {type(model).__name__} changes {places} around its layers, each time that it runs; on every"
-                " stage it runs again for each part of the code around the layers: change that in a layer, in a submodule"
-                " that is called once, or in the step, or give the model pipeline_layers()"
+                f"forward of {type(model).__name__} changes {places} around its layers, each time that it runs; on"
+                " every stage it runs again for each part of the code around the layers: change that in a layer, in a"
+                " submodule that is called once, or in the step, or give the model pipeline_layers()"
             )
 
     def _add(self, gap: int, name: str) -> None:

@@ -158,9 +158,17 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def same_structure(template: Any, output: Any) -> bool:
-    """Whether an output has tensors, and other leaves, where the one of a template had them, under the same keys."""
-    return structure_of(template) == structure_of(output)
+def check_structure(template: Any, output: Any, name: str) -> None:
+    """Refuse an output that has not tensors, and other leaves, where that of a template had them, under the same keys.
+
+    Raises:
+        ConfigurationError: what the module of this name returned is such a one.
+    """
+    if structure_of(template) != structure_of(output):
+        raise ConfigurationError(
+            f"{name} returned something else than with the example that pipelined(model, example) was given: more or"
+            " fewer parts, or others; give an example that is like the batches, or the model pipeline_layers()"
+        )
 
 
 def structure_of(tree: Any) -> Any:

@@ -25,7 +25,9 @@ def switches_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[st
         if isinstance(value, Tensor):
             found += [(name, "a tensor")] if value.is_floating_point() else []
         elif value is not None and value is not False and not any(True for _ in tensors_of(value)):
-            found.append((name, value if isinstance(value, (bool, str)) or not _is_data(value) else type(value).__name__))
+            found.append(
+                (name, value if isinstance(value, (bool, str)) or not _is_data(value) else type(value).__name__)
+            )
     return found
 
 
@@ -53,7 +55,7 @@ class Program:
         live: by glue, the outputs of earlier blocks that it needs.
         live_calls: by glue, numbers of earlier calls whose outputs it needs.
         blank_inputs: by glue, numbers of the call's tensors that it takes no values of.
-        mixed: glues that compute with values that are not there, and come to the same (``torch.where``).
+        mixed: (glue, what it computes from what), of values that are not there; it comes to the same (``torch.where``).
         last_use: an output that later ones need -> position of the last block, or the glue's first block, that does.
         constants: objects among the arguments of blocks.
         costs: by unit, floating-point operations of its forward and backward.
@@ -74,7 +76,7 @@ class Program:
     live: list[set[Output]] = field(default_factory=list)
     live_calls: list[set[int]] = field(default_factory=list)
     blank_inputs: list[set[int]] = field(default_factory=list)
-    mixed: set[int] = field(default_factory=set)
+    mixed: set[tuple[int, str]] = field(default_factory=set)
     last_use: dict[Output, int] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed
-from lightning_asyncpp.adapt.packing import Output, TensorTable, filled, same_structure, version_of
+from lightning_asyncpp.adapt.packing import Output, TensorTable, check_structure, filled, version_of
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.shells import Shell, in_place_of
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.randomness import derive
 
 Leaves = list[Any]
 
@@ -30,10 +32,12 @@ class Earlier:
     Attributes:
         outputs: of blocks; of those that are not there, nobody needs a value.
         calls: by number, the leaves of what submodules returned in earlier glue.
+        seeds: by glue, those that their code drew random numbers from, if it did.
     """
 
     outputs: Mapping[Output, Any] = field(default_factory=dict)
     calls: Sequence[Leaves] = ()
+    seeds: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -43,19 +47,21 @@ class Outcome:
     Attributes:
         arguments: of the blocks behind it, as they travel.
         contexts: in which it calls them, where they are others than that of the model's call.
-        unknown: what its arguments or output are computed from and was not there.
+        unknown: which of its arguments, or the output, are computed from what was not there, in words.
         asked: positions of those whose outputs it asked for shape or dtype, which it was told as those of the example.
         calls: the leaves of what its own submodules returned.
         changes_inputs: whether its own code changed tensors of the call in place.
+        seed: of the random numbers that its own code drew, if it drew some.
         output: of the model, behind the last glue.
     """
 
     arguments: list[Any] = field(default_factory=list)
     contexts: list[Context | None] = field(default_factory=list)
-    unknown: str = ""
+    unknown: set[str] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
     calls: list[Leaves] = field(default_factory=list)
     changes_inputs: bool = False
+    seed: int | None = None
     output: Any = None
 
 
@@ -81,6 +87,7 @@ class Replay:
         self._unknown = next(iter(shells.values())).unknown
         self._position = 0  # of the next block
         self._calls = 0
+        self._draws: Counter[int] = Counter()  # by glue
         self.outcome = Outcome()
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
@@ -91,7 +98,7 @@ class Replay:
         """
         program, self._unknown.training = self._program, self._model.training
         self._context = context_now()
-        self._unknown.is_behind = self._glue > 0
+        self._unknown.seed_of_draw = self._seed_of_draw
         self._inputs = list(tensors_of([args, kwargs]))
         self._note_inputs()
         modules = {name: self._shells[name] for name in (*program.blocks, *program.modules())}
@@ -128,12 +135,11 @@ class Replay:
             if self._context[0] and not torch.is_grad_enabled() and is_checkpointed():
                 raise ConfigurationError(
                     f"forward of {type(self._model).__name__} calls {self._program.blocks[position]} in a"
-                    " torch.utils.checkpoint with use_reentrant=True, through which no gradient of another pipeline stage"
-                    " comes: use use_reentrant=False, or switch it off"
+                    " torch.utils.checkpoint with use_reentrant=True, through which no gradient of another pipeline"
+                    " stage comes: use use_reentrant=False, or switch it off"
                 )
             self._position += 1
             if position in self._run:
-                self._unknown.is_behind = False
                 return self._coming(position, args, kwargs)
             leaves = [
                 self._earlier.outputs[position, leaf]
@@ -141,7 +147,6 @@ class Replay:
                 else self._nothing(position, args, kwargs, alike)
                 for leaf, alike in enumerate(self._program.alike[position])
             ]
-            self._unknown.is_behind = self._program.glue_at(self._position) < self._glue
             return self._known(position, leaves)
 
         return answer
@@ -175,19 +180,27 @@ class Replay:
                 return filled(self._program.call_templates[number], self._earlier.calls[number])
             self._unknown.refuse_drawn([args, kwargs], f"what {name} takes")
             self._compare_inputs()
+            self._unknown.seed_of_draw = None
             with self._unknown.set_aside(args, kwargs):
                 output = real(*args, **kwargs)
+            self._unknown.seed_of_draw = self._seed_of_draw
             self._note_inputs()  # what a submodule changes it changes once
-            if not same_structure(self._program.call_templates[number], output):
-                raise ConfigurationError(
-                    f"{name} returned something else than with the example that pipelined(model, example) was given: more"
-                    " or fewer parts, or others; give an example that is like the batches, or the model"
-                    " pipeline_layers()"
-                )
+            check_structure(self._program.call_templates[number], output, name)
             self.outcome.calls.append(list(leaves_of(output)))
             return output
 
         return answer
+
+    def _seed_of_draw(self) -> int | None:
+        """So that code that runs again, on another stage, draws what it drew the first time."""
+        glue = self._program.glue_at(self._position)
+        self._draws[glue] += 1
+        seed = self._earlier.seeds.get(glue)
+        if glue == self._glue:
+            if self.outcome.seed is None:
+                self.outcome.seed = int(torch.randint(1 << 62, ()))
+            seed = self.outcome.seed
+        return None if seed is None else derive(seed, "draw", self._draws[glue])
 
     def _note_inputs(self) -> None:
         self._versions = [version_of(tensor) for tensor in self._inputs]
@@ -199,7 +212,7 @@ class Replay:
         """Refuse what was computed from numbers drawn anew; note what from values that are not there."""
         self._unknown.refuse_drawn(values, what)
         if source := self._unknown.source_of(values):
-            self.outcome.unknown = self.outcome.unknown or f"{what} from {source}"
+            self.outcome.unknown.add(f"{what} from {source}")
 
     def _other_way(self, name: str) -> ConfigurationError:
         blocks = self._program.blocks

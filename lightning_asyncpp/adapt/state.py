@@ -45,7 +45,9 @@ def as_before(model: nn.Module, kept: Sequence[str]) -> Iterator[None]:
                     vars(module)[key] = attributes[key]
 
 
-def changed_by_forwards(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Changes:
+def changed_by_forwards(
+    model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Changes:
     """What each forward changes again, even with the same arguments, as a cache would not; in training mode.
 
     Args:

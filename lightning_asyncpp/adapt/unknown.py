@@ -6,7 +6,7 @@ show it is code that asks a question of the value, ``if x.max() > 1``: such code
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ _OF_SHAPES = frozenset({
 _FORGETFUL = frozenset({
     "nan_to_num", "nan_to_num_", "fmax", "fmin", "nansum", "nanmedian", "copysign", "copysign_", "histc", "_unique2",
     "unique_dim", "unique_consecutive", "heaviside", "heaviside_", "sgn", "sign", "sign_", "bernoulli",
+    "grid_sampler_2d", "grid_sampler_3d", "cudnn_grid_sampler", "multi_margin_loss", "multilabel_margin_loss_forward",
 })  # fmt: skip
 _READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})  # which torch does without running a function
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
@@ -48,7 +49,8 @@ class Unknown(TorchDispatchMode):
     Attributes:
         device: where stand-ins are made.
         training: the model's mode.
-        is_behind: whether random numbers that are drawn now were drawn before, on another stage, and came out otherwise.
+        seed_of_draw: called before random numbers are drawn; it gives a seed for them, or None where they were drawn
+            before, on another stage, and it is not known from which.
         changed: full names of attributes that every forward changes.
         asked: what those stand for that were asked for their shape or dtype.
     """
@@ -57,7 +59,7 @@ class Unknown(TorchDispatchMode):
         super().__init__()
         self.device, self.training = torch.device("cpu"), False
         self.asked: set[str] = set()
-        self.is_behind = False
+        self.seed_of_draw: Callable[[], int | None] | None = None
         self.changed: set[str] = set()
         self._drawn: dict[int, Any] = {}  # storages by address
         self._storages: dict[int, tuple[Any, str]] = {}  # by address; held, so that no other gets it
@@ -79,7 +81,7 @@ class Unknown(TorchDispatchMode):
         self._storages.clear()
         self._drawn.clear()
         self.asked.clear()
-        self.is_behind = False
+        self.seed_of_draw = None
 
     @contextmanager
     def unasked(self) -> Iterator[None]:
@@ -127,8 +129,7 @@ class Unknown(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function of torch."""
-        result = func(*args, **(kwargs or {}))
-        is_drawn = self.is_behind and _draws(func, args, kwargs or {})
+        result, is_drawn = self._run(func, args, kwargs or {})
         if not (self._storages or self._drawn or is_drawn):
             return result
         taken = _flat([*args, *kwargs.values()] if kwargs else args)
@@ -145,6 +146,17 @@ class Unknown(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._mark(value, self._what(unknown[0]))
         return result
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
+        """What a function returns, and whether it drew random numbers that are not those of before."""
+        if self.seed_of_draw is None or not _draws(func, args, kwargs):
+            return func(*args, **kwargs), False
+        if (seed := self.seed_of_draw()) is None:
+            return func(*args, **kwargs), True
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            return func(*args, **kwargs), False
 
     def refuse(self, tensor: Tensor, function: str) -> None:
         """Raise if a tensor is a stand-in.
@@ -186,9 +198,9 @@ class Unknown(TorchDispatchMode):
         """
         if self._drawn and any(self._is_drawn(tensor) for tensor in tensors_of(values)):
             raise ConfigurationError(
-                f"{user} is computed with random numbers (dropout, a random mask) that the code around the model's layers"
-                " drew before others of its layers, and would be drawn anew on this pipeline stage: draw them in a layer"
-                " and have it return them, or give the model pipeline_layers()"
+                f"{user} is computed with random numbers that the code around the model's layers draws on this pipeline"
+                " stage but did not draw before, on an earlier one: draw them in a layer and have it return them, or"
+                " give the model pipeline_layers()"
             )
 
     def source_of(self, values: Any) -> str:
@@ -200,7 +212,7 @@ class Unknown(TorchDispatchMode):
 
     def stands_in(self, tensor: Tensor) -> bool:
         """Whether a tensor is a stand-in that may have a gradient."""
-        return bool(_holds_nan(tensor) and self._what(tensor))
+        return _holds_nan(tensor) and bool(self._what(tensor))
 
     def _what(self, tensor: Tensor) -> str:
         """What a tensor stands for, or nothing."""
@@ -220,8 +232,8 @@ class _Reads(TorchFunctionMode):
             self._unknown.refuse(args[0], name)
         if name in _HOOKS:
             raise ConfigurationError(
-                f"the code around the model's layers hangs a hook on a gradient ({name}), which would be lost where that"
-                " comes from another pipeline stage: do it in a layer, or give the model pipeline_layers()"
+                f"the code around the model's layers hangs a hook on a gradient ({name}), which would be lost where"
+                " that comes from another pipeline stage: do it in a layer, or give the model pipeline_layers()"
             )
         if getattr(func, "__self__", None) is Tensor.requires_grad and self._unknown.stands_in(args[0]):
             return torch.is_grad_enabled()
@@ -238,7 +250,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return False
     if "dot_product" in (name := func.overloadpacket.__name__):  # attention, which drops out nothing in most cases
         return any(type(value) is float and value > 0 for value in args) or bool(kwargs.get("dropout_p"))
-    return name != "_fused_sdp_choice"
+    return bool(name != "_fused_sdp_choice")
 
 
 def _storages(values: Sequence[Any]) -> dict[int, Any]:

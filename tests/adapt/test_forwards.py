@@ -363,13 +363,13 @@ def test_a_forward_that_takes_another_way() -> None:
 
 
 class ByLength(Net):
-    """Does more with longer batches."""
+    """Does more with longer batches, where it chooses from what it may not need."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.entry(x)
         for block in self.blocks:
             x = block(x)
-        return self.out(x + first if len(x) > 3 else x)
+        return self.out(torch.where(torch.ones(DIM) > 2 * (len(x) < 4), first, x))
 
 
 def test_another_forward_than_with_the_example_is_told_with_what_to_do() -> None:

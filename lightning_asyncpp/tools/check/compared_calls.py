@@ -97,7 +97,7 @@ def _copied_call(
 def _called(call: tuple[nn.Module, tuple, dict[str, Any]], seed: int) -> Any:
     network, args, kwargs = call
     torch.manual_seed(seed)
-    return network(*args, **kwargs)
+    return network.forward(*args, **kwargs)  # a pipeline runs hooks of the whole model around its layers
 
 
 def _applied(call: tuple[nn.Module, tuple, dict[str, Any]], seed: int) -> Any:
