@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.adapt import is_adapted
 from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
+from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -58,7 +59,7 @@ def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed:
     call = _copied_call(network, args, kwargs, name)
     if without_dropout:
         call[0].eval()
-    with torch.random.fork_rng(), torch.enable_grad():
+    with torch.random.fork_rng(), torch.enable_grad(), collecting():
         twin = copy.deepcopy(call)
         whole, in_order = _called(twin, seed), _applied(call, seed)
     difference = _difference(whole, in_order) or _difference_of_gradients(twin[0], whole, call[0], in_order)
