@@ -1,4 +1,7 @@
-"""The worker pools that all tests of the Trainer strategies share."""
+"""The worker pools that all tests of the Trainer strategies share.
+
+To start a rank costs as much as two short trainings in it, so pools outlive the files that use them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from tests.trainer.pool import Pools
 from tests.workers import opened
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def pools() -> Iterator[Pools]:
     with opened(Pools()) as pools:
         yield pools
