@@ -1,7 +1,4 @@
-"""The worker pools that all tests of the Trainer strategies share.
-
-To start a rank costs as much as two short trainings in it, so pools outlive the files that use them.
-"""
+"""The worker pools that all tests of the Trainer strategies share."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from tests.trainer.pool import Pools
 from tests.workers import opened
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     with opened(Pools()) as pools:
         yield pools
