@@ -117,7 +117,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "torchvision_vit": _torchvision(lambda models: models.VisionTransformer(32, 8, 3, 4, 32, 48)),
 }
 SLOW = (*RARER, "litgpt", "timm_convnext", "torchvision_resnet")
-EXAMPLES = dict.fromkeys(("timm_vit", "timm_distilled", "timm_convnext", "torchvision_resnet"), (2, 3, 32, 32))
+EXAMPLES = {
+    **dict.fromkeys(("timm_vit", "timm_distilled", "timm_convnext"), (2, 3, 32, 32)),
+    "torchvision_resnet": (2, 3, 64, 64),  # several values per channel for BatchNorm, in a micro-batch of one sample
+}
 
 
 def example_of(name: str) -> tuple[Tensor, ...] | None:
