@@ -5,9 +5,11 @@ One that is still there may mean something else in another release: who uses one
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 Release = tuple[int, int]
@@ -50,6 +52,12 @@ def untested_versions(installed: Mapping[str, str] | None = None) -> str:
         " Install a version that was tested, or compare a short run with one under it. To silence this:"
         f' warnings.filterwarnings("ignore", category={__name__}.{UntestedVersionWarning.__name__})'
     )
+
+
+@functools.cache
+def version(package: str) -> str:
+    """Of an installed package, whose whole description is parsed for it: once, not for every strategy."""
+    return metadata.version(package)
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:

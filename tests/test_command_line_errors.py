@@ -10,11 +10,12 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from docstring_parser import parser
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from lightning_asyncpp import GPTModule, cli
-from lightning_asyncpp.cli import TOOLS, main
+from lightning_asyncpp.cli import TOOLS, main, read_configuration
 from lightning_asyncpp.lightning_cli.arguments import refuse_without_recipe
 from lightning_asyncpp.pipeline.errors import PeerLostError
 
@@ -105,6 +106,16 @@ def test_help_is_of_what_was_asked_for(
     printed = capsys.readouterr().out
     assert all(text in printed for text in lists)
     assert not any(text in printed for text in lacks)
+
+
+def test_fields_of_dataclasses_are_explained_and_their_sources_read_for_a_help_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a recipe, to read the sources takes longer than all the rest."""
+    assert refused("fit", "--model.help", "lightning_asyncpp.GPTModule") == 0
+    assert "Number of transformer blocks." in capsys.readouterr().out
+    monkeypatch.setattr(parser, "add_attribute_docstrings", lambda *_: pytest.fail("the sources were read"))
+    assert read_configuration(["fit", *RECIPE])["trainer"]["devices"] == 2
 
 
 def test_an_unknown_subcommand_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start"
 PAGES = [ROOT / "README.md", *sorted(START.glob("*.md"))]
@@ -75,7 +77,9 @@ def test_the_pages_have_code() -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_blocks_of_a_page_run(script: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    run(["script.py"], tmp_path)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = forked.run("script", "script.py", tmp_path, seconds=280, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

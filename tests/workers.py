@@ -17,8 +17,9 @@ import torch
 from torch import multiprocessing as mp
 
 _IMPORTED = [
-    f"tests.{name}"
-    for name in ("spared", "faults.script", "fabric.runs", "pipeline.runs", "storage.saves", "trainer.runs")
+    *("pytest", "hypothesis", "lightning.pytorch.cli"),  # which come with the scenarios that test modules define
+    *(f"tests.{name}" for name in ("spared", "faults.script", "fabric.runs", "pipeline.runs", "storage.saves")),
+    *("tests.trainer.runs", "tests.trainer.pool", "tests.pipeline.pool"),
 ]
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

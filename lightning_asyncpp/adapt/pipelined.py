@@ -88,12 +88,13 @@ def is_adapted(model: nn.Module) -> bool:
     return isinstance(getattr(model, "pipeline_layers", None), PipelineLayers)
 
 
-def problems_of_adapting(model: nn.Module, example: Any = None) -> list[str]:
+def problems_of_adapting(model: nn.Module, example: Any = None, name: str = "self.model") -> list[str]:
     """Make a model that does not say where it can be cut one that does; what is in the way.
 
     Args:
         model: it is changed in place, unless something is in the way.
         example: a LightningModule's ``example_input_array``.
+        name: how the user calls it.
     """
     if has_layers(model):
         return []
@@ -102,7 +103,7 @@ def problems_of_adapting(model: nn.Module, example: Any = None) -> list[str]:
         pipelined(model, given)
     except ConfigurationError as error:
         return [
-            f"self.model is a {type(model).__name__}, which the pipeline cannot cut: make it an nn.Sequential, or give"
+            f"{name} is a {type(model).__name__}, which the pipeline cannot cut: make it an nn.Sequential, or give"
             " it pipeline_layers(), a method that returns its layers in the order in which they are applied;"
             f" lightning_asyncpp.pipelined() cannot do so: {error}"
         ]

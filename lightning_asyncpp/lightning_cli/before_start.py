@@ -13,6 +13,7 @@ from torch import nn
 from lightning_asyncpp.data import DataError, TextDataModule
 from lightning_asyncpp.lightning_cli.nearest import advice
 from lightning_asyncpp.models import GPT
+from lightning_asyncpp.pipeline.cut.network import network_in
 from lightning_asyncpp.pipeline.cut.partition import check_given, uniform
 from lightning_asyncpp.pipeline.cut.units import has_parameters, pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -98,9 +99,9 @@ def _problems_of_cut(settings: PipelineSettings, world_size: int, model: nn.Modu
 
 def _model_of(module: L.LightningModule) -> nn.Module | None:
     """What will be cut, without memory; None where only the module knows how it is made, or it cannot be cut."""
-    model = getattr(module, "model", None)
+    model = network_in(module)
     if isinstance(model, nn.Sequential) or callable(getattr(model, "pipeline_layers", None)):
-        return model if isinstance(model, nn.Module) else None
+        return model
     if isinstance(module, GPTModule) and type(module).build_model is GPTModule.build_model:
         with torch.device("meta"):
             return GPT(module.config)

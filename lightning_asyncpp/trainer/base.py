@@ -22,6 +22,7 @@ from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.averages import averages_in
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.network import network_in, network_name
 from lightning_asyncpp.pipeline.cut.partition_choice import Example
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers import described
@@ -129,7 +130,8 @@ class PipelineStrategy(
         allow_state_dict(module)
         weight_dtype = self.session.settings.weight_dtype
         problems = [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)]
-        agree_on_problems(self._mesh, problems or problems_of_adapting(self._network(), module.example_input_array))
+        problems = problems or problems_of_adapting(self._network(), module.example_input_array, self._network_name())
+        agree_on_problems(self._mesh, problems)
         if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
             self.session.agree("model", described_model(self._network()))
         if own := self.session.compare("hyper-parameters", hyper_parameters(module)):
@@ -144,7 +146,9 @@ class PipelineStrategy(
         training = trainer.state.fn == TrainerFn.FITTING
         self.progress.forget()
         self.superseded.begin({})
-        hooks = UserHooks.of(module, forward_context=self.precision_plugin.forward_context)
+        hooks = UserHooks.of(
+            module, forward_context=self.precision_plugin.forward_context, model_name=self._network_name()
+        )
         self.session.start(hooks, self.root_device, training)
         rank_zero_info(f"Pipeline: {self.session.describe()}")
         self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
@@ -231,9 +235,13 @@ class PipelineStrategy(
         return modules_example(self._module, self._network(), parts, self.precision_plugin, self.root_device)
 
     def _network(self) -> Module:
-        network = self._module.model
-        assert isinstance(network, Module)
+        network = network_in(self._module)
+        assert network is not None
         return network
+
+    def _network_name(self) -> str:
+        """How the user calls it."""
+        return f"self.{network_name(self._module)}"
 
     @property
     def _module(self) -> LightningModule:

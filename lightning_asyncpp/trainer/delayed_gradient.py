@@ -20,6 +20,7 @@ from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint.resumed import go_on_from
+from lightning_asyncpp.pipeline.cut.network import network_in
 from lightning_asyncpp.pipeline.cut.partition_choice import Example
 from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -144,8 +145,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
                 f"configure_optimizers returned {len(self.optimizers)} optimizers: a delayed gradient has exactly one"
                 " update; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
             )
-        network = getattr(module, "model", None)
-        network = network if isinstance(network, nn.Module) else None
+        network = network_in(module)
         hooks = UserHooks.of(module, forward_context=self.precision_plugin.train_step_context)
         micro_batches = self._micro_batch_gradient(module, network, hooks)
         if micro_batches is not None:
@@ -169,9 +169,8 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
 
     def _identify(self, module: LightningModule) -> None:
         """Say what this run is, and in what it is another one than the checkpoint's."""
-        network = getattr(module, "model", None)
         self.manifest.keep("trainer", trainer_section(module.trainer))
-        self.manifest.keep("model", described_model(network if isinstance(network, nn.Module) else module))
+        self.manifest.keep("model", described_model(network_in(module) or module))
         self.manifest.keep("hyper-parameters", hyper_parameters(module))
         self.manifest.keep("optimizer", described.rule(self.optimizers[0]))
         self.manifest.keep("optimizer's", described.options(self.optimizers[0], self.optimizers[0].param_groups))

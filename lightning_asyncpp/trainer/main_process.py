@@ -25,9 +25,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.nn import Module
 
 from lightning_asyncpp.pipeline.cut.materialize import materialize
+from lightning_asyncpp.pipeline.cut.network import network_in
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import preserved_generators
@@ -128,8 +128,7 @@ def _check(trainer: L.Trainer, strategy: Launching) -> None:
             f"{chosen} with num_nodes={nodes}: the process that starts the ranks of a node gets the trained model from"
             " them, but only rank 0 has all of it; use start_method='popen'"
         )
-    network = getattr(module, "model", None)
-    if not isinstance(network, Module) and not is_overridden("configure_model", module):
+    if network_in(module) is None and not is_overridden("configure_model", module):
         problems.append(
             f"{chosen}: {type(module).__name__} has no self.model in this process, which takes up the trained weights:"
             " assign the network to it in __init__ or configure_model, or use start_method='popen'"
@@ -149,8 +148,8 @@ def _build(module: LightningModule, trainer: L.Trainer) -> None:
     """Make the network where only the ranks have made it; its values are overwritten, or stand in no state_dict."""
     with preserved_generators(_HOST), trainer.precision_plugin.module_init_context():
         module.configure_model()
-    network = getattr(module, "model", None)
-    if isinstance(network, Module) and any(p.is_meta for p in network.parameters()):
+    network = network_in(module)
+    if network is not None and any(p.is_meta for p in network.parameters()):
         units = pipeline_units(network)
         materialize(units, range(len(units)), seed=0, device=_HOST)
 

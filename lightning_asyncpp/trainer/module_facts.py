@@ -19,6 +19,7 @@ from torch import Tensor, device, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.network import network_in, network_name
 from lightning_asyncpp.pipeline.cut.partition_choice import Example, example_of
 from lightning_asyncpp.pipeline.cut.stage import Stage
 from lightning_asyncpp.pipeline.cut.ties import names_on
@@ -140,15 +141,16 @@ def groups_of_whole(module: LightningModule, stage: Stage) -> Sequence[Mapping[s
 @contextmanager
 def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
     """Hide a network that was refused before it was materialised: moving it to the CPU would hide the reason."""
-    network = getattr(module, "model", None)
-    if module is None or not isinstance(network, nn.Module) or not any(p.is_meta for p in network.parameters()):
+    network = network_in(module)
+    if module is None or network is None or not any(p.is_meta for p in network.parameters()):
         yield
         return
-    module.model = None  # type: ignore[assignment]
+    name = network_name(module)
+    setattr(module, name, None)
     try:
         yield
     finally:
-        module.model = network
+        setattr(module, name, network)
 
 
 def refuse_state_dict(module: LightningModule, checkpoint: str = "") -> None:

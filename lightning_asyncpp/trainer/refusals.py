@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.network import network_in, network_name, no_network
 from lightning_asyncpp.pipeline.cut.units import model_problems
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.optimizers.configured import is_placeholder, trains_nothing
@@ -87,31 +88,28 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
     if private.is_compiled(module):
         problems.append(
             f"{type(module).__name__} was compiled as a whole (torch.compile), but its steps run to their end on the"
-            " last stage alone: compile the layers of self.model instead (layer.compile() for every layer)"
+            f" last stage alone: compile the layers of self.{network_name(module)} instead (layer.compile() for each)"
         )
-    network = getattr(module, "model", None)
-    if isinstance(network, nn.Module):
-        problems += model_problems(network)
-        if is_trained:
-            problems += parameter_hook_problems(network)
-            problems += frozen_problems(network)
+    network, name = network_in(module), f"self.{network_name(module)}"
+    if network is None:
+        problems.append(no_network(module))
     else:
-        problems.append(
-            f"{type(module).__name__} has no self.model: assign the network to it, as an nn.Sequential or a module with"
-            " pipeline_layers(), in __init__ or configure_model"
-        )
+        problems += model_problems(network, name)
+        if is_trained:
+            problems += parameter_hook_problems(network, name)
+            problems += frozen_problems(network, name)
     if is_trained and "dataloader_iter" in inspect.signature(module.training_step).parameters:
         problems.append("training_step(dataloader_iter) is not supported: the pipeline cuts batches; take a batch")
     return problems + problems_of_reduction(getattr(module, "loss_reduction", "mean"))
 
 
-def frozen_problems(network: nn.Module) -> list[str]:
+def frozen_problems(network: nn.Module, name: str = "self.model") -> list[str]:
     """Whether nothing of a whole model is to be trained; a stage of one that was cut before may train nothing."""
     is_cut = any(isinstance(part, OtherStage) for part in network.modules())
     if is_cut or not any(True for _ in network.parameters()) or not trains_nothing(network):
         return []
     return [
-        "no parameter of self.model requires a gradient: all of it is frozen and there is nothing to train; call"
+        f"no parameter of {name} requires a gradient: all of it is frozen and there is nothing to train; call"
         " requires_grad_(True) on what is to be trained"
     ]
 

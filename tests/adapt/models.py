@@ -53,11 +53,34 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "swin": ("SwinForImageClassification", {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2],
                                             "num_heads": [2, 4], "window_size": 4}),
 }  # fmt: skip
+_BY_HAND = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+RARER: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("OPTForCausalLM", {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 3,
+                               "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 64}),
+    "stablelm": ("StableLmForCausalLM", _GROUPED),
+    "starcoder2": ("Starcoder2ForCausalLM", {**_GROUPED, **_BY_HAND}),
+    "cohere": ("CohereForCausalLM", {**_GROUPED, **_BY_HAND}),
+    "glm4": ("Glm4ForCausalLM", {**_GROUPED, **_BY_HAND, "head_dim": 8}),
+    "gpt_oss": ("GptOssForCausalLM", {**_GROUPED, **_BY_HAND, "head_dim": 8, "num_local_experts": 4,
+                                      "num_experts_per_tok": 2}),
+    "smollm3": ("SmolLM3ForCausalLM", {**_GROUPED, **_BY_HAND}),
+    "roberta": ("RobertaForMaskedLM", _SIZE),
+    "modernbert": ("ModernBertForMaskedLM", {**_SIZE, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1,
+                                             "cls_token_id": 1, "sep_token_id": 2}),
+    "distilbert": ("DistilBertForMaskedLM", {"dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4,
+                                             "vocab_size": 99}),
+    "electra": ("ElectraForSequenceClassification", {**_SIZE, "embedding_size": 32}),
+    "llama_classifier": ("LlamaForSequenceClassification", {**_GROUPED, "pad_token_id": 0}),
+    "mbart": ("MBartForConditionalGeneration", _SEQ2SEQ),
+    "deit": ("DeiTForImageClassification", {**_IMAGE, "image_size": 32, "patch_size": 8}),
+    "dinov2": ("Dinov2ForImageClassification", {**_IMAGE, "image_size": 32, "patch_size": 8}),
+}  # fmt: skip
+"""Tried with the slow tests alone."""
 
 
 def _of_transformers(name: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    kind, options = TRANSFORMERS[name]
+    kind, options = {**TRANSFORMERS, **RARER}[name]
     model_class = getattr(transformers, kind)
     return model_class(model_class.config_class(**options))
 
@@ -69,6 +92,12 @@ def _with_lora() -> nn.Module:
     )
 
 
+def _litgpt() -> nn.Module:
+    litgpt = pytest.importorskip("litgpt")
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 99, "padded_vocab_size": 99, "block_size": 64}
+    return litgpt.GPT(litgpt.Config(name="small", **sizes))
+
+
 def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
     return lambda: pytest.importorskip("timm").create_model(name, **options)
 
@@ -78,13 +107,20 @@ def _torchvision(make: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{name: lambda name=name: _of_transformers(name) for name in TRANSFORMERS},  # type: ignore[misc]
+    **{name: lambda name=name: _of_transformers(name) for name in (*TRANSFORMERS, *RARER)},  # type: ignore[misc]
     "lora": _with_lora,
     "timm_vit": _timm("vit_tiny_patch16_224", depth=3, embed_dim=48, num_heads=3, img_size=32),
     "timm_distilled": _timm("deit_tiny_distilled_patch16_224", depth=3, embed_dim=48, num_heads=3, img_size=32),
+    "litgpt": _litgpt,
+    "timm_convnext": _timm("convnext_atto", depths=(1, 1, 2, 1), dims=(8, 16, 24, 32)),
+    "torchvision_resnet": _torchvision(lambda models: models.resnet18(num_classes=5)),
     "torchvision_vit": _torchvision(lambda models: models.VisionTransformer(32, 8, 3, 4, 32, 48)),
 }
-EXAMPLES = {"timm_vit": (2, 3, 32, 32), "timm_distilled": (2, 3, 32, 32)}
+SLOW = (*RARER, "litgpt", "timm_convnext", "torchvision_resnet")
+EXAMPLES = {
+    **dict.fromkeys(("timm_vit", "timm_distilled", "timm_convnext"), (2, 3, 32, 32)),
+    "torchvision_resnet": (2, 3, 64, 64),  # several values per channel for BatchNorm, in a micro-batch of one sample
+}
 
 
 def example_of(name: str) -> tuple[Tensor, ...] | None:

@@ -11,7 +11,7 @@ import torch
 from lightning_asyncpp import apply_layers, check_model, pipelined
 from lightning_asyncpp.adapt.packing import same
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
-from tests.adapt.models import MODELS, Trained, batches_for, example_of
+from tests.adapt.models import MODELS, SLOW, Trained, batches_for, example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICK = ("gpt2", "gemma3", "mixtral", "t5", "timm_vit")
@@ -30,7 +30,7 @@ def test_trains_as_a_single_process_does(name: str) -> None:
         assert "all weights and buffers equal those of a single process to the last bit" in str(report), str(report)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in MODELS])
 def test_layers_give_what_forward_gives(name: str) -> None:
     """With other shapes than those of the example; a copy, and one that was pickled, too."""
     torch.manual_seed(0)

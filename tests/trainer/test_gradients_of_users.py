@@ -87,6 +87,19 @@ def test_other_parameters_are_clipped_as_ever() -> None:
     clip_grad_norm_(guarded, 1.0)
 
 
+def test_parameters_of_a_run_that_is_gone_guard_no_others() -> None:
+    """A run that failed may not have ended its guard, and new tensors take the identities of dead ones."""
+    guard = ClippingGuard("mend")
+    guarded = [torch.nn.Parameter(torch.ones(2)) for _ in range(50)]
+    guard.begin(guarded)
+    dead = {id(parameter) for parameter in guarded}
+    del guarded
+    made = [torch.nn.Parameter(torch.ones(2)) for _ in range(200)]
+    assert dead & {id(parameter) for parameter in made}
+    clip_grad_norm_(made, 1.0)
+    guard.end()
+
+
 def test_missing_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(clip_grad, "_clip_grads_with_norm_")
     with pytest.raises(PrivateNameError, match="_clip_grads_with_norm_"):

@@ -122,7 +122,7 @@ def whole_before(units: Sequence[Unit], index: int, num_stages: int) -> WholeMod
     others = [unit.module for unit in units if isinstance(unit.module, OtherStage)]
     if any(other.num_stages != num_stages or other.stage == index for other in others):
         raise ConfigurationError(
-            f"self.model was already cut for {others[0].num_stages} stages and cannot be cut for {num_stages}, or not"
+            f"the model was already cut for {others[0].num_stages} stages and cannot be cut for {num_stages}, or not"
             " at the same place: build the module anew; a checkpoint, which holds all stages, brings its weights back"
         )
     return others[0].whole if others else None
@@ -138,7 +138,7 @@ def _cut_before(
 ) -> Stage:
     if counts is not None and tuple(counts) != whole.counts:
         raise ConfigurationError(
-            f"self.model was already cut with partition={list(whole.counts)} and cannot be cut with"
+            f"the model was already cut with partition={list(whole.counts)} and cannot be cut with"
             f" partition={list(counts)}: use the same, or build the module anew; a checkpoint, which holds all stages,"
             " brings its weights back"
         )

@@ -109,7 +109,7 @@ def pipeline_units(model: nn.Module) -> list[Unit]:
         names = [name for name, _ in model.named_modules(remove_duplicate=False) if name and "." not in name]
         return [Unit(name, model.get_submodule(name)) for name in names]
     raise ConfigurationError(
-        f"self.model is a {type(model).__name__}, which the pipeline cannot cut: make it an nn.Sequential, or give it"
+        f"the model is a {type(model).__name__}, which the pipeline cannot cut: make it an nn.Sequential, or give it"
         " pipeline_layers(), a method that returns its layers in the order in which they are applied"
     )
 

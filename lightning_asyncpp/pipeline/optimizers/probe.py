@@ -286,9 +286,10 @@ def _seed() -> None:
 
 
 def _generators() -> Any:
-    state, numbers = random.getstate(), np.random.get_state()
+    state = random.getstate()
+    numbers: Any = np.random.get_state()  # releases of numpy declare it differently
     tensors = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
-    return state, (numbers[1].tobytes(), *numbers[2:]), [t.numpy().tobytes() for t in tensors]  # type: ignore
+    return state, (numbers[1].tobytes(), *numbers[2:]), [t.numpy().tobytes() for t in tensors]
 
 
 @contextmanager

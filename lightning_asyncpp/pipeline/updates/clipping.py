@@ -7,6 +7,7 @@ since gradients exist only while an update is applied: it is refused.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -71,7 +72,7 @@ class ClippingGuard:
 
     def __init__(self, mend: str) -> None:
         self._mend = mend
-        self._guarded: frozenset[int] = frozenset()
+        self._guarded: dict[int, weakref.ref[Tensor]] = {}  # an id alone may be another's by now
         self._before: Callable[..., Any] | None = None
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
@@ -81,7 +82,7 @@ class ClippingGuard:
             PrivateNameError: torch clips in another way by now.
         """
         self.end()
-        self._guarded = frozenset(map(id, parameters))
+        self._guarded = {id(parameter): weakref.ref(parameter) for parameter in parameters}
         self._before = required(clip_grad, _CLIP, "refuse clipping by the norm of one stage")
         setattr(clip_grad, _CLIP, self._clip)
 
@@ -89,14 +90,18 @@ class ClippingGuard:
         """Let everybody clip again."""
         if self._before is not None and getattr(clip_grad, _CLIP) == self._clip:
             setattr(clip_grad, _CLIP, self._before)
-        self._guarded = frozenset()  # a call that has begun, or another's guard, may still come here
+        self._guarded = {}  # a call that has begun, or another's guard, may still come here
 
     def _clip(self, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         assert self._before is not None
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(id(parameter) in self._guarded for parameter in given):
+        if any(self._guards(parameter) for parameter in given):
             raise ConfigurationError(
                 "torch.nn.utils.clip_grad_norm_ would clip by the norm of this stage's gradients alone, and they exist"
                 f" only while an update is applied: {self._mend}, which takes the norm over all stages"
             )
         return self._before(given, *args, **kwargs)
+
+    def _guards(self, parameter: Tensor) -> bool:
+        known = self._guarded.get(id(parameter))
+        return known is not None and known() is parameter

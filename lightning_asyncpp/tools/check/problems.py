@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_asyncpp.adapt import problems_of_adapting
 from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.materialize import materialize
+from lightning_asyncpp.pipeline.cut.network import no_network
 from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from lightning_asyncpp.pipeline.cut.units import (
     Unit,
@@ -83,16 +84,16 @@ def prepare(module: nn.Module, settings: PipelineSettings, stages: int, seed: in
     prototype = copied(module)
     # A copy knows nothing of having been compiled; but only the copy may have its model.
     original: Any = module if isinstance(network_of(module), nn.Module) else prototype
-    network, name = network_of(prototype), "self.model"
+    network = network_of(prototype)
+    name = name_of(network, prototype)
     if isinstance(module, LightningModule):
         found += module_problems(original)
     elif isinstance(network, nn.Module):
-        name = name_of(network, prototype)
         found += model_problems(network_of(original), name)
     else:
-        found.append(f"{type(module).__name__} has no self.model: assign the network to it")
+        found.append(no_network(module))
     example = getattr(prototype, "example_input_array", None)
-    if isinstance(network, nn.Module) and (uncuttable := problems_of_adapting(network, example)):
+    if isinstance(network, nn.Module) and (uncuttable := problems_of_adapting(network, example, name)):
         found += uncuttable
         return prototype.train()
     if not isinstance(network, nn.Module) or (units := found.attempt(lambda: pipeline_units(network))) is None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
+from lightning_asyncpp.pipeline.cut.network import network_in, network_name, no_network
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import derive, seeded
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
@@ -155,7 +156,7 @@ class Trial(NamedTuple):
         """What the step calls: ``self.model`` of a LightningModule."""
         network = network_of(module)
         if not isinstance(network, nn.Module):
-            raise ConfigurationError(f"{type(module).__name__} has no self.model: assign the network to it")
+            raise ConfigurationError(no_network(module))
         return network
 
     def hooks(self, module: nn.Module) -> UserHooks:
@@ -178,13 +179,13 @@ class Trial(NamedTuple):
 
 
 def network_of(module: nn.Module) -> Any:
-    """What the step calls: ``self.model`` of a LightningModule, which may build it later."""
-    return getattr(module, "model", None) if hasattr(module, "training_step") else module
+    """What the step calls: the network of a LightningModule, which may build it later."""
+    return network_in(module) if hasattr(module, "training_step") else module
 
 
 def name_of(network: nn.Module, module: nn.Module) -> str:
     """How the user calls the model."""
-    return "the model" if network is module else "self.model"
+    return "the model" if network is module else f"self.{network_name(module)}"
 
 
 def copied(module: nn.Module) -> nn.Module:

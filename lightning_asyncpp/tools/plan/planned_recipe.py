@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
 from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.pipeline.cut.network import network_in
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
 from lightning_asyncpp.pipeline.settings import PipelineSettings, problems_of_precision
@@ -66,8 +67,8 @@ class Recipe:
     @property
     def model(self) -> nn.Module:
         """What is cut."""
-        model = self.module.model
-        assert isinstance(model, nn.Module)
+        model = network_in(self.module)
+        assert model is not None
         return model
 
     @property

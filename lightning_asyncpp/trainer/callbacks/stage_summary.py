@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_asyncpp.pipeline.cut.network import network_in
 from lightning_asyncpp.pipeline.cut.partition import loads_of
 from lightning_asyncpp.pipeline.cut.partition_choice import BY_SIZE
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
@@ -28,7 +29,7 @@ class StageSummary(ModelSummary):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Print the table, on rank 0."""
-        rank_zero_info(stage_table(trainer.strategy.session, pl_module.model))  # type: ignore[attr-defined]
+        rank_zero_info(stage_table(trainer.strategy.session, network_in(pl_module)))  # type: ignore[attr-defined]
 
 
 def show_stages(trainer: L.Trainer) -> None:

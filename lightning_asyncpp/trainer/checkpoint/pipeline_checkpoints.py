@@ -34,6 +34,7 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage, held_here
+from lightning_asyncpp.pipeline.cut.network import network_name
 from lightning_asyncpp.pipeline.cut.tied_state import check_copies
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
@@ -46,7 +47,6 @@ from lightning_asyncpp.trainer.checkpoint.superseded import SUPERSEDED, Supersed
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import with_state_dict
 
-_PREFIX = "model."
 _PARTS = ("state_dict", "optimizer_states")
 _CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
 _WEIGHTS = frozenset(("state_dict", _CURRENT))
@@ -231,7 +231,8 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     def _names_in(self, content: Mapping[str, Any]) -> Names:
         """Where names of a checkpoint's weights are: here or on another stage."""
-        whole = {name.removeprefix(_PREFIX) for name in content["state_dict"] if name.startswith(_PREFIX)}
+        prefix = f"{network_name(self._module)}."
+        whole = {name.removeprefix(prefix) for name in content["state_dict"] if name.startswith(prefix)}
         elsewhere = tuple(f"{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
         there = {name for name in whole if name.startswith(elsewhere)}
         return Names(whole - there, there)

@@ -134,7 +134,7 @@ def test_a_model_that_was_cut_before() -> None:
     with pytest.raises(ConfigurationError) as caught:
         cut(model, 1, 2, 0, CPU, counts=[3, 1])
     assert str(caught.value).startswith(
-        "self.model was already cut with partition=[1, 3] and cannot be cut with partition=[3, 1]: use the same, or"
+        "the model was already cut with partition=[1, 3] and cannot be cut with partition=[3, 1]: use the same, or"
     )
     with pytest.raises(ConfigurationError, match="was already cut for 2 stages and cannot be cut for 3"):
         choose_partition(model, 1, 3, "auto")

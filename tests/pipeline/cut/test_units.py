@@ -72,7 +72,7 @@ def test_a_model_that_cannot_be_cut() -> None:
     with pytest.raises(ConfigurationError) as caught:
         pipeline_units(nn.Linear(2, 2))
     assert str(caught.value) == (
-        "self.model is a Linear, which the pipeline cannot cut: make it an nn.Sequential, or give it pipeline_layers(),"
+        "the model is a Linear, which the pipeline cannot cut: make it an nn.Sequential, or give it pipeline_layers(),"
         " a method that returns its layers in the order in which they are applied"
     )
 

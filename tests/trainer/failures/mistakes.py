@@ -109,7 +109,7 @@ class Uncuttable(Net):
 class NoModel(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.net = self.model
+        self.first, self.rest = self.model[:1], self.model[1:]
         del self.model
 
 

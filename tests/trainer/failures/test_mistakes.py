@@ -62,7 +62,7 @@ MODULES = [
     (m.NeverCalls, ["without calling self.model", "to leave a batch out return a loss of 0"]),
     (m.CallsALayer, ["self.model"]),
     (m.Uncuttable, ["self.model is a Bilinear", "pipeline_layers()"]),
-    (m.NoModel, ["NoModel has no self.model"]),
+    (m.NoModel, ["NoModel has no self.model", "several attributes (self.first, self.rest)"]),
     (m.NoInitialiser, ["meta tensors without an initialiser: 1.weight", "reset_parameters()"]),
     (m.ReturnsNone, ["training_step must return a loss of one element", "NoneType", "return a loss of 0"]),
     (m.Frozen, ["no parameter of self.model requires a gradient", "requires_grad_(True)"]),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.trainer.launching.after_fit import WHOLE
 
 ROOT = Path(__file__).parents[3]
@@ -46,11 +44,9 @@ CASES = [
 @pytest.mark.parametrize(("method", "devices"), CASES)
 def test_every_way_leads_to_the_whole_model_or_says_where_it_is(method: str, devices: int, tmp_path: Path) -> None:
     then = ",".join(ACTIONS)
-    command = [sys.executable, "-m", "tests.trainer.launching.after_fit", method, str(devices), then, str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["timeout", "-k", "5", "150", *command], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    program = "tests.trainer.launching.after_fit"
+    arguments = (method, str(devices), then, str(tmp_path))
+    done = forked.run("module", program, tmp_path, *arguments, seconds=150, PYTHONPATH=str(ROOT))
     rows = [line[1:].split("\t", 2) for line in done.stdout.splitlines() if line.startswith("@")]
     assert done.returncode == 0, done.stderr[-2000:]
     assert {action for action, _, _ in rows} == {"fit", *ACTIONS}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
+
+from tests import forked
 
 ROOT = Path(__file__).parents[3]
 # As a cell of a notebook: a class that no file has, and sys.ps1, by which Lightning knows a session.
@@ -39,9 +38,7 @@ def train(strategy, devices=2, changed=lambda module: None):
 def said_by(cell: str, folder: Path, interactive: bool = True) -> str:
     """What a session prints; it ends with an error as with a success."""
     code = CELL if interactive else CELL.replace('sys.ps1 = ">>> "\n', "")
-    command = ["timeout", "-k", "5", "100", sys.executable, "-c", code + cell, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = forked.run("code", code + cell, folder, str(folder), PYTHONPATH=str(ROOT))
     return done.stdout + (done.stderr.strip().splitlines() or [""])[-1]
 
 
