@@ -137,7 +137,8 @@ def _unknown_class(message: str, key: str) -> str:
     kinds = " or ".join(dict.fromkeys(cls.__name__ for cls in bases))
     if name in known:  # it is somewhere else
         where = " or ".join(sorted({_public_path(cls) for cls in classes if cls.__name__ == name}))
-        return f"--{key}: there is no {kinds} {next(p for p in paths if p.endswith(name))!r}; did you mean {where}?"
+        given = next((path for path in paths if path.endswith(f".{name}")), name).removesuffix(f".{name}")
+        return f"--{key}: there is no {kinds} {name!r} in {given}; did you mean {where}?"
     return f"--{key}: there is no {kinds or 'class'} {name!r}{advice(name, sorted(known))}"
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import yaml  # type: ignore[import-untyped, unused-ignore]
 from jsonargparse import ArgumentParser, Namespace, get_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -45,7 +46,7 @@ class RecipeParser(LightningArgumentParser):
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         """Read a recipe."""
         known = self.get_defaults()
-        for name, value in _no_sections(get_loader("yaml")(content), known):
+        for name, value in _no_sections(content, known):
             self.error(f"{name}: is a section, with a line `key: value` for each of its keys below; got {value!r}")
         configuration: Namespace = super().parse_string(content, *args, **kwargs)
         if "subcommand" not in known:  # the parser of all subcommands leaves their sections to theirs
@@ -70,9 +71,13 @@ def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> 
         return parser.instantiate_classes(parser.parse_object({key: dict(value)}))[key]
 
 
-def _no_sections(content: Any, known: Namespace) -> Iterator[tuple[str, Any]]:
+def _no_sections(content: str, known: Namespace) -> Iterator[tuple[str, Any]]:
     """Sections that have a value instead of keys; a text may name a file with them."""
-    for name, value in content.items() if isinstance(content, Mapping) else ():
+    try:
+        read = get_loader("yaml")(content)
+    except yaml.YAMLError:  # jsonargparse says what is wrong
+        return
+    for name, value in read.items() if isinstance(read, Mapping) else ():
         is_section = str(name) in known and isinstance(known[str(name)], Namespace)
         if is_section and not (value is None or isinstance(value, Mapping | str)):
             yield str(name), value
