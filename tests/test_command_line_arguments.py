@@ -136,7 +136,7 @@ def test_the_unknown_name_of_a_strategy_is_answered_with_the_nearest(where: str,
         (["--optimizer.bse.lr", "3"], "ErrorFeedback has no argument 'bse.lr'; there are base, "),
         (
             ["--data", "lightning_asyncpp.ChatDataModule"],
-            "there is no LightningDataModule 'ChatDataModule' in lightning_asyncpp; did you mean lightning_asyncpp.data.",
+            "there is no LightningDataModule 'ChatDataModule' in lightning_asyncpp; did you mean lightning_asyncpp",
         ),
         (["--data", "TextDataModul"], "--data: there is no LightningDataModule 'TextDataModul'; did you mean TextData"),
         (

@@ -60,7 +60,7 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
         return model
     _refuse_unfit(model)
     asked = [blocks] if isinstance(blocks, str) else list(blocks)
-    with _looked_at(model), as_before(model, ("pipeline_layers", KEPT_AS)):
+    with looked_at(model), as_before(model, ("pipeline_layers", KEPT_AS)):
         args, kwargs = _working_example(model, example)
         names = find_blocks(model, *_copied(args, kwargs), asked)
         changed = changed_by_forwards(model, names, args, kwargs)
@@ -228,7 +228,7 @@ def _check(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _looked_at(model: nn.Module) -> Iterator[None]:
+def looked_at(model: nn.Module) -> Iterator[None]:
     """In evaluation mode, with the generators and the modes as before afterwards."""
     modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(), torch.no_grad():

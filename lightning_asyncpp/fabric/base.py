@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_asyncpp.adapt import problems_of_forward
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.arguments import FabricArguments, FabricsDDPArguments
 from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
@@ -101,6 +102,8 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         self._hooks = self._hooks_of(module)
         precision = str(self.precision.precision)
         problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
+        if not problems:
+            problems = problems_of_forward(module, self._arguments.example_for(module), "the model")
         with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
             self.session.agree("model", described_model(module))
