@@ -47,6 +47,8 @@ class Analysis:
         self._unknown = Unknown()
         self._unknown.changed = {f"{name}.{key}" for name, keys in (changed or {}).items() for key in keys}
         names = [*trace.blocks, *self.program.modules()]
+        inside = tuple(f"{name}." for name in names)
+        self.program.around = [n for n, _ in model.named_modules() if n not in names and not n.startswith(inside)]
         self.shells = {name: Shell(model.get_submodule(name), name, self._unknown) for name in names}
         self._find_runs()
         self._find_needs()

@@ -55,6 +55,7 @@ class Program:
         live: by glue, the outputs of earlier blocks that it needs.
         live_calls: by glue, numbers of earlier calls whose outputs it needs.
         blank_inputs: by glue, numbers of the call's tensors that it takes no values of.
+        around: names of the modules that are neither blocks nor called by glue, nor within these: those of glue itself.
         mixed: (glue, what it computes from what), of values that are not there; it comes to the same (``torch.where``).
         last_use: an output that later ones need -> position of the last block, or the glue's first block, that does.
         constants: objects among the arguments of blocks.
@@ -76,6 +77,7 @@ class Program:
     live: list[set[Output]] = field(default_factory=list)
     live_calls: list[set[int]] = field(default_factory=list)
     blank_inputs: list[set[int]] = field(default_factory=list)
+    around: list[str] = field(default_factory=list)
     mixed: set[tuple[int, str]] = field(default_factory=set)
     last_use: dict[Output, int] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed
+from lightning_asyncpp.adapt.left_behind import replace_left_behind
 from lightning_asyncpp.adapt.packing import Output, TensorTable, check_structure, filled, version_of
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.shells import Shell, in_place_of
@@ -110,6 +111,7 @@ class Replay:
             with in_place_of(self._model, modules, self._parameters()), self._unknown:
                 output = self.outcome.output = type(self._model).forward(self._model, *args, **kwargs)
             self._look_at(output, "the model's output")
+            replace_left_behind(self._model, program.around, self._unknown)
         except _BlocksKnown:
             return self.outcome
         finally:
