@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from lightning_asyncpp import ConfigurationError, check_model
 from lightning_asyncpp.pipeline.oracle import train_reference
 from lightning_asyncpp.tools.check import CheckReport
+from lightning_asyncpp.tools.check.weights import possible_weights
 from tests.pipeline.cases import DIM
 from tests.tools.test_check import batches
 from tests.trainer.failures.mistakes import Manual, ParameterOutside, SeveralEvaluationsPerStep, TwoOptimizers
@@ -139,7 +140,6 @@ def nan_step(model: nn.Module, batch: Any) -> Tensor:
     [
         (permuting_step, "its loss is another one each time, also in eval mode"),
         (failing_step, "with a whole batch the step raised MemoryError: too large"),
-        (nan_step, "of all batches the loss is NaN or the weight 0"),
     ],
 )
 def test_what_cannot_be_compared_is_not_ok(step: Any, why: str) -> None:
@@ -149,6 +149,104 @@ def test_what_cannot_be_compared_is_not_ok(step: Any, why: str) -> None:
     last = str(report).splitlines()[-1]
     assert last == f"NOT COMPARED: {report.left_out[0]}"
     assert f"whole batches were not compared with their micro-batches: {why}" in last
+
+
+class CountsNothing(Weighs):
+    """A batch of padding."""
+
+    def micro_batch_weight(self, batch: Any) -> float:
+        return 0.0
+
+
+def test_a_loss_that_is_not_finite_is_a_finding() -> None:
+    report = check_model(language_model(), [TOKENS], nan_step)
+    assert not report.ok
+    assert "the loss is not finite: nan in mini-batch 0, the first of 4 among 4" in report.findings[0]
+    assert "set_detect_anomaly" in report.findings[0]
+    assert "of all batches the loss is NaN or the weight 0" in report.left_out[0]
+
+    report = check_model(language_model(), [TOKENS], lambda model, batch: tokens_step(model, batch) + torch.inf)
+    assert "the loss is not finite: inf in mini-batch 0" in report.findings[0]
+    assert not check_model(CountsNothing("labels"), [TOKENS]).findings, "it has no loss"
+
+
+def test_a_gradient_that_is_not_finite() -> None:
+    with pytest.raises(ConfigurationError, match=r"the gradient is not finite.*set_detect_anomaly"):
+        check_model(language_model(), [TOKENS], lambda model, batch: tokens_step(model, batch) * torch.nan)
+
+
+def test_a_loss_that_is_nan_later() -> None:
+    """Whole batches that have a loss agree, so there is no other finding."""
+    full = {"ids": IDS, "labels": IDS.roll(-1, 1)}
+    report = check_model(language_model(), [full, {**full, "labels": torch.full_like(IDS, -100)}], tokens_step)
+    assert not report.ok
+    (finding,) = report.findings
+    assert "nan in mini-batch 1, the first of 2 among 4" in finding
+    assert "whether the training diverges" in finding
+
+
+# -- which weights it suggests ------------------------------------------------------------------------------------
+
+
+def shifting_step(model: nn.Module, batch: Any) -> Tensor:
+    logits, labels = model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Shifts(Weighs):
+    """A causal model, weighed by its labels as they are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return shifting_step(self.model, batch)
+
+
+def padded(prompt: int = 0) -> dict[str, Tensor]:
+    """As a collator of transformers gives it: masks before labels, which are the tokens."""
+    mask = (torch.arange(6)[None] < LENGTHS[:, None]).long()
+    labels = IDS.masked_fill((mask == 0) | (torch.arange(6)[None] < prompt), -100)
+    return {"input_ids": IDS, "attention_mask": mask, "labels": labels}
+
+
+LABELS_SHIFTED = "return float((micro_batch['labels'][..., 1:] != -100).sum())`"
+
+
+@pytest.mark.parametrize("prompt", [0, 1])
+def test_it_suggests_labels_before_masks(prompt: int) -> None:
+    (finding,) = check_model(language_model(), [padded(prompt)], shifting_step).findings
+    as_they_are = "return float((micro_batch['labels'] != -100).sum())`"  # the same where the first never counts
+    assert (as_they_are if prompt else LABELS_SHIFTED) in finding
+    if not prompt:
+        (finding,) = check_model(Shifts("labels"), [padded()]).findings
+        assert LABELS_SHIFTED in finding
+
+
+def test_what_agrees_with_one_batch_alone_is_not_suggested() -> None:
+    """The first batch has prompts, the second has none: only what is shifted agrees with both."""
+    (finding,) = check_model(language_model(), [padded(1), padded()], shifting_step).findings
+    assert LABELS_SHIFTED in finding
+
+
+def test_a_mask_is_suggested_where_it_is_what_counts() -> None:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return shifting_step(model, {**batch, "labels": labels})
+
+    batch = {name: value for name, value in padded().items() if name != "labels"}
+    (finding,) = check_model(language_model(), [batch], step).findings
+    assert "return float(micro_batch['attention_mask'][..., 1:].sum())`" in finding
+
+
+def test_nothing_is_suggested_that_does_not_agree() -> None:
+    (finding,) = check_model(
+        language_model(), [padded()], lambda model, batch: shifting_step(model, batch) ** 2
+    ).findings
+    assert "Likely causes" in finding
+    assert "they agree" not in finding
+
+
+def test_possible_weights_of_whole_samples_are_not_shifted() -> None:
+    batch = (torch.rand(4, 2), torch.tensor([1, -100, 0, 1]))
+    assert [weight.text for weight in possible_weights(batch)] == ["(micro_batch[1] != -100).sum()"]
 
 
 def test_it_says_how_layers_were_compared() -> None:
@@ -199,6 +297,42 @@ class WritesAtTheStart(Net):
 class AsksInAHook(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.trainer.lightning_module.train()
+
+
+class OneCycle(Net):
+    """As many write it: it asks its Trainer how long the training is."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=int(steps))]
+
+
+class UnfitOneCycle(Net):
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.LBFGS(self.parameters())
+
+
+class AsksForMore(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01 * len(self.trainer.datamodule.names))
+
+
+def test_an_optimizer_that_asks_how_long_the_training_is() -> None:
+    module = OneCycle(Run(OneCycle))
+    assert check_model(module, batches()).ok
+    assert module._trainer is None
+    with pytest.raises(ConfigurationError, match="LBFGS"):
+        check_model(UnfitOneCycle(Run(UnfitOneCycle)), batches())
+
+
+def test_an_optimizer_that_cannot_be_looked_at_is_left_out() -> None:
+    report = check_model(AsksForMore(Run(AsksForMore)), batches())
+    assert not report.ok
+    assert not report.findings
+    assert report.left_out[0].startswith("the module's optimizer was not looked at: configure_optimizers raised")
+    assert "self.trainer.datamodule: a check has no Trainer" in str(report).splitlines()[-1]
 
 
 @pytest.mark.parametrize("stages", [2, 3])

@@ -13,9 +13,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples
+from lightning_asyncpp.pipeline.batches.shifted_labels import model_that_shifts
 from lightning_asyncpp.pipeline.batches.tree import is_named_tuple
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 
@@ -34,9 +35,11 @@ class UnequalTargets:
     Args:
         hooks: the user's side.
         listens: whether this rank tells anything.
+        network: what the step calls, whose loss may shift its labels; None if it is no single module.
     """
 
-    def __init__(self, hooks: UserHooks, listens: bool = True) -> None:
+    def __init__(self, hooks: UserHooks, listens: bool = True, network: nn.Module | None = None) -> None:
+        self._network = network
         may_be_wrong = hooks.weighs_samples and hooks.loss_reduction == "mean"
         self._remaining = _BATCHES if listens and may_be_wrong else 0
 
@@ -61,35 +64,56 @@ class UnequalTargets:
             shifted = [_count(tensor[..., 1:]) if tensor.ndim > 1 else _count(tensor) for tensor in targets]
             if _differ(counts, samples) and _differ(shifted, samples):
                 self.stop()
-                warnings.warn(unequal_targets_text(path, counts, counts != shifted), stacklevel=2)
+                shifts = model_that_shifts(self._network)
+                text = unequal_targets_text(path, counts, targets[0].ndim > 1, shifts)
+                warnings.warn(text, stacklevel=2)
                 return
 
 
-def unequal_targets_text(path: str, counts: Sequence[int], first_counts: bool) -> str:
+def unequal_targets_text(path: str, counts: Sequence[int], in_rows: bool, shifts: str | None = None) -> str:
     """What to tell the user, once.
 
     Args:
         path: behind ``micro_batch``, where the targets are: ``['labels']``.
         counts: of every micro-batch, how many of them are not -100.
-        first_counts: whether it matters that causal language models leave out the first one of a row.
+        in_rows: whether a sample has several, which a loss may shift.
+        shifts: name of the model whose own loss shifts its labels; None where nobody knows.
     """
     targets = f"micro_batch{path}"
     shown = ", ".join([*map(str, counts[:_MOST_SHOWN]), *(["..."] if len(counts) > _MOST_SHOWN else [])])
-    shift = (
-        f"\nA causal language model of transformers shifts its labels: there write {targets}[..., 1:]. check_model says"
-        " which of the two is right."
-        if first_counts else ""
-    )  # fmt: skip
     return (
         f"the micro-batches of a batch have unequal numbers of targets ({targets}, entries that are not {IGNORED}:"
         f" {shown}), and the module has no micro_batch_weight: they count by their samples. If the step returns a mean"
         " over these targets, that is another loss than the mean over the whole batch, and trains to something else."
-        " Define on the module (in Fabric, give the strategy such a function):\n\n"
-        "    def micro_batch_weight(self, micro_batch):\n"
-        f"        return float(({targets} != {IGNORED}).sum())\n"
-        f"{shift}\n"
+        f" Define on the module (in Fabric, give the strategy such a function)"
+        f"{_what_to_paste(targets, in_rows, shifts)}"
         f"If samples count equally in your loss, return float(len({targets})) there. This is said once"
     )
+
+
+def _what_to_paste(targets: str, in_rows: bool, shifts: str | None) -> str:
+    """The lines, or both alternatives where it is not known whether the loss shifts."""
+    as_they_are, shifted = _lines(targets), _lines(f"{targets}[..., 1:]")
+    if not in_rows:
+        return f":\n\n{as_they_are}\n"
+    if shifts:
+        return (
+            f":\n\n{shifted}\n{shifts} shifts the labels by one in its own loss, so that the first one of a row never"
+            " counts. If the step computes another loss, over the labels as they are, leave [..., 1:] out.\n"
+        )
+    return (
+        " one of these two. check_model says which is right.\n\n"
+        f"(a) The loss takes the labels as they are:\n\n{as_they_are}\n"
+        "(b) The model's loss shifts the labels by one, as those of causal language models of transformers do, so that"
+        f" the first one of a row never counts:\n\n{shifted}\n"
+    )
+
+
+def _lines(targets: str) -> str:
+    return (
+        "    def micro_batch_weight(self, micro_batch):\n"
+        f"        return float(({targets} != {IGNORED}).sum())\n"
+    )  # fmt: skip
 
 
 def _targets_of(micro_batches: Sequence[Any]) -> Iterator[tuple[str, list[Tensor]]]:

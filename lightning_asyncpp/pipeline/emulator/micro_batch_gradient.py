@@ -71,7 +71,7 @@ class MicroBatchGradient:
         self.weight = 0.0
         self.counted = Collected()
         self.nan_places: list[Reading] = []  # of its batches, the first micro-batch whose loss is NaN, from 1; or 0
-        self._unequal = UnequalTargets(hooks, listens=replica == 0)
+        self._unequal = UnequalTargets(hooks, listens=replica == 0, network=model)
         self._sums: dict[str, Tensor | None] = {}
         self._further_uses: list[tuple[str, Tensor | None]] = []  # name, sum of a later unit that shares a parameter
         self._norms: dict[str, float] = {}

@@ -134,7 +134,7 @@ class StageRunner(ABC):
         self.call = ModelCall(stage.model, hooks.model_name)
         self.around = AroundCall(stage, device, hooks)
         self.kept = KeptTensors(stage.root)
-        self.unequal = UnequalTargets(hooks, listens=mesh.rank == 0)
+        self.unequal = UnequalTargets(hooks, listens=mesh.rank == 0, network=stage.model)
 
     @abstractmethod
     def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:

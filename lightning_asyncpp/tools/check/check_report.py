@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +14,16 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.wire.header import TensorInfo
 
 _EQUAL = "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches"
+_WHERE_FIRST = (
+    "It is so before any update: look at this batch (NaN in its inputs; labels that are all -100, a mean over no target"
+    " is 0 / 0), at the initial weights, and at logarithms, roots and divisions in the step;"
+    " torch.autograd.set_detect_anomaly(True) names the operation"
+)
+_WHERE_LATER = (
+    "The mini-batches before it have finite ones: look at this batch (NaN in its inputs; labels that are all -100, a"
+    " mean over no target is 0 / 0), and at whether the training diverges: give check_model an optimizer with a lower"
+    " learning rate, for its own is SGD with 0.01"
+)
 
 
 class Comparison(NamedTuple):
@@ -64,6 +75,8 @@ class CheckReport:
         notes: what there is to know beside it.
         beyond_noise: as ``differences``, without elements whose gradient is nothing but rounding, such as the bias of
             an attention's keys: optimizers that divide by it make whole steps of that.
+        without_weight: indices of mini-batches whose micro-batches all have a weight of 0: they have no loss.
+        optimizer_left_out: why the module's own optimizer was not looked at; empty if it was, or there is none.
     """
 
     layers_compared: str
@@ -74,6 +87,8 @@ class CheckReport:
     whole_batches: WholeBatches = field(default_factory=WholeBatches)
     notes: Sequence[str] = ()
     beyond_noise: Mapping[str, float] | None = None
+    without_weight: Collection[int] = ()
+    optimizer_left_out: str = ""
 
     @property
     def bitwise(self) -> bool:
@@ -87,13 +102,29 @@ class CheckReport:
     @property
     def findings(self) -> list[str]:
         """What a pipeline trains otherwise than a single process without micro-batches does, each with the mend."""
-        return [self.whole_batches.finding] if self.whole_batches.finding else []
+        return [finding for finding in (self._not_finite(), self.whole_batches.finding) if finding]
+
+    def _not_finite(self) -> str:
+        """What to tell of losses that are NaN or infinite: those of both sides are, which says nothing."""
+        losses = [(t, loss) for t, loss in enumerate(self.losses) if t not in self.without_weight]
+        wrong = [(t, loss) for t, loss in losses if not math.isfinite(loss)]
+        if not wrong:
+            return ""
+        first, loss = wrong[0]
+        return (
+            f"the loss is not finite: {loss} in mini-batch {first}, the first of {len(wrong)} among {len(losses)}. That"
+            " a single process has the same then says nothing of the pipeline."
+            f" {_WHERE_LATER if first else _WHERE_FIRST}"
+        )
 
     @property
     def left_out(self) -> list[str]:
         """Comparisons that were not made, each with the reason: what they would have found is not known."""
         why = self.whole_batches.left_out
-        return [f"whole batches were not compared with their micro-batches: {why}"] if why else []
+        left_out = [f"whole batches were not compared with their micro-batches: {why}"] if why else []
+        if self.optimizer_left_out:
+            left_out.append(f"the module's optimizer was not looked at: {self.optimizer_left_out}")
+        return left_out
 
     @property
     def ok(self) -> bool:

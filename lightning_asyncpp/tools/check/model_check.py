@@ -16,6 +16,7 @@ from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partit
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine
+from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
 from lightning_asyncpp.pipeline.oracle import Held, train_reference
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.schedule import Slack, Staleness, agrees_first
@@ -50,6 +51,13 @@ from lightning_asyncpp.tools.check.trial import (
 )
 from lightning_asyncpp.tools.check.whole_batch import compare_whole_batches
 
+_NOT_FINITE = (
+    "the gradient is not finite, so that nothing can be compared. Look at the batches (NaN in their inputs;"
+    " labels that are all -100), at the initial weights, at logarithms, roots and divisions in the step, and at whether"
+    " the training diverges (give check_model an optimizer with a lower learning rate, for its own is SGD with 0.01);"
+    " torch.autograd.set_detect_anomaly(True) names the operation"
+)
+
 
 def check_model(
     module: nn.Module,
@@ -75,8 +83,8 @@ def check_model(
     stage. It is compared with :func:`lightning_asyncpp.pipeline.oracle.train_reference`, which runs the whole model.
     Nothing that is given is changed. The module's hooks around batches and updates are called on both sides, as far as
     they need no Trainer; the report names those that are not. Then every batch is run as a whole, too: where its loss
-    is not the weighted mean over its micro-batches, the report has a finding, and its ``ok`` is False. So it is where
-    that could not be compared; ``left_out`` says why.
+    is not the weighted mean over its micro-batches, or not finite, the report has a finding, and its ``ok`` is False.
+    So it is where that could not be compared, or the module's optimizer not looked at; ``left_out`` says why.
 
     Args:
         module: a LightningModule, whose ``self.model`` is checked; or, with ``step``, any model.
@@ -102,7 +110,7 @@ def check_model(
 
     Raises:
         ConfigurationError: the model cannot be cut, with every problem that was found; or it trains to something else,
-            with what to look at.
+            or its gradients are not finite, with what to look at.
     """
     found = Problems(argument_problems(module, step, stages, updates))
     shape: dict[str, Any] = {"micro_batches": micro_batches, "lookahead": lookahead, "partition": partition}
@@ -115,7 +123,7 @@ def check_model(
     counts: Sequence[int] = ()
     if resolved is not None and not found and can_run(prototype):
         counts = choose_partition(network_of(prototype), 0, stages, settings.partition).counts
-    of_optimizer, remark = configured_problems(prototype, counts, settings) if optimizer is None else ([], "")
+    of_optimizer, unseen = configured_problems(prototype, counts, settings) if optimizer is None else ([], "")
     found += of_optimizer
     step = step or training_step
     layers_compared = ""
@@ -123,7 +131,10 @@ def check_model(
         trial = Trial(prototype, step, taken, resolved, optimizer or default_optimizer, max_norm, seed, set())
         layers_compared = found.attempt_user_code(lambda: _compare_calls(trial)) or ""
     found.raise_any()
-    results = run_in_turns(stages, functools.partial(_run_stage, trial), trial.device)
+    try:
+        results = run_in_turns(stages, functools.partial(_run_stage, trial), trial.device)
+    except NonFiniteGradientError as error:
+        raise ConfigurationError(_NOT_FINITE) from error
     expected = _reference(trial)
     report = CheckReport(
         layers_compared=layers_compared,
@@ -132,22 +143,25 @@ def check_model(
         losses=results[-1].losses,
         differences=_differences(trial, results, expected),
         whole_batches=_compare_whole_batches(trial),
-        notes=[*notes_on_hooks(prototype, trial.left_out), *([remark] if remark else [])],
+        notes=notes_on_hooks(prototype, trial.left_out),
         beyond_noise=_differences(trial, results, expected, without_noise=True),
+        without_weight=results[-1].without_weight,
+        optimizer_left_out=unseen,
     )
     report.judge(expected.losses, tolerance)
     return report
 
 
 class _StageResult(NamedTuple):
-    """What a stage ended with: its layers, its entries of ``state_dict``, on the last one losses, what it sent, and how
-    large its gradients were."""
+    """What a stage ended with: its layers, its entries of ``state_dict``, on the last one losses, what it sent, how
+    large its gradients were, and on the last one which mini-batches have no loss, for nothing in them counts."""
 
     layers: list[str]
     state: dict[str, Tensor]
     losses: list[float]
     crossing: tuple[TensorInfo, ...]
     largest: dict[str, Tensor]
+    without_weight: list[int]
 
 
 class _WatchedTransport(Transport):
@@ -208,19 +222,22 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
         calls.end(update.mini_batch)
 
     engine.updates.apply = apply
-    losses = []
+    losses: list[float] = []
+    without_weight: list[int] = []
     for t, batch in enumerate(batches):
         batch = calls.prepared(batch, t)
         calls.start(t)
         output = engine.run(batch, lambda micro_batch, _: trial.step(module, micro_batch))
         loss = output.mean_loss(hooks.loss_reduction) if mesh.is_last else None
         losses.append(float("nan") if loss is None else float(loss))
+        without_weight += [t] if loss is None else []
         engine.close(office.file())
         engine.updates.apply_due()
     engine.drain()
     engine.release()
     layers = [unit.name for unit in stage.units]
-    return _StageResult(layers, stage.state_dict(), losses, () if transport is None else transport.crossing, largest)
+    crossing = () if transport is None else transport.crossing
+    return _StageResult(layers, stage.state_dict(), losses, crossing, largest, without_weight)
 
 
 class _Expected(NamedTuple):

@@ -31,6 +31,7 @@ from lightning_asyncpp.pipeline.optimizers.by_position import may_go_by_position
 from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers, optimizers_in
 from lightning_asyncpp.pipeline.optimizers.fitness import stage_problems, version_problems
 from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
+from lightning_asyncpp.tools.check.trainer_stand_in import give_trainer
 from lightning_asyncpp.tools.check.trial import StepOf, copied, name_of, network_of
 from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problems
 
@@ -130,7 +131,9 @@ def can_run(prototype: nn.Module) -> bool:
 
 
 def configured_problems(module: nn.Module, counts: Sequence[int], settings: PipelineSettings) -> tuple[list[str], str]:
-    """What is wrong with the optimizer that a LightningModule makes, and a note where that cannot be said.
+    """What is wrong with the optimizer that a LightningModule makes, and why that cannot be said, where it cannot.
+
+    One that asks for its Trainer gets a stand-in, which knows how long the training is.
 
     Args:
         module: the whole one.
@@ -140,10 +143,11 @@ def configured_problems(module: nn.Module, counts: Sequence[int], settings: Pipe
     if not isinstance(module, LightningModule) or not is_overridden("configure_optimizers", module):
         return [], ""
     whole, module = module, copy.deepcopy(module)
+    give_trainer(module)
     try:
         optimizers = optimizers_in(module.configure_optimizers())
-    except Exception as error:  # it may ask for its Trainer, or for a stage
-        return [], f"configure_optimizers was not looked at: it raised {type(error).__name__}: {error}"
+    except Exception as error:  # it may ask its Trainer for more than the stand-in has, or for a stage
+        return [], f"configure_optimizers raised {type(error).__name__}: {error}"
     unfit = [problem for optimizer in optimizers for problem in stage_problems(optimizer, with_closure=True)]
     if settings.staleness == "least" and len(counts) != 1:  # with one stage nothing is old
         unfit += [problem for optimizer in optimizers for problem in version_problems(optimizer)]
@@ -163,6 +167,7 @@ def _grouping_problems(
     for index in range(len(counts)):
         module: Any = copy.deepcopy(whole)
         cut(network_of(module), index, len(counts), 0, torch.device("cpu"), module, counts)
+        give_trainer(module)
         names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if name in known}
         with EmptyOptimizers():
             on_stage = options_of(optimizers_in(module.configure_optimizers()), names)

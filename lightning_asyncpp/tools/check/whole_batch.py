@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from lightning_asyncpp.pipeline.randomness import seeded
 from lightning_asyncpp.tools.check.check_report import Comparison, WholeBatches
 from lightning_asyncpp.tools.check.fixed_draws import FixedDraws
 from lightning_asyncpp.tools.check.trial import Trial
+from lightning_asyncpp.tools.check.weights import PossibleWeight, possible_weights
 
 # What still counts as equal: the arithmetic of other shapes rounds otherwise. Three quarters of the digits of a dtype
 # for a loss (6e-6 in fp32, 3e-2 in bf16), half of them for a gradient (3e-4, 9e-2), in which terms cancel.
@@ -76,7 +76,7 @@ def compare_whole_batches(trial: Trial, batches: Sequence[Any]) -> WholeBatches:
     said = _described(wrong, compared[wrong], trial.settings.micro_batches)
     if not _differs_without_batch_norm(sides, batches[wrong], how):
         return WholeBatches(comparisons, how, note=f"{said}. {_BATCH_NORM}")
-    mend = sides.explained(batches[wrong], how) or _CAUSES
+    mend = sides.explained(batches, how) or _CAUSES
     return WholeBatches(comparisons, how, f"{said}. {_WHICH_TRAINS}. {mend}")
 
 
@@ -141,6 +141,12 @@ class _Part(NamedTuple):
     gradient: list[Tensor | None]
 
 
+def _reweighed(parts: Sequence[_Part], pieces: Sequence[Any], weight: PossibleWeight) -> list[_Part]:
+    """The parts of micro-batches that count under another weight."""
+    weights = [weight.weigh(piece) for piece in pieces]
+    return [part._replace(weight=w) for part, w in zip(parts, weights) if w]
+
+
 @dataclass
 class _Sides:
     """Runs whole batches and micro-batches on copies of the module."""
@@ -159,10 +165,12 @@ class _Sides:
         self, batch: Any, how: str, further: Callable[[nn.Module], None] = lambda module: None
     ) -> Comparison | None:
         """How a batch and its micro-batches differ; None where nothing of it counts, or its loss is NaN anyway."""
-        parts, total = self._parts(batch, how, further)
+        return self._compared(self._whole(batch, how, further), self._parts(batch, how, further))
+
+    def _compared(self, whole: _Part, parts: Sequence[_Part]) -> Comparison | None:
+        total = math.fsum(part.weight for part in parts)
         if not total:
             return None
-        whole = self._whole(batch, how, further)
         whole_loss = float(whole.loss) / (total if self._sums else 1.0)
         losses = [float(p.loss) / (p.weight if self._sums else 1.0) for p in parts]
         mean = math.fsum(loss * p.weight for loss, p in zip(losses, parts)) / total
@@ -182,25 +190,31 @@ class _Sides:
             compared.loss <= self._share(_DIGITS_OF_LOSS) and compared.gradient <= self._share(_DIGITS_OF_GRADIENT)
         )
 
-    def explained(self, batch: Any, how: str) -> str:
-        """The weights with which the micro-batches' mean is the batch's loss, if something in the batch counts them."""
-        if self._sums:
-            return ""
+    def explained(self, batches: Sequence[Any], how: str) -> str:
+        """The weights with which losses and gradients of all batches agree, if something in the batches counts them."""
+        left, verified = [] if self._sums else possible_weights(batches[0]), set()
+        for batch in batches if left else ():
+            whole, pieces = self._whole(batch, how, _batch_norm), self._pieces(batch)
+            parts = self._unweighted(pieces, how)
+            known = {weight.text for weight in possible_weights(pieces[0])}
+            compared = {weight: self._compared(whole, _reweighed(parts, pieces, weight))
+                        for weight in left if weight.text in known}  # fmt: skip
+            verified |= {weight for weight, found in compared.items() if found is not None}
+            left = [weight for weight, found in compared.items() if found is None or not self.differs(found)]
+        text = next((weight.text for weight in left if weight in verified), "")
+        return (
+            f"Weighted by {text} they agree: define micro_batch_weight on the module, `def"
+            f" micro_batch_weight(self, micro_batch): return float({text})`"
+            if text else ""
+        )  # fmt: skip
+
+    def _pieces(self, batch: Any) -> list[Any]:
+        return self.trial.pieces(copy.deepcopy(self.trial.module), copy.deepcopy(batch))
+
+    def _unweighted(self, pieces: Sequence[Any], how: str) -> list[_Part]:
         module = copy.deepcopy(self.trial.module)
-        pieces = self.trial.pieces(module, batch)
-        whole = float(self._whole(batch, how).loss)
-        losses = [float(part.loss) for part in self._run(module, pieces, how, weigh=False)]
-        for text, count in _counts(batch):
-            weights = [float(count(piece)) for piece in pieces]
-            if not sum(weights):
-                continue
-            mean = math.fsum(loss * w for loss, w in zip(losses, weights) if w) / sum(weights)
-            if _apart(whole, mean, abs(whole)) <= self._share(_DIGITS_OF_LOSS):
-                return (
-                    f"Weighted by {text} they agree: define micro_batch_weight on the module, `def"
-                    f" micro_batch_weight(self, micro_batch): return float({text})`"
-                )
-        return ""
+        _batch_norm(module)
+        return self._run(module, pieces, how, weigh=False)
 
     @property
     def _sums(self) -> bool:
@@ -218,11 +232,10 @@ class _Sides:
         further(module)
         return self._run(module, [batch], how, weigh=False, seed=seed)[0]
 
-    def _parts(self, batch: Any, how: str, further: Callable[[nn.Module], None]) -> tuple[list[_Part], float]:
+    def _parts(self, batch: Any, how: str, further: Callable[[nn.Module], None]) -> list[_Part]:
         module = copy.deepcopy(self.trial.module)
         further(module)
-        parts = self._run(module, self.trial.pieces(module, copy.deepcopy(batch)), how)
-        return parts, math.fsum(part.weight for part in parts)
+        return self._run(module, self.trial.pieces(module, copy.deepcopy(batch)), how)
 
     def _run(
         self, module: nn.Module, batches: Sequence[Any], how: str, weigh: bool = True, seed: int | None = None
@@ -258,32 +271,6 @@ def _all_seeded(seed: int, device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
-
-
-def _counts(batch: Any) -> list[tuple[str, Callable[[Any], Tensor]]]:
-    """What the entries of a batch may count: targets that are not -100, masks; with or without the first of a row."""
-    listed = enumerate(batch) if isinstance(batch, (list, tuple)) else ()
-    items = batch.items() if isinstance(batch, Mapping) else listed
-    found: list[tuple[str, Callable[[Any], Tensor]]] = []
-    for key, value in items:
-        if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or not value.ndim:
-            continue
-        name = f"micro_batch[{key!r}]"
-        for cut, first in (("", 0), ("[..., 1:]", 1)):
-            found.append((f"({name}{cut} != -100).sum()", functools.partial(_targets, key, first)))
-            if bool(((value == 0) | (value == 1)).all()):
-                found.append((f"{name}{cut}.sum()", functools.partial(_total, key, first)))
-    return found
-
-
-def _targets(key: Any, first: int, batch: Any) -> Tensor:
-    counts: Tensor = (batch[key][..., first:] != -100).sum()
-    return counts
-
-
-def _total(key: Any, first: int, batch: Any) -> Tensor:
-    total: Tensor = batch[key][..., first:].sum()
-    return total
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_asyncpp import PipelineModule
 from lightning_asyncpp.pipeline.batches.micro_batch import split_batch
+from lightning_asyncpp.pipeline.batches.shifted_labels import model_that_shifts
 from lightning_asyncpp.pipeline.batches.unequal_targets import UnequalTargets
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 
@@ -52,8 +53,10 @@ def labels(*counts: int, length: int = 6, prompt: int = 1) -> Tensor:
     return rows
 
 
-def told(batch: Any, parts: int = 2, module: object | None = None, batches: int = 1) -> list[str]:
-    unequal = UnequalTargets(UserHooks.of(module or object()))
+def told(
+    batch: Any, parts: int = 2, module: object | None = None, batches: int = 1, network: nn.Module | None = None
+) -> list[str]:
+    unequal = UnequalTargets(UserHooks.of(module or object()), network=network)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(batches):
@@ -69,20 +72,72 @@ def test_it_names_the_key_the_numbers_and_the_lines() -> None:
     assert "micro_batch['labels'], entries that are not -100: 3, 9)" in text
     assert "    def micro_batch_weight(self, micro_batch):\n" in text
     assert "        return float((micro_batch['labels'] != -100).sum())\n" in text
-    assert "[..., 1:]" not in text  # prompts come first, so it makes no difference
 
 
-def test_the_lines_are_right_when_pasted() -> None:
-    (text,) = told({"labels": UNEQUAL})
-    lines = [line.removeprefix("    ") for line in text.split("\n\n")[1].splitlines()]
-    names: dict[str, Any] = {}
-    exec("\n".join(lines), names)
-    assert names["micro_batch_weight"](None, {"labels": UNEQUAL}) == 12.0
+def pasted(text: str, batch: Any) -> list[float]:
+    """What the functions that a text has to paste return."""
+    weights = []
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith("    def "):
+            lines = [line.removeprefix("    ") for line in paragraph.splitlines() if line.startswith("    ")]
+            names: dict[str, Any] = {}
+            exec("\n".join(lines), names)
+            weights.append(names["micro_batch_weight"](None, batch))
+    return weights
 
 
-def test_where_first_labels_count_it_tells_what_causal_models_need() -> None:
-    (text,) = told({"labels": labels(1, 2, 4, 5, prompt=0)})
-    assert "there write micro_batch['labels'][..., 1:]" in text
+ROWS_WITHOUT_PROMPTS = labels(1, 2, 4, 5, prompt=0)
+
+
+def test_where_nobody_knows_whether_the_loss_shifts_both_are_there() -> None:
+    batch = {"labels": ROWS_WITHOUT_PROMPTS}
+    (text,) = told(batch, network=nn.Linear(1, 1))
+    assert pasted(text, batch) == [12.0, 8.0]
+    assert "(a) The loss takes the labels as they are:\n\n    def " in text
+    assert "the first one of a row never counts:\n\n    def " in text
+
+
+def test_labels_of_whole_samples_are_not_shifted() -> None:
+    batch = {"labels": torch.tensor([1, -100, 0, 1])}
+    (text,) = told(batch)
+    assert pasted(text, batch) == [3.0]
+
+
+def causal(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11, "d_model": 8}
+    if name == "GPT2LMHeadModel":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11))
+    if name == "BartForCausalLM":  # takes its labels as they are, whatever its name
+        return transformers.BartForCausalLM(transformers.BartConfig(
+            d_model=8, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8, vocab_size=11, pad_token_id=1
+        ))  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=8))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [("LlamaForCausalLM", [8.0]), ("GPT2LMHeadModel", [8.0]), ("BartForCausalLM", [12.0, 8.0])]
+)
+def test_models_of_transformers_that_shift(name: str, weights: list[float]) -> None:
+    batch = {"labels": ROWS_WITHOUT_PROMPTS}
+    (text,) = told(batch, network=causal(name))
+    assert pasted(text, batch) == weights
+    assert (f"{name} shifts the labels by one in its own loss" in text) == (len(weights) == 1)
+
+
+def test_a_model_with_adapters_shifts_as_it_does_without() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(causal("LlamaForCausalLM"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    batch = {"labels": ROWS_WITHOUT_PROMPTS}
+    assert pasted(told(batch, network=adapted)[0], batch) == [8.0]
+
+
+def test_a_subclass_that_computes_its_own_loss_is_not_known() -> None:
+    class OwnLoss(type(causal("LlamaForCausalLM"))):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            return self.model(input_ids)
+
+    assert model_that_shifts(OwnLoss(causal("LlamaForCausalLM").config)) is None
 
 
 @pytest.mark.parametrize(
