@@ -87,7 +87,7 @@ def _recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _irregularity(name: str, layers: nn.Module, calls: _Calls) -> str:
-    """Why a list cannot be cut between its layers as they were called; empty: each was called once, in the list's order.
+    """Why a list cannot be cut between its layers as they were called; empty: each was called once, and in order.
 
     Layers that were not called at all are no reason, as long as two were.
     """

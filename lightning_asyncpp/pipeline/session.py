@@ -217,13 +217,19 @@ class PipelineSession:
         problems = tied_group_problems(mesh, ties, stage.parameters, optimizer, fresh)
         if problems:
             raise ConfigurationError.from_problems(problems)
-        if advice := advice_on_micro_batches(optimizer, engine.settings):
-            rank_zero_info(advice)
+        self._advise(optimizer, engine.settings)
         stage.layers_elsewhere = {}  # whoever groups parameters has done so
         self._release_optimizer()
         self._attached = AttachedOptimizer(optimizer, engine, step, self.watch.check)
         if stage.num_stages > 1:
             self._clipping_guard.begin(stage.parameters.values())
+
+    def _advise(self, optimizer: Optimizer, settings: ResolvedSettings) -> None:
+        """Say what an optimizer does better with, where the number of micro-batches decides how many are delayed."""
+        if settings.delay and settings.staleness == "least":
+            advice = advice_on_micro_batches(optimizer, settings.num_stages, settings.micro_batches)
+            if advice is not None:
+                rank_zero_info(advice)
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -115,7 +115,8 @@ def test_what_is_no_gpt_is_refused(content: Any, said: str, tmp_path: Path) -> N
 
 
 def test_another_model_is_told_how_to_get_its_weights(tmp_path: Path) -> None:
-    torch.save({"state_dict": {"model.0.weight": torch.ones(2)}}, path := tmp_path / "my own.ckpt")
+    content = {"state_dict": {"model.0.weight": torch.ones(2)}, "pytorch-lightning_version": "2.6.6"}
+    torch.save(content, path := tmp_path / "my own.ckpt")
     with pytest.raises(WeightsError, match="asyncpp export takes checkpoints of GPTModule and HFModule") as caught:
         open_saved(path)
     said = re.search(r"asyncpp (checkpoint convert .* --to weights);", str(caught.value))

@@ -34,8 +34,8 @@ def test_a_plain_adam_with_few_micro_batches_is_told_once(pools: Pools) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"strategy": "sync"}, {"error_feedback": True}, {"options": {"micro_batches": 8}}],
-    ids=["synchronous", "corrected", "enough"],
+    [{"strategy": "sync"}, {"strategy": "async"}, {"error_feedback": True}, {"options": {"micro_batches": 8}}],
+    ids=["synchronous", "all equally old", "corrected", "enough"],
 )
 def test_all_others_are_not(pools: Pools, changes: dict[str, Any]) -> None:
     run = Run(**({"module": Net, "strategy": "default"} | changes))

@@ -104,6 +104,9 @@ def test_spawned_ranks_give_it_back_alike(pools: Pools, case: str, tmp_path: Pat
 class ForgetfulWriter(BasePredictionWriter):
     """A callback that could write predictions."""
 
+    def write_on_epoch_end(self, *of_epoch: Any) -> None:
+        """Called where there are some."""
+
 
 def live_on() -> dict[str, Any]:
     """What follows a fit in a notebook, with the same module: a validation, another fit, another Trainer."""
