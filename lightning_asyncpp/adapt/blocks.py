@@ -14,6 +14,8 @@ from torch import nn
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
+_SHOWN = 4  # lists in a message
+
 
 class _Calls:
     """The calls of a forward: when each module was entered, and what it took and gave."""
@@ -45,7 +47,8 @@ def find_blocks(
         raise ConfigurationError(
             f"blocks={unknown}: not a ModuleList or Sequential of the model; there are {list(lists)}"
         )
-    chosen = [name for name in (asked or lists) if _in_order(name, lists[name], calls)]
+    irregular = {name: why for name in (asked or lists) if (why := _irregularity(name, lists[name], calls))}
+    chosen = [name for name in (asked or lists) if name not in irregular]
     if not asked:
         chosen = [name for name in chosen if _of_a_kind(lists[name])]
         outer = {name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)}
@@ -55,8 +58,7 @@ def find_blocks(
     if not chosen:
         raise ConfigurationError(
             f"no list of layers was found in {type(model).__name__}: a ModuleList or Sequential with two layers or more"
-            f" of a kind, each called once and in order; its lists are {list(lists)}. Name those to cut between with"
-            " blocks=[...], or give the model pipeline_layers()"
+            f" of a kind, each called once and in order; its lists are {list(lists)}. {_way_on(irregular, lists)}"
         )
     names = [f"{name}.{key}" for name in chosen for key, _ in lists[name].named_children()]
     names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]  # the inner ones
@@ -84,14 +86,40 @@ def _recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return calls
 
 
-def _in_order(name: str, layers: nn.Module, calls: _Calls) -> bool:
-    """Whether each layer that was called was called once, and in the order of the list."""
+def _irregularity(name: str, layers: nn.Module, calls: _Calls) -> str:
+    """Why a list cannot be cut between its layers as they were called; empty: each was called once, and in order.
+
+    Layers that were not called at all are no reason, as long as two were.
+    """
     times = Counter(calls.order)
     children = [f"{name}.{key}" for key, _ in layers.named_children()]
     called = [child for child in children if times[child]]
-    return len(called) > 1 and all(times[child] == 1 for child in called) and called == [
-        child for child in calls.order if child in set(children)
-    ]  # fmt: skip
+    if often := [child for child in called if times[child] > 1]:
+        return f"the forward called {often[0]} {times[often[0]]} times"
+    if len(called) < 2:
+        return f"the forward called {len(called)} of its {len(children)} layers"
+    if called != [child for child in calls.order if child in set(children)]:
+        return "the forward called its layers in another order"
+    return ""
+
+
+def _way_on(irregular: Mapping[str, str], lists: Mapping[str, nn.Module]) -> str:
+    """What to do where no list is left.
+
+    Args:
+        irregular: name of a list -> why it was left out for how it was called.
+        lists: all of them.
+    """
+    several = [name for name in irregular if len(list(lists[name].children())) > 1]
+    outermost = [name for name in several if not any(name.startswith(f"{other}.") for other in several)]
+    if not outermost:
+        return "Name those to cut between with blocks=[...], or give the model pipeline_layers()"
+    reasons = "; ".join(f"{name}: {irregular[name]}" for name in outermost[:_SHOWN])
+    more = f"; and {len(outermost) - _SHOWN} more" if len(outermost) > _SHOWN else ""
+    return (
+        f"Left out for how they were called with this example: {reasons}{more}. Have the forward call each layer once,"
+        " whatever the data are, name other lists with blocks=[...], or give the model pipeline_layers()"
+    )
 
 
 def _of_a_kind(layers: nn.Module, nested: bool = False) -> bool:

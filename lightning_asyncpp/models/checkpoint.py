@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shlex
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,7 +84,11 @@ def _state_of_gpt(path: Path, content: Mapping[str, Any]) -> tuple[str, Mapping[
         for name in state:
             if (plain := _plain(name)) in (MARK, f"model.{MARK}"):
                 return plain.removesuffix(MARK), state
-    raise WeightsError(f"{path} holds no GPT of this package: {_described(content)}")
+    raise WeightsError(
+        f"{path} holds no GPT of this package: {_described(content)}. The weights of any model alone are written by"
+        f" asyncpp checkpoint convert {shlex.quote(str(path))} weights.safetensors --to weights; asyncpp export takes"
+        " checkpoints of GPTModule and HFModule"
+    )
 
 
 def _plain(name: object) -> str:

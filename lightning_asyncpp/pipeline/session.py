@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -31,6 +32,7 @@ from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError, ProtocolError
 from lightning_asyncpp.pipeline.failures.failure_watch import FailureWatch
 from lightning_asyncpp.pipeline.manifest import Manifest, Section
+from lightning_asyncpp.pipeline.optimizers.advice import advice_on_micro_batches
 from lightning_asyncpp.pipeline.optimizers.fitness import sparse_problems, stage_problems, version_problems
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
 from lightning_asyncpp.pipeline.ranks.manifests import agree_on_run, agree_on_sections, differences_between_ranks
@@ -215,11 +217,19 @@ class PipelineSession:
         problems = tied_group_problems(mesh, ties, stage.parameters, optimizer, fresh)
         if problems:
             raise ConfigurationError.from_problems(problems)
+        self._advise(optimizer, engine.settings)
         stage.layers_elsewhere = {}  # whoever groups parameters has done so
         self._release_optimizer()
         self._attached = AttachedOptimizer(optimizer, engine, step, self.watch.check)
         if stage.num_stages > 1:
             self._clipping_guard.begin(stage.parameters.values())
+
+    def _advise(self, optimizer: Optimizer, settings: ResolvedSettings) -> None:
+        """Say what an optimizer does better with, where the number of micro-batches decides how many are delayed."""
+        if settings.delay and settings.staleness == "least":
+            advice = advice_on_micro_batches(optimizer, settings.num_stages, settings.micro_batches)
+            if advice is not None:
+                rank_zero_info(advice)
 
     @property
     def optimizer(self) -> Optimizer | None:

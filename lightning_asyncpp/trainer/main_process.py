@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -67,6 +68,8 @@ class MainProcessLauncher(_Launcher):
         if trainer is not None:
             if trainer.state.fn == TrainerFn.FITTING:
                 _check(trainer, self._strategy)
+            elif trainer.state.fn == TrainerFn.PREDICTING:
+                _warn_of_lost_predictions(trainer, self._strategy)
             function = partial(_run_in_child, trainer, self._strategy, function)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -142,6 +145,17 @@ def _check(trainer: L.Trainer, strategy: Launching) -> None:
         )
     if problems:
         raise ConfigurationError.from_problems(problems)
+
+
+def _warn_of_lost_predictions(trainer: L.Trainer, strategy: Launching) -> None:
+    """Say what Lightning leaves unsaid unless it is asked for ``return_predictions=True``, which it refuses."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not any(isinstance(callback, BasePredictionWriter) for callback in callbacks):
+        rank_zero_warn(
+            f"start_method={private.start_method(strategy)!r}: trainer.predict returns None here, as the predictions"
+            " are made in other processes; give the Trainer a callback derived from BasePredictionWriter, which writes"
+            " them where they are made"
+        )
 
 
 def _build(module: LightningModule, trainer: L.Trainer) -> None:

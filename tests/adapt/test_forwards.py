@@ -252,6 +252,20 @@ class Repeated(Net):
         return self.out(x)
 
 
+class OneOfAll(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: 1 if x.abs().mean() < 100 else None]:
+            x = block(x)
+        return self.out(x)
+
+
+class Backwards(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):  # type: ignore[call-overload]
+            x = block(x)
+        return self.out(x)
+
+
 class Borrower(Block):
     """Uses a weight that is not its own."""
 
@@ -288,8 +302,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "left behind": (Routed, {}, r"the code of Routed behind its layer blocks\.2 comes to other results"),
     "borrowed": (Borrowing, {}, r"layer blocks\.0 uses a parameter that it does not hold"),
     "object": (WithObject, {}, r"argument 'blocks\.0\.scale' is a Holder, which cannot cross a cut"),
-    "repeated": (Repeated, {}, "no list of layers was found in Repeated: .* its lists are"),
-    "one block": (lambda: Net(count=1), {}, "no list of layers was found in Net"),
+    "repeated": (Repeated, {}, r"found in Repeated: .* its lists are .* blocks: the forward called blocks\.0 3 times"),
+    "asked for": (Repeated, {"blocks": "blocks"}, r"blocks: the forward called blocks\.0 3 times\. Have the forward"),
+    "as data say": (OneOfAll, {}, "blocks: the forward called 1 of its 3 layers; .* Have the forward call each"),
+    "backwards": (Backwards, {}, "blocks: the forward called its layers in another order"),
+    "one block": (lambda: Net(count=1), {}, "found in Net: .* Name those to cut between with blocks="),
     "replaced": (replaced, {}, "forward of this Net was replaced in the object"),
     "on meta": (lambda: Net().to("meta"), {}, "Net is on the meta device"),
     "not a list": (Net, {"blocks": "entry"}, r"blocks=\['entry'\]: not a ModuleList .* there are \['blocks'"),

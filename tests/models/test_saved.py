@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.models import GPT, GPTConfig, WeightsError, open_saved, start_from
 from lightning_asyncpp.pipeline.cut.materialize import materialize
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.tools.checkpoint.checkpoint import main
 from lightning_asyncpp.trainer.gpt_module import GPTModule
 from tests.models.hf_cases import CASES, exported, make_model, tokens_of
 
@@ -108,6 +112,19 @@ def test_what_is_no_gpt_is_refused(content: Any, said: str, tmp_path: Path) -> N
     with pytest.raises(WeightsError) as caught:
         open_saved(tmp_path / "a.ckpt")
     assert said in str(caught.value)
+
+
+def test_another_model_is_told_how_to_get_its_weights(tmp_path: Path) -> None:
+    content = {"state_dict": {"model.0.weight": torch.ones(2)}, "pytorch-lightning_version": "2.6.6"}
+    torch.save(content, path := tmp_path / "my own.ckpt")
+    with pytest.raises(WeightsError, match="asyncpp export takes checkpoints of GPTModule and HFModule") as caught:
+        open_saved(path)
+    said = re.search(r"asyncpp (checkpoint convert .* --to weights);", str(caught.value))
+    assert said is not None
+    words = [str(tmp_path / word) if word == "weights.safetensors" else word for word in shlex.split(said[1])]
+    assert words[2] == str(path)
+    main(words[1:])
+    assert load_file(tmp_path / "weights.safetensors")["0.weight"].tolist() == [1.0, 1.0]
 
 
 def test_weights_that_are_not_those_of_the_config(tmp_path: Path) -> None:

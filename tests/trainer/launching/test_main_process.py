@@ -13,6 +13,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 
 from lightning_asyncpp import PipelineModule
@@ -100,6 +101,13 @@ def test_spawned_ranks_give_it_back_alike(pools: Pools, case: str, tmp_path: Pat
     check(pools, *(CASES | SLOW)[case], tmp_path, "spawn", timeout=200.0)
 
 
+class ForgetfulWriter(BasePredictionWriter):
+    """A callback that could write predictions."""
+
+    def write_on_epoch_end(self, *of_epoch: Any) -> None:
+        """Called where there are some."""
+
+
 def live_on() -> dict[str, Any]:
     """What follows a fit in a notebook, with the same module: a validation, another fit, another Trainer."""
     L.seed_everything(SEVERAL.seed, verbose=False)
@@ -116,9 +124,14 @@ def live_on() -> dict[str, Any]:
     evaluated = starting(SEVERAL, 2)
     losses = evaluated.validate(module, val_loaders(SEVERAL), verbose=False)
     tested = evaluated.test(module, val_loaders(SEVERAL), verbose=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        predicted = evaluated.predict(module, val_loaders(SEVERAL))
+        writer = ForgetfulWriter("epoch")
+        starting(SEVERAL, 2, callbacks=[writer]).predict(module, val_loaders(SEVERAL))
     return {
         "errors": errors, "weights": arrays(module.state_dict()), "losses": losses, "tested": tested,
-        "predicted": evaluated.predict(module, val_loaders(SEVERAL)),
+        "predicted": predicted, "told": [text for w in caught if "trainer.predict" in (text := str(w.message))],
     }  # fmt: skip
 
 
@@ -130,6 +143,8 @@ def test_what_follows_goes_on_from_the_trained_model(pools: Pools) -> None:
     assert found["losses"] == expected["losses"]
     assert found["tested"][0]["test_loss"] == expected["losses"][0]["val_loss"]
     assert found["predicted"] is None, "as in Lightning with processes that are forked"
+    assert len(found["told"]) == 1, "only where no callback writes them"
+    assert "start_method='fork': trainer.predict returns None here" in found["told"][0]
     assert "NotImplementedError: Calling `trainer.fit()` twice" in found["errors"][0]
     assert "ConfigurationError: start_method='fork': this process started those that train" in found["errors"][1]
 
