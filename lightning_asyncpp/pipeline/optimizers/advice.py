@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam
+from torch.optim import Adam, NAdam, Optimizer, RAdam
 
 from lightning_asyncpp.pipeline.optimizers.configured import name_of
 
-_ADAMS = (Adam, AdamW, NAdam, RAdam)  # with torch before 2.7 AdamW is no Adam
+_ADAMS = (Adam, NAdam, RAdam)  # AdamW is an Adam, too
 _ENOUGH = 4  # micro-batches per stage, with which they hardly notice the delay
 
 
