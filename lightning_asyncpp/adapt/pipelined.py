@@ -148,7 +148,8 @@ def _working_example(model: nn.Module, example: Example | None) -> tuple[tuple, 
     said = f" (tried: {problems[-1][:200]})" if problems else ""
     raise ConfigurationError(
         f"pipelined({type(model).__name__}): it is not known how to call the model{said}; give an example of its"
-        " arguments, pipelined(model, example=(x,)) or example={'input_ids': ids, 'labels': ids}"
+        " arguments, pipelined(model, example=(x,)) or example={'input_ids': ids, 'labels': ids};"
+        " a LightningModule's example_input_array is one, too"
     )
 
 
