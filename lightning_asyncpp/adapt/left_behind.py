@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.unknown import Unknown
 from lightning_asyncpp.pipeline.batches.tree import leaves_of
@@ -58,7 +58,8 @@ def replace_left_behind(model: nn.Module, names: Sequence[str], unknown: Unknown
     for name in names:
         attributes = vars(model.get_submodule(name))
         for key, value in attributes.items():
-            if key not in _OF_MODULES and (what := unknown.source_of(value)):
+            tensors = [leaf for leaf in leaves_of(value) if type(leaf) is Tensor]  # not what a pipeline has put there
+            if key not in _OF_MODULES and (what := unknown.source_of(tensors)):
                 attributes[key] = LeftBehind(f"{name or type(model).__name__}.{key}", what)
 
 
