@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
 
 Call = tuple[tuple, dict[str, Any]]
 _BATCH, _TIME = 2, 8
 _TOKEN_LABELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
+
+
+def call_of(example: Any) -> Call:
+    """The arguments that an example stands for: a mapping of keyword ones, positional ones, or the only one."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    # A tensor is a sequence as well: of its rows.
+    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
+
+
+def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
+    """Arguments that the model may change in place."""
+    return map_tensors(Tensor.clone, tuple(args)), map_tensors(Tensor.clone, dict(kwargs))
 
 
 def examples_of(model: nn.Module) -> Iterator[Call]:

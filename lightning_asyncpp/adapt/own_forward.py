@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_asyncpp.adapt.examples import examples_of
+from lightning_asyncpp.adapt.differences import difference_of
+from lightning_asyncpp.adapt.examples import call_of, copied, examples_of
 from lightning_asyncpp.adapt.layers import with_switches
-from lightning_asyncpp.adapt.pipelined import is_adapted, looked_at
+from lightning_asyncpp.adapt.pipelined import is_adapted, is_small, looked_at
 from lightning_asyncpp.adapt.state import as_before
-from lightning_asyncpp.pipeline.batches.tree import leaves_of
 from lightning_asyncpp.pipeline.cut.parts import KEPT_AS
 from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers, is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
-
-_LARGE = 50_000_000  # parameters of a model for which one call more is not cheap
-_ROUNDING = 1e-3
 
 
 def problems_of_forward(model: nn.Module, example: Any = None, name: str = "self.model") -> list[str]:
@@ -45,9 +40,9 @@ def _remark(model: nn.Module, example: Any, name: str) -> str:
     if not has_layers(model) or _is_known(model) or any(is_placeholder(module) for module in model.modules()):
         return ""
     if _can_run(model):
-        for args, kwargs in _calls(model, example):
+        for args, kwargs in examples_of(model) if example is None else [call_of(example)]:
             if (outputs := _outputs(model, args, kwargs)) is not None:
-                if not _alike(*outputs):
+                if difference_of(*outputs):
                     raise ConfigurationError(_differs(model, name))
                 return ""
     return (
@@ -76,17 +71,7 @@ def _is_known(model: nn.Module) -> bool:
 
 
 def _can_run(model: nn.Module) -> bool:
-    parameters = list(model.parameters())
-    return all(p.device.type == "cpu" for p in parameters) and sum(p.numel() for p in parameters) <= _LARGE
-
-
-def _calls(model: nn.Module, example: Any) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    if example is None:
-        yield from examples_of(model)
-    elif isinstance(example, Mapping):
-        yield (), dict(example)
-    else:
-        yield tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
+    return is_small(model) and all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def _outputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -94,23 +79,9 @@ def _outputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Any
     kwargs = with_switches(model, kwargs)
     with looked_at(model), as_before(model, (KEPT_AS,)):
         try:
-            own = [type(model).forward(model, *args, **kwargs) for _ in range(2)]
-            return (own[0], apply_layers(model, *args, **kwargs)) if _alike(*own) else None
+            calls = [copied(args, kwargs) for _ in range(3)]
+            first, second = (type(model).forward(model, *args, **kwargs) for args, kwargs in calls[:2])
+            in_order = apply_layers(model, *calls[2][0], **calls[2][1])
+            return None if difference_of(first, second) else (first, in_order)
         except Exception:  # which the training will raise, if the example is like its batches
             return None
-
-
-def _alike(first: Any, second: Any) -> bool:
-    ours, theirs = list(leaves_of(first)), list(leaves_of(second))
-    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
-
-
-def _same(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return type(a) is type(b)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    scale = float(b.abs().nan_to_num().max()) if b.numel() else 0.0
-    return torch.allclose(a, b, rtol=_ROUNDING, atol=_ROUNDING * scale, equal_nan=True)

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.analysis import Analysis
 from lightning_asyncpp.adapt.blocks import find_blocks
-from lightning_asyncpp.adapt.examples import examples_of
+from lightning_asyncpp.adapt.examples import call_of, copied, examples_of
 from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
 from lightning_asyncpp.adapt.layers import PipelineLayers, with_switches
 from lightning_asyncpp.adapt.packing import same
 from lightning_asyncpp.adapt.state import as_before, changed_by_forwards
 from lightning_asyncpp.adapt.trace import record
-from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.cut.parts import KEPT_AS
 from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -30,7 +29,7 @@ _AN_EXAMPLE = (
     "an example is what the training calls the model with: positional arguments in a tuple, (x, mask), one tensor for a"
     " model that takes nothing else, or keyword arguments in a dictionary, {'input_ids': ids, 'labels': ids}"
 )
-_SMALL = 50_000_000  # parameters of a model whose gradients cost little
+_SMALL = 50_000_000  # parameters
 _LONGEST = 400  # characters of an error that are repeated
 
 
@@ -62,9 +61,9 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     asked = [blocks] if isinstance(blocks, str) else list(blocks)
     with looked_at(model), as_before(model, ("pipeline_layers", KEPT_AS)):
         args, kwargs = _working_example(model, example)
-        names = find_blocks(model, *_copied(args, kwargs), asked)
+        names = find_blocks(model, *copied(args, kwargs), asked)
         changed = changed_by_forwards(model, names, args, kwargs)
-        found = Analysis(model, record(model, names, *_copied(args, kwargs)), changed)
+        found = Analysis(model, record(model, names, *copied(args, kwargs)), changed)
         layers = PipelineLayers(model, found.program, found.shells)
         model.pipeline_layers = layers  # type: ignore[assignment]
         try:
@@ -156,16 +155,9 @@ def _working_example(model: nn.Module, example: Example | None) -> tuple[tuple, 
 def _given_example(model: nn.Module, example: Example) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a user's example, with which the model was called once."""
     name = type(model).__name__
-    args: tuple = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(example, Mapping):
-        kwargs = dict(example)
-    elif isinstance(example, Tensor):
-        args = (example,)  # a tensor is a sequence as well: of its rows
-    elif isinstance(example, (tuple, list)):
-        args = tuple(example)
-    else:
+    if not isinstance(example, (Tensor, tuple, list, Mapping)):
         raise ConfigurationError(f"pipelined({name}): the example is of type {type(example).__name__}; {_AN_EXAMPLE}")
+    args, kwargs = call_of(example)
     try:
         kwargs = with_switches(model, kwargs)
         _call_once(model, args, kwargs)
@@ -190,23 +182,22 @@ def _described(value: Any) -> str:
 
 
 def _call_once(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    args, kwargs = _copied(args, kwargs)
+    args, kwargs = copied(args, kwargs)
     with torch.no_grad():
         model(*args, **kwargs)
 
 
-def _copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Arguments that the model may change in place."""
-    return map_tensors(Tensor.clone, tuple(args)), map_tensors(Tensor.clone, dict(kwargs))
+def is_small(model: nn.Module) -> bool:
+    """Whether a call or a backward more costs little."""
+    return sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
 
 
 def _check(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Compare the layers with the model's own forward: outputs, and of a model that is not large gradients."""
-    is_small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
-    with torch.set_grad_enabled(is_small):
-        copies = _copied(args, kwargs)
+    with torch.set_grad_enabled(is_small(model)):
+        copies = copied(args, kwargs)
         expected = type(model).forward(model, *copies[0], **copies[1])
-        copies = _copied(args, kwargs)
+        copies = copied(args, kwargs)
         found = apply_layers(model, *copies[0], **copies[1])
         if not same(expected, found):
             raise ConfigurationError(
@@ -214,7 +205,7 @@ def _check(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
                 " its layers leave behind for the code after them (router logits, attentions, hidden states that are"
                 " collected) would be lost; switch that off in its configuration, or give the model pipeline_layers()"
             )
-        if not is_small:
+        if not is_small(model):
             return
         try:
             gradients = gradients_of(model, expected)

@@ -6,17 +6,17 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_asyncpp.adapt import is_adapted
+from lightning_asyncpp.adapt.differences import difference_of, kind_of
 from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.step.own_gradients import named_arguments
 
-_ROUNDING = 1e-3
 _OF_FORWARD = (
     "A pipeline runs the layers alone, so forward() of {} must do nothing before, between and after them: move what it"
     " does into a layer, or into the function that pipeline_layers() pairs with one; `return"
@@ -62,7 +62,7 @@ def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed:
     with torch.random.fork_rng(), torch.enable_grad(), collecting():
         twin = copy.deepcopy(call)
         whole, in_order = _called(twin, seed), _applied(call, seed)
-    difference = _difference(whole, in_order) or _difference_of_gradients(twin[0], whole, call[0], in_order)
+    difference = difference_of(whole, in_order) or _difference_of_gradients(twin[0], whole, call[0], in_order)
     if difference:
         raise ConfigurationError(
             f"{name}(...) and its layers, applied one after the other, are not the same: {difference}."
@@ -119,22 +119,6 @@ def _applied(call: tuple[nn.Module, tuple, dict[str, Any]], seed: int) -> Any:
     return args[0]
 
 
-def _difference(whole: Any, in_order: Any) -> str:
-    """How two outputs differ by more than rounding; an empty string if they do not."""
-    if type(whole) is not type(in_order):
-        return f"one returns {_kind(whole)}, the other {_kind(in_order)}"
-    ours, theirs = list(tensors_of(in_order)), list(tensors_of(whole))
-    if len(ours) != len(theirs):
-        return f"one returns {len(theirs)} tensors, the other {len(ours)}"
-    for a, b in zip(ours, theirs):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"one returns {_kind(b)}, the other {_kind(a)}"
-        apart = _apart(a, b)
-        if apart > _ROUNDING:
-            return f"their outputs differ by {apart:.1e} of the largest entry"
-    return ""
-
-
 def _difference_of_gradients(twin: nn.Module, whole: Any, network: nn.Module, in_order: Any) -> str:
     try:
         expected = gradients_of(twin, whole)
@@ -144,18 +128,5 @@ def _difference_of_gradients(twin: nn.Module, whole: Any, network: nn.Module, in
     return f"their gradients of {name} differ" if name else ""
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
-    if torch.equal(a, b):
-        return 0.0
-    a, b = a.to(torch.float64).nan_to_num(), b.to(torch.float64).nan_to_num()
-    return float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30)
-
-
 def _kinds(args: tuple, kwargs: dict[str, Any]) -> str:
-    return "(" + ", ".join([*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())]) + ")"
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
-    return f"a {type(value).__name__}"
+    return "(" + ", ".join([*map(kind_of, args), *(f"{name}={kind_of(value)}" for name, value in kwargs.items())]) + ")"
