@@ -108,3 +108,21 @@ def test_at_the_start_of_a_training(pools: Pools) -> None:
     assert_refused(refusals(pools, Run(WithExample)), "forward of Skips gives something else than its layers")
     heard = [texts for _, texts in pools.run(2, fit_and_hear, Run(WithSkip), "was not compared")]
     assert [len(texts) for texts in heard] == [1, 0], "by rank 0 alone"
+
+
+class InPlace(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2.0))
+
+
+class Unknown(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + float("nan")
+
+
+@pytest.mark.parametrize("kind", [InPlace, Unknown])
+def test_arguments_stay_as_they_are_and_nan_is_a_difference(kind: type[nn.Module]) -> None:
+    example = torch.ones(2, DIM)
+    (problem,) = problems_of_forward(kind(), example)
+    assert "gives something else" in problem
+    assert torch.equal(example, torch.ones(2, DIM))

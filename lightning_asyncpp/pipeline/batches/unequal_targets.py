@@ -23,7 +23,8 @@ from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 IGNORED = -100
 """``ignore_index`` of torch's cross entropy, and of ``transformers``."""
 _BATCHES = 100
-_NAMES = ("label", "target")
+TARGET_NAMES = ("label", "target")
+"""Parts of the names that batches give to targets."""
 _MOST_SHOWN = 8
 
 
@@ -142,7 +143,7 @@ def _entries(batch: Any) -> Iterator[tuple[tuple[str, str], Any]]:
 
 def _has_ignored(tensor: Tensor, name: str) -> bool:
     """Whether it is made of classes and -100; by its dtype alone, which is cross entropy's, where it has no name."""
-    named = any(part in name.lower() for part in _NAMES)
+    named = any(part in name.lower() for part in TARGET_NAMES)
     if (name and not named) or tensor.dtype != torch.int64 or not tensor.numel():
         return False
     return int(tensor.min()) == IGNORED  # lower ones are no classes

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.unequal_targets import IGNORED
-
-_LABELS = ("label", "target")
+from lightning_asyncpp.pipeline.batches.unequal_targets import IGNORED, TARGET_NAMES
 
 
 class PossibleWeight(NamedTuple):
@@ -45,7 +43,7 @@ def _is_whole_numbers(value: Any) -> bool:
 
 def _is_labels(key: Any, value: Tensor) -> bool:
     """By its name, or that it holds -100."""
-    named = isinstance(key, str) and any(part in key.lower() for part in _LABELS)
+    named = isinstance(key, str) and any(part in key.lower() for part in TARGET_NAMES)
     return named or (value.dtype != torch.bool and bool((value == IGNORED).any()))
 
 
