@@ -18,16 +18,34 @@ MODEL_BYTES = 4 * ELEMENTS
 
 
 def allocated(function, path):
-    """Return (peak, what is left) of the bytes that ``function`` allocated, from the allocator's own events."""
+    """Return (peak, what is left) of the bytes that ``function`` allocated, from the allocator's own events.
+
+    Memory of before is not counted when it is freed meanwhile, as the garbage of other tests is.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     profiler.export_chrome_trace(str(path))
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    peak = total = 0
+    peak, sizes = 0, {}  # the sizes by address
     for event in sorted(events, key=lambda e: e["ts"]):
-        total += event["args"]["Bytes"]
-        peak = max(peak, total)
-    return peak, total
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        if size > 0:
+            sizes[address] = size
+        else:
+            sizes.pop(address, None)
+        peak = max(peak, sum(sizes.values()))
+    return peak, sum(sizes.values())
+
+
+def test_memory_of_before_is_not_counted_when_it_is_freed(tmp_path):
+    held = []
+    assert allocated(lambda: held.append(torch.ones(1000)), tmp_path / "first.json") == (4000, 4000)
+
+    def replace():
+        held.clear()
+        held.append(torch.ones(10))
+
+    assert allocated(replace, tmp_path / "second.json") == (40, 40)
 
 
 @pytest.mark.parametrize("lent", [True, False])
