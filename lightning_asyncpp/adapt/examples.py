@@ -40,7 +40,8 @@ def examples_of(model: nn.Module) -> Iterator[Call]:
         if "input_size" in known:
             yield (torch.randn(_BATCH, *known["input_size"]),), {}
     if isinstance(first, nn.Embedding):
-        yield (torch.randint(first.num_embeddings, (_BATCH, _TIME)),), {}
+        for time in (_TIME, 2):
+            yield (torch.randint(first.num_embeddings, (_BATCH, time)),), {}
     elif first is not None:
         dimensions = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[type(first)]
         for size in (getattr(model, "image_size", None), 224, 32):

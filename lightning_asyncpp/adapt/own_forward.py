@@ -10,11 +10,19 @@ from torch import nn
 from lightning_asyncpp.adapt.differences import difference_of
 from lightning_asyncpp.adapt.examples import call_of, copied, examples_of
 from lightning_asyncpp.adapt.layers import with_switches
-from lightning_asyncpp.adapt.pipelined import is_adapted, is_small, looked_at
+from lightning_asyncpp.adapt.pipelined import is_adapted, is_small, looked_at, problems_of_adapting
 from lightning_asyncpp.adapt.state import as_before
 from lightning_asyncpp.pipeline.cut.parts import KEPT_AS
 from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers, is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+
+def problems_of_layers(model: nn.Module, example: Any = None, name: str = "self.model") -> list[str]:
+    """Make a model say where it can be cut, if it does not; what is in the way, or wrong with its layers.
+
+    Arguments: those of :func:`problems_of_forward`; the model is changed in place, unless something is in the way.
+    """
+    return problems_of_adapting(model, example, name) or problems_of_forward(model, example, name)
 
 
 def problems_of_forward(model: nn.Module, example: Any = None, name: str = "self.model") -> list[str]:

@@ -99,7 +99,8 @@ def problems_of_adapting(model: nn.Module, example: Any = None, name: str = "sel
         return []
     given = example if example is None or isinstance(example, (tuple, Mapping)) else (example,)
     try:
-        pipelined(model, given)
+        with _on_host(model):
+            pipelined(model, given)
     except ConfigurationError as error:
         return [
             f"{name} is a {type(model).__name__}, which the pipeline cannot cut: make it an nn.Sequential, or give"
@@ -107,6 +108,20 @@ def problems_of_adapting(model: nn.Module, example: Any = None, name: str = "sel
             f" lightning_asyncpp.pipelined() cannot do so: {error}"
         ]
     return []
+
+
+@contextmanager
+def _on_host(model: nn.Module) -> Iterator[None]:
+    """Where examples are, whatever device the user has moved the model to; it goes back afterwards."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")}
+    if len(devices) != 1:
+        yield
+        return
+    model.cpu()
+    try:
+        yield
+    finally:
+        model.to(devices.pop())
 
 
 class Costs:

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.adapt import problems_of_forward
+from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.arguments import FabricArguments, FabricsDDPArguments
 from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
@@ -87,9 +87,10 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
 
     @override
     def module_to_device(self, module: Module) -> None:
-        """Move a module; the model to be cut stays where it is until :meth:`setup_module` knows what to move."""
+        """Move a module; the model to be cut, the first that trains, stays until :meth:`setup_module` has cut it."""
         on_meta = any(p.is_meta for p in module.parameters())
-        if not on_meta and not (has_layers(module) and self.session.stage is None):
+        to_be_cut = has_layers(module) or any(p.requires_grad for p in module.parameters())
+        if not on_meta and not (to_be_cut and self.session.stage is None):
             super().module_to_device(module)
 
     @override
@@ -103,7 +104,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         precision = str(self.precision.precision)
         problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
         if not problems:
-            problems = problems_of_forward(module, self._arguments.example_for(module), "the model")
+            problems = problems_of_layers(module, self._arguments.example_for(module), "the model")
         with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
             self.session.agree("model", described_model(module))

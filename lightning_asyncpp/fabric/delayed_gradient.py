@@ -103,6 +103,7 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
             raise ConfigurationError(refusals.SECOND_MODULE)
         if self.settings.micro_batches is None and any(isinstance(m, StatisticsLayer) for m in module.modules()):
             raise ConfigurationError(refusals.COUNTS_WITHOUT_MICRO_BATCHES)
+        self._cut_as_a_pipeline(module, self.settings.example_for(module), "the model")
         self._module = module
         # Traced by torch.compile, the exchange of weights would not happen.
         module.register_forward_pre_hook(torch.compiler.disable(self._before_forward))

@@ -9,16 +9,23 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_asyncpp.adapt import problems_of_adapting
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
 from lightning_asyncpp.pipeline.cut.partition import Partition
-from lightning_asyncpp.pipeline.cut.partition_choice import Example, can_be_cut, choose_partition
+from lightning_asyncpp.pipeline.cut.partition_choice import Example, choose_partition, problem_of_cutting
+from lightning_asyncpp.pipeline.cut.units import has_layers
 from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import seed_of_run
 from lightning_asyncpp.pipeline.ranks.agreement import broadcast_tensor
+
+_NOT_CUT = (
+    "no pipeline with stages={} could cut this model, so its parameters, in their order, are spread evenly over the"
+    " stages by which delays go: {}"
+)
 
 
 class DelayedStrategyMixin:
@@ -60,6 +67,20 @@ class DelayedStrategyMixin:
         for tensor in module.state_dict().values():
             broadcast_tensor(tensor, 0)
 
+    def _cut_as_a_pipeline(self, network: nn.Module | None, example: Any, name: str) -> None:
+        """Have the model say where it can be cut, as pipelines do, where delays go by stages; a warning if it cannot.
+
+        Args:
+            network: what a pipeline would cut, if anything.
+            example: of its arguments, if there is one.
+            name: how the user calls it.
+        """
+        settings = self.settings
+        if network is None or settings.stages is None or not settings.cuts_as_a_pipeline:
+            return
+        if problems := problems_of_adapting(network, example, name):
+            rank_zero_warn(_NOT_CUT.format(settings.stages, problems[0]))
+
     def _micro_batch_gradient(
         self, module: nn.Module, network: nn.Module | None, hooks: UserHooks
     ) -> MicroBatchGradient | None:
@@ -89,7 +110,9 @@ class DelayedStrategyMixin:
         settings = self.settings
         if network is None or settings.stages is None or not settings.cuts_as_a_pipeline:
             return None
-        if settings.partition == "auto" and not can_be_cut(network, settings.stages):
+        if settings.partition == "auto" and (problem := problem_of_cutting(network, settings.stages)):
+            if has_layers(network):  # otherwise it was told already
+                rank_zero_warn(_NOT_CUT.format(settings.stages, problem))
             return None
         partition: Partition | None = None
         failure: Exception | None = None

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.adapt import problems_of_adapting, problems_of_forward
+from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.averages import averages_in
@@ -130,8 +130,7 @@ class PipelineStrategy(
         allow_state_dict(module)
         weight_dtype = self.session.settings.weight_dtype
         problems = [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)]
-        for problems_of in (problems_of_adapting, problems_of_forward):
-            problems = problems or problems_of(self._network(), module.example_input_array, self._network_name())
+        problems = problems or problems_of_layers(self._network(), module.example_input_array, self._network_name())
         agree_on_problems(self._mesh, problems)
         if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
             self.session.agree("model", described_model(self._network()))

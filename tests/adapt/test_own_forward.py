@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp import apply_layers, pipelined
-from lightning_asyncpp.adapt import problems_of_forward
+from lightning_asyncpp.adapt import problems_of_layers
 from tests.adapt.test_forwards import DIM, Net
 from tests.pipeline.cases import DIM as INPUT
 from tests.trainer.failures.test_mistakes import assert_refused, refusals
@@ -73,7 +73,7 @@ def test_nothing_is_said(make: Any) -> None:
     drawn = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not problems_of_forward(model.train(), EXAMPLE)
+        assert not problems_of_layers(model.train(), EXAMPLE)
     assert model.training
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -81,14 +81,14 @@ def test_nothing_is_said(make: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "example"), [(Skips, EXAMPLE), (Scales, EXAMPLE[0]), (Tokens, None)])
 def test_another_forward_is_refused(kind: type[nn.Module], example: Any) -> None:
-    (problem,) = problems_of_forward(kind(), example, "self.net")
+    (problem,) = problems_of_layers(kind(), example, "self.net")
     assert f"self.net: forward of {kind.__name__} gives something else" in problem
 
 
 @pytest.mark.parametrize(("kind", "example"), [(Skips, None), (Skips, (torch.randn(2, 3),)), (Draws, EXAMPLE)])
 def test_what_cannot_be_compared_is_said(kind: type[nn.Module], example: Any) -> None:
     with pytest.warns(match=r"was not compared\. Let forward be"):
-        assert not problems_of_forward(kind(), example)
+        assert not problems_of_layers(kind(), example)
 
 
 class WithSkip(Module):
@@ -123,6 +123,6 @@ class Unknown(Layers):
 @pytest.mark.parametrize("kind", [InPlace, Unknown])
 def test_arguments_stay_as_they_are_and_nan_is_a_difference(kind: type[nn.Module]) -> None:
     example = torch.ones(2, DIM)
-    (problem,) = problems_of_forward(kind(), example)
+    (problem,) = problems_of_layers(kind(), example)
     assert "gives something else" in problem
     assert torch.equal(example, torch.ones(2, DIM))

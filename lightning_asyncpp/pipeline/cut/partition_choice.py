@@ -103,13 +103,13 @@ def choose_partition(
     return Partition(tuple(asked), even, "as given", values)
 
 
-def can_be_cut(model: nn.Module, num_stages: int) -> bool:
-    """Whether a model has layers for so many stages."""
+def problem_of_cutting(model: nn.Module, num_stages: int) -> str:
+    """Why a model has no layers for so many stages; empty if it has."""
     try:
         spread(pipeline_units(model), num_stages)
-    except ConfigurationError:
-        return False
-    return True
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def example_of(
