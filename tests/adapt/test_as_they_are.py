@@ -19,7 +19,6 @@ from tests.trainer.reference import assert_equal_weights, joined_parts
 from tests.trainer.runs import arrays
 
 VOCABULARY, TIME, DIM, STAGES, STEPS = 13, 6, 8, 2, 5
-TIED = "transformer.wte.weight"
 STALENESS = {"micro_batches": 4, "synchronous_start": 1}
 
 
@@ -117,8 +116,8 @@ def expected() -> dict[str, Any]:
 
 @pytest.mark.parametrize("run", [fit, loop])
 def test_a_pipeline_trains_it_as_the_emulator_does(pools: Pools, run: Any, expected: dict[str, Any]) -> None:
-    first, last = pools.run(STAGES, run, True)
-    assert (last.pop(TIED) == first[TIED]).all()
+    last, first = pools.run(STAGES, run, True)  # rank 0 has the last stage
+    assert (last.pop("lm_head.weight") == first["transformer.wte.weight"]).all()
     assert_equal_weights(joined_parts([first, last]), expected)
 
 
@@ -128,7 +127,7 @@ def test_fabrics_emulator_does_so_too(expected: dict[str, Any]) -> None:
 
 def test_what_fabric_moves_before_it_knows_the_model_is_cut_later(pools: Pools, expected: dict[str, Any]) -> None:
     parts = pools.run(STAGES, loop, True, True)
-    assert {name for part in parts for name in part} == set(expected)
+    assert {name for part in parts for name in part} - {"lm_head.weight"} == set(expected)
 
 
 class Looped(GPT):
