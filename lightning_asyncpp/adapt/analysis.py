@@ -1,6 +1,7 @@
 """Finds out what a model's forward does around its blocks, by running it again with NaN in the places of values.
 
-Glue that gives the same results without a value does not need it. So nothing has to be known of the model's code.
+It is done in evaluation and in training mode, in which the code may be another. Glue that gives the same results
+without a value does not need it. So nothing has to be known of the model's code.
 """
 
 from __future__ import annotations
@@ -10,66 +11,66 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_asyncpp.adapt.draws import SameDraws
+from lightning_asyncpp.adapt.examples import positional_names
 from lightning_asyncpp.adapt.members import Members
 from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, same, tensor_numbers_in, unpack
 from lightning_asyncpp.adapt.program import Program, switches_of
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Shell
-from lightning_asyncpp.adapt.state import Changes
+from lightning_asyncpp.adapt.state import Changes, as_before
 from lightning_asyncpp.adapt.trace import Trace
 from lightning_asyncpp.adapt.unknown import Unknown, UnknownValueError
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 
 class Analysis:
-    """What was found of a model.
+    """What was found of a model in one mode.
 
     Args:
-        model: in evaluation mode.
+        model: the model, in the mode in which the trace was taken.
         trace: of one forward.
         changed: name of a module -> what every forward changes in it.
+        shells: name -> shell, of blocks and submodules of glue; it takes up those that it lacks.
+        starts: where runs of blocks begin; it takes up those that it lacks.
 
     Attributes:
-        program: what a pipeline needs to know.
-        shells: name -> shell, of blocks and submodules of glue.
+        program: what a pipeline needs to know of this mode.
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, changed: Changes | None = None) -> None:
-        self._model, self._trace = model, trace
-        self._members = Members(model, trace, changed or {})
+    def __init__(
+        self, model: nn.Module, trace: Trace, changed: Changes, shells: dict[str, Shell], starts: list[int]
+    ) -> None:
+        self._model, self._trace, self._shells, self._training = model, trace, shells, model.training
+        self._members = Members(model, trace, changed)
         self.program = Program(
-            trace.blocks, calls=[call.name for call in self._members.calls], templates=trace.templates,
+            trace.blocks, starts, calls=[call.name for call in self._members.calls], templates=trace.templates,
             call_templates=[call.template for call in self._members.calls], alike=trace.alike,
-            constants=trace.table.constants, unused=self._members.unused,
+            constants=trace.table.constants, unused=self._members.unused, draws_on_host=trace.draws_on_host,
+            positional=positional_names(model),
         )  # fmt: skip
-        self.program.switches = switches_of(*self._call())
+        self.program.switches = switches_of(self.program.named(*self._call()))
         self.program.shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
-        self._unknown = Unknown()
-        self._unknown.changed = {f"{name}.{key}" for name, keys in (changed or {}).items() for key in keys}
+        self._unknown = next(iter(shells.values())).unknown if shells else Unknown()
+        self._unknown.changed = {f"{name}.{key}" for name, keys in changed.items() for key in keys}
         names = [*trace.blocks, *self.program.modules()]
         inside = tuple(f"{name}." for name in names)
         self.program.around = [n for n, _ in model.named_modules() if n not in names and not n.startswith(inside)]
-        self.shells = {name: Shell(model.get_submodule(name), name, self._unknown) for name in names}
-        self._find_runs()
-        self._find_needs()
-        self._find_last_uses()
-        self.program.costs = self._costs()
+        for name in [name for name in names if name not in shells]:
+            shells[name] = Shell(model.get_submodule(name), name, self._unknown)
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
-    def _find_runs(self) -> None:
-        """Split the blocks where code between two of them computes with what the first returned."""
-        program, starts = self.program, self.program.starts
-        while True:
+    def find_runs(self) -> None:
+        """Split runs of blocks where code between two of them computes with what the first returned."""
+        program, starts, glue = self.program, self.program.starts, 0
+        while glue < len(starts):
             self._spread_members()
-            glue = len(starts) - 1
-            stop = self._first_difference(glue)
             numbers = [p + 1 for p in program.run_of(glue) if self._returns_numbers(p)]
-            stop = min([stop, *numbers])
-            if stop >= len(program.blocks):
-                break
-            starts.append(stop)
-        self._spread_members()
+            stop = min([self._first_difference(glue), *numbers])
+            if stop <= program.run_of(glue)[-1]:
+                starts.insert(glue + 1, stop)
+            glue += 1
 
     def _spread_members(self) -> None:
         program = self.program
@@ -77,7 +78,6 @@ class Analysis:
         for gap, names in self._members.by_gap.items():
             found = program.members[program.glue_at(gap)]
             found += [name for name in names if name not in found]
-        program.members[-1] += self._members.unused
 
     def _returns_numbers(self, position: int) -> bool:
         leaves = [value for (block, _), value in self._trace.outputs.items() if block == position]
@@ -86,9 +86,9 @@ class Analysis:
     def _first_difference(self, glue: int) -> int:
         """Position of the first block behind a glue whose arguments need more than what came before the glue."""
         run = self.program.run_of(glue)
-        replay, table = self._replay(glue, self._before(glue))
+        replay, table = self._replay(glue, *self._before(glue))
         try:
-            replay.run(*self._call())
+            self._run(replay, *self._call())
         except UnknownValueError:  # what came so far decides
             pass
         except ConfigurationError:
@@ -124,8 +124,14 @@ class Analysis:
 
     # -- needs ----------------------------------------------------------------------------------------------------
 
-    def _find_needs(self) -> None:
-        """What each glue needs of what came before: outputs of blocks, what submodules returned, values of the call."""
+    def find_needs(self) -> None:
+        """What each glue needs of what came before: outputs of blocks, what submodules returned, values of the call.
+
+        All runs of blocks are known by now.
+        """
+        self._spread_members()
+        names = self.program.tensor_names(self._trace.call)
+        numbers = tensor_numbers_in(self._trace.call)
         for glue in range(self.program.tail + 1):
             everything = self._all_before(glue)
             needs = self._likely(glue, everything)
@@ -144,7 +150,10 @@ class Analysis:
                 self.program.mixed |= {(glue, what) for what in self._unknown_in}
             self.program.live.append(set(needs.outputs) | self._handed_to_blocks(glue))
             self.program.live_calls.append(set(needs.calls))
-            self.program.blank_inputs.append(set(everything.inputs - needs.inputs))
+            blank = everything.inputs - needs.inputs
+            self.program.blank_inputs.append({name for number in blank for name in names[numbers[number]]})
+        self._find_last_uses()
+        self.program.costs = self._costs()
 
     def _all_before(self, glue: int) -> Needs:
         """All that could be needed; values of the call may be left out where NaN could stand for them."""
@@ -208,9 +217,9 @@ class Analysis:
             for number, call in enumerate(self._members.calls)
         ]
         blank = [n for n in self._all_before(glue).inputs if n not in needs.inputs]
-        replay, table = self._replay(glue, Earlier(outputs, calls))
+        replay, table = self._replay(glue, outputs, calls)
         try:
-            outcome = replay.run(*self._call(blank))
+            outcome = self._run(replay, *self._call(blank))
             self.program.changes_inputs |= outcome.changes_inputs
         except UnknownValueError:
             return False
@@ -249,14 +258,21 @@ class Analysis:
 
     # -- one replay -----------------------------------------------------------------------------------------------
 
-    def _replay(self, glue: int, earlier: Earlier) -> tuple[Replay, TensorTable]:
+    def _replay(self, glue: int, outputs: dict[Output, Any], calls: list[list[Any]]) -> tuple[Replay, TensorTable]:
         table = TensorTable(constants=self.program.constants)
-        return Replay(self._model, self.program, self.shells, glue, earlier, table), table
+        earlier = Earlier(outputs, calls, dict.fromkeys(range(self.program.tail + 1), self._trace.seed))
+        return Replay(self._model, self.program, self._shells, glue, earlier, table), table
 
-    def _before(self, glue: int) -> Earlier:
+    def _run(self, replay: Replay, args: list[Any], kwargs: dict[str, Any]) -> Outcome:
+        """In the mode of the trace, from the same state and with the same random numbers."""
+        self._model.train(self._training)
+        with as_before(self._model), SameDraws(self._model):
+            return replay.run(args, kwargs)
+
+    def _before(self, glue: int) -> tuple[dict[Output, Any], list[list[Any]]]:
         """Everything that came before a glue, as it was."""
         outputs = {key: _copy(self._trace.outputs[key]) for key in self._outputs_before(glue)}
-        return Earlier(outputs, [[_copy(leaf) for leaf in call.leaves] for call in self._members.calls])
+        return outputs, [[_copy(leaf) for leaf in call.leaves] for call in self._members.calls]
 
     def _outputs_before(self, glue: int) -> list[Output]:
         edges = [*self.program.starts, len(self.program.blocks)]

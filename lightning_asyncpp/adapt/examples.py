@@ -24,6 +24,16 @@ def call_of(example: Any) -> Call:
     return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 
+def positional_names(model: nn.Module) -> list[str]:
+    """Names of the arguments of a model's forward that may come by position, in order."""
+    try:
+        parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    except ValueError:  # of a function that does not say
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
 def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
     """Arguments that the model may change in place."""
     return map_tensors(Tensor.clone, tuple(args)), map_tensors(Tensor.clone, dict(kwargs))

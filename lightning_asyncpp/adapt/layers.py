@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -35,13 +36,24 @@ class PipelineLayers:
 
     Args:
         model: the model.
-        program: what is known of its forward.
+        programs: what is known of its forward in evaluation mode (False), and in training (True); they have the same
+            blocks and runs of them.
         shells: name -> shell.
+        unused: names of parameters that no forward uses.
     """
 
-    def __init__(self, model: nn.Module, program: Program, shells: Mapping[str, Shell]) -> None:
-        self.model, self.program, self.shells = model, program, shells
+    def __init__(
+        self, model: nn.Module, programs: Mapping[bool, Program], shells: Mapping[str, Shell], unused: Sequence[str]
+    ) -> None:
+        self.model, self.programs, self.shells = model, programs, shells
         self._unknown = next(iter(shells.values())).unknown
+        self._members = [_outermost(names) for names in zip(*(p.members for p in programs.values()))]
+        self._members[-1] += unused
+
+    @property
+    def program(self) -> Program:
+        """Of the mode that the model is in."""
+        return self.programs[self.model.training]
 
     def __call__(self) -> list[Any]:
         """The layers: blocks, and before, between and after their runs what glue uses."""
@@ -54,7 +66,7 @@ class PipelineLayers:
         layers: list[Any] = []
         for glue, position in self.program.units():
             if position is None:
-                members = [_found(self.model, name) for name in self.program.members[glue]]
+                members = [_found(self.model, name) for name in self._members[glue]]
                 layers.append((members, partial(self._glue, glue)))
             else:
                 layers.append((self.model.get_submodule(self.program.blocks[position]), partial(self._block, position)))
@@ -67,7 +79,8 @@ class PipelineLayers:
         for name, shell in self.shells.items():
             if _is_there(self.model, name):
                 shell.look_at(self.model.get_submodule(name))
-        self.program.shapes |= {name: (tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
+        for program in self.programs.values():
+            program.shapes |= {name: (tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
 
     # -- glue -----------------------------------------------------------------------------------------------------
 
@@ -105,8 +118,8 @@ class PipelineLayers:
         if other := [what for what in sorted(outcome.unknown) if (glue, what) not in self.program.mixed]:
             raise UnknownValueError(
                 f"the code around the model's layers computes {other[0]}, but that is on another pipeline stage, as"
-                " with the example that pipelined(model, example) was given it did not, or only in training: give an"
-                " example that is like the batches, or the model pipeline_layers()"
+                " with the example that pipelined(model, example) was given it did not: give an example that is like"
+                " the batches, or the model pipeline_layers()"
             )
         if glue == self.program.tail:
             return outcome.output
@@ -118,6 +131,7 @@ class PipelineLayers:
         start = self.program.run_of(glue)[0]
         inputs = len(tensor_numbers_in(call))
         blank = set.intersection(*(self.program.blank_inputs[g] for g in later)) if later else set()
+        names = self.program.tensor_names(call) if blank else {}
         distinct: list[Any] = []
         for arguments in outcome.arguments:
             if arguments not in distinct:
@@ -135,7 +149,7 @@ class PipelineLayers:
         until |= dict.fromkeys(tensor_numbers_in(all_calls), len(self.program.blocks))
         return {
             "tensors": [
-                _shape_of(t) if number in blank and number not in in_run else t
+                _shape_of(t) if blank and names[number] <= blank and number not in in_run else t
                 for number, t in enumerate(table.tensors[:inputs])
             ],
             "env": table.tensors[inputs:],
@@ -206,6 +220,12 @@ def with_switches(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]
     if hasattr(getattr(model, "config", None), "use_cache"):
         return {"use_cache": False, **kwargs}
     return dict(kwargs)
+
+
+def _outermost(names: Sequence[Sequence[str]]) -> list[str]:
+    """Several lists in one, without what is in others of them."""
+    found = list(dict.fromkeys(itertools.chain(*names)))
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
 def _is_there(model: nn.Module, name: str) -> bool:

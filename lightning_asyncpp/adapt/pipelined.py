@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_asyncpp.adapt.analysis import Analysis
 from lightning_asyncpp.adapt.blocks import find_blocks
-from lightning_asyncpp.adapt.examples import call_of, copied, examples_of
-from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
+from lightning_asyncpp.adapt.draws import SameDraws, host_as_before
+from lightning_asyncpp.adapt.examples import Call, call_of, copied, examples_of
+from lightning_asyncpp.adapt.gradients import Gradients, gradients_of, other_gradient
 from lightning_asyncpp.adapt.layers import PipelineLayers, with_switches
+from lightning_asyncpp.adapt.modes import layers_of
 from lightning_asyncpp.adapt.packing import same
 from lightning_asyncpp.adapt.state import as_before, changed_by_forwards
-from lightning_asyncpp.adapt.trace import record
+from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.cut.parts import KEPT_AS
 from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -63,11 +64,12 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
         args, kwargs = _working_example(model, example)
         names = find_blocks(model, *copied(args, kwargs), asked)
         changed = changed_by_forwards(model, names, args, kwargs)
-        found = Analysis(model, record(model, names, *copied(args, kwargs)), changed)
-        layers = PipelineLayers(model, found.program, found.shells)
+        layers = layers_of(model, names, (args, kwargs), changed)
         model.pipeline_layers = layers  # type: ignore[assignment]
         try:
-            _check(model, args, kwargs)
+            modes = (False,) if layers.programs[True] is layers.programs[False] else (False, True)
+            for mode in modes:
+                _check(model.train(mode), (args, kwargs), names, mode == modes[-1] and is_small(model))
         except BaseException:
             del model.pipeline_layers
             raise
@@ -77,7 +79,7 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
             f"{type(model).__name__}: config.use_cache=False, as a training needs no cache of keys and values"
             " (generate() has a switch of its own)"
         )
-    costs = [1.0 + operations for operations in found.program.costs]
+    costs = [1.0 + operations for operations in layers.program.costs]
     model.pipeline_costs = Costs(costs)  # type: ignore[assignment]
     return model
 
@@ -85,6 +87,12 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
 def is_adapted(model: nn.Module) -> bool:
     """Whether its layers are those that :func:`pipelined` found."""
     return isinstance(getattr(model, "pipeline_layers", None), PipelineLayers)
+
+
+def drawing_alike(model: nn.Module) -> AbstractContextManager[Any]:
+    """Meanwhile a model that :func:`pipelined` has cut draws the same random numbers as a whole and in layers."""
+    layers = getattr(model, "pipeline_layers", None)
+    return SameDraws(model, layers.program.blocks) if isinstance(layers, PipelineLayers) else nullcontext()
 
 
 def problems_of_adapting(model: nn.Module, example: Any = None, name: str = "self.model") -> list[str]:
@@ -207,38 +215,51 @@ def is_small(model: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
 
 
-def _check(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Compare the layers with the model's own forward: outputs, and of a model that is not large gradients."""
-    with torch.set_grad_enabled(is_small(model)):
-        copies = copied(args, kwargs)
-        expected = type(model).forward(model, *copies[0], **copies[1])
-        copies = copied(args, kwargs)
-        found = apply_layers(model, *copies[0], **copies[1])
-        if not same(expected, found):
-            raise ConfigurationError(
-                f"{type(model).__name__}, cut into layers, gives another output than its own forward: something that"
-                " its layers leave behind for the code after them (router logits, attentions, hidden states that are"
-                " collected) would be lost; switch that off in its configuration, or give the model pipeline_layers()"
-            )
-        if not is_small(model):
-            return
+def _check(model: nn.Module, call: Call, blocks: Sequence[str], with_gradients: bool) -> None:
+    """Compare the layers with the model's own forward, in the mode in which the model is."""
+    expected, gradients = _result(model, type(model).forward, call, blocks, with_gradients)
+    found, theirs = _result(model, apply_layers, call, blocks, with_gradients)
+    if not same(expected, found):
+        raise ConfigurationError(
+            f"{type(model).__name__}, cut into layers, gives another output than its own forward: something that"
+            " its layers leave behind for the code after them (router logits, attentions, hidden states that are"
+            " collected) would be lost; switch that off in its configuration, or give the model pipeline_layers()"
+        )
+    if name := other_gradient(gradients, theirs) if gradients else "":
+        raise ConfigurationError(
+            f"{type(model).__name__}, cut into layers, gives another gradient of {name} than its own forward:"
+            " something of the code around its layers that shows in the backward alone (hooks on gradients, an"
+            " autograd.Function) would be lost; move it into a layer, or give the model pipeline_layers()"
+        )
+
+
+def _result(
+    model: nn.Module, function: Callable[..., Any], call: Call, blocks: Sequence[str], with_gradients: bool
+) -> tuple[Any, Gradients]:
+    """What a function of a model and arguments returns, and its gradients, if it has some; the model stays as it was.
+
+    Args:
+        model: the first argument of the function.
+        function: the forward, or what applies layers.
+        call: its other arguments.
+        blocks: names.
+        with_gradients: whether to compute them.
+    """
+    args, kwargs = copied(*call)
+    with torch.set_grad_enabled(with_gradients), as_before(model), SameDraws(model, blocks):
+        output = function(model, *args, **kwargs)
         try:
-            gradients = gradients_of(model, expected)
+            gradients = gradients_of(model, output) if with_gradients else {}
         except Exception:  # of a model that has none in evaluation mode
-            return
-        if name := other_gradient(gradients, gradients_of(model, found)):
-            raise ConfigurationError(
-                f"{type(model).__name__}, cut into layers, gives another gradient of {name} than its own forward:"
-                " something of the code around its layers that shows in the backward alone (hooks on gradients, an"
-                " autograd.Function) would be lost; move it into a layer, or give the model pipeline_layers()"
-            )
+            gradients = {}
+        return map_tensors(lambda tensor: tensor.detach().clone(), output), gradients
 
 
 @contextmanager
 def looked_at(model: nn.Module) -> Iterator[None]:
     """In evaluation mode, with the generators and the modes as before afterwards."""
     modes = {module: module.training for module in model.modules()}
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng(), host_as_before(), torch.no_grad():
         torch.manual_seed(0)
         model.eval()
         try:

@@ -7,24 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from lightning_asyncpp.adapt.packing import Output
+from lightning_asyncpp.adapt.packing import Output, tensor_numbers_in
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 
-def switches_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Name -> value of a call's arguments that are no tensors, but for None and False; of float tensors the name alone.
+def switches_of(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Name -> value of a call's arguments that hold no tensors, but for None and False.
 
-    Tensors of whole numbers (masks, positions, labels) may come or not: their values always travel. So do Python's
-    numbers and lists, such as one string per sample, of which the type alone counts.
+    Of Python's numbers and lists of them or of strings, such as one per sample, the type alone counts: their values
+    always travel. So do those of tensors that the example lacks: they may come or not.
     """
     found: list[tuple[str, Any]] = []
-    for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
-        if isinstance(value, Tensor):
-            found += [(name, "a tensor")] if value.is_floating_point() else []
-        elif value is not None and value is not False and not any(True for _ in tensors_of(value)):
+    for name, value in arguments.items():
+        if value is not None and value is not False and next(tensors_of(value), None) is None:
             found.append(
                 (name, value if isinstance(value, (bool, str)) or not _is_data(value) else type(value).__name__)
             )
@@ -54,7 +50,7 @@ class Program:
             is no tensor.
         live: by glue, the outputs of earlier blocks that it needs.
         live_calls: by glue, numbers of earlier calls whose outputs it needs.
-        blank_inputs: by glue, numbers of the call's tensors that it takes no values of.
+        blank_inputs: by glue, the call's tensors that it takes no values of, as :meth:`tensor_names` calls them.
         around: names of the modules that are neither blocks nor called by glue, nor within these: those of glue itself.
         mixed: (glue, what it computes from what), of values that are not there; it comes to the same (``torch.where``).
         last_use: an output that later ones need -> position of the last block, or the glue's first block, that does.
@@ -63,6 +59,8 @@ class Program:
         unused: names of parameters that the forward does not use.
         in_place: whether code around the blocks changes in place what they return.
         changes_inputs: whether code around the blocks changes tensors of the call in place.
+        draws_on_host: whether code around the blocks draws random numbers of Python or NumPy.
+        positional: names of the arguments of the forward that may come by position, in order.
         switches: the call's arguments that are no tensors, as :func:`switches_of` gives them.
         shapes: name -> shape and dtype, of parameters that glue uses by themselves.
     """
@@ -76,7 +74,7 @@ class Program:
     alike: list[list[bool | None]] = field(default_factory=list)
     live: list[set[Output]] = field(default_factory=list)
     live_calls: list[set[int]] = field(default_factory=list)
-    blank_inputs: list[set[int]] = field(default_factory=list)
+    blank_inputs: list[set[str]] = field(default_factory=list)
     around: list[str] = field(default_factory=list)
     mixed: set[tuple[int, str]] = field(default_factory=set)
     last_use: dict[Output, int] = field(default_factory=dict)
@@ -85,6 +83,8 @@ class Program:
     unused: list[str] = field(default_factory=list)
     in_place: bool = False
     changes_inputs: bool = False
+    draws_on_host: bool = False
+    positional: list[str] = field(default_factory=list)
     switches: list[Any] = field(default_factory=list)
     shapes: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
 
@@ -108,8 +108,25 @@ class Program:
 
     def parameters(self) -> list[str]:
         """Names of the parameters that glue uses by themselves."""
-        others = {*self.modules(), *self.unused}
-        return list(dict.fromkeys(name for members in self.members for name in members if name not in others))
+        modules = set(self.modules())
+        return list(dict.fromkeys(name for members in self.members for name in members if name not in modules))
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """A call's arguments by name, also those that come by position."""
+        names = [*self.positional, *(f"argument {i}" for i in range(len(self.positional), len(args)))]
+        return {**dict(zip(names, args)), **kwargs}
+
+    def tensor_names(self, call: Any) -> dict[int, set[str]]:
+        """Number of a tensor of a call -> name of the argument, and place in it.
+
+        Args:
+            call: packed.
+        """
+        names: dict[int, set[str]] = {}
+        for name, packed in self.named(*call).items():
+            for place, number in enumerate(tensor_numbers_in(packed)):
+                names.setdefault(number, set()).add(f"{name}.{place}")
+        return names
 
     def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], model: str) -> None:
         """Refuse a call with other switches than the example's: code that it did not run may need other values.
@@ -117,7 +134,7 @@ class Program:
         Raises:
             ConfigurationError: they differ, with the argument.
         """
-        given, expected = switches_of(args, kwargs), self.switches
+        given, expected = switches_of(self.named(args, kwargs)), self.switches
         other = [switch for switch in given if switch not in expected]
         other += [switch for switch in expected if switch not in given]
         if other:

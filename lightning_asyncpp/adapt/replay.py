@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed
+from lightning_asyncpp.adapt.draws import host_as_before, seed_host
 from lightning_asyncpp.adapt.left_behind import replace_left_behind
 from lightning_asyncpp.adapt.packing import Output, TensorTable, check_structure, filled, version_of
 from lightning_asyncpp.adapt.program import Program
@@ -33,7 +35,8 @@ class Earlier:
     Attributes:
         outputs: of blocks; of those that are not there, nobody needs a value.
         calls: by number, the leaves of what submodules returned in earlier glue.
-        seeds: by glue, those that their code drew random numbers from, if it did.
+        seeds: by glue, those that their code drew random numbers from, if it did; also of the glue that is to run, if
+            it is not to draw its own.
     """
 
     outputs: Mapping[Output, Any] = field(default_factory=dict)
@@ -100,6 +103,8 @@ class Replay:
         program, self._unknown.training = self._program, self._model.training
         self._context = context_now()
         self._unknown.seed_of_draw = self._seed_of_draw
+        if program.draws_on_host:
+            self._own_seed()
         self._inputs = list(tensors_of([args, kwargs]))
         self._note_inputs()
         modules = {name: self._shells[name] for name in (*program.blocks, *program.modules())}
@@ -108,7 +113,8 @@ class Replay:
         for name in program.modules():
             modules[name].answer = self._submodule(name, self._model.get_submodule(name))
         try:
-            with in_place_of(self._model, modules, self._parameters()), self._unknown:
+            with in_place_of(self._model, modules, self._parameters()), self._host_preserved(), self._unknown:
+                self._seed_host()
                 output = self.outcome.output = type(self._model).forward(self._model, *args, **kwargs)
             self._look_at(output, "the model's output")
             replace_left_behind(self._model, program.around, self._unknown)
@@ -141,6 +147,7 @@ class Replay:
                     " stage comes: use use_reentrant=False, or switch it off"
                 )
             self._position += 1
+            self._seed_host()
             if position in self._run:
                 return self._coming(position, args, kwargs)
             leaves = [
@@ -183,7 +190,7 @@ class Replay:
             self._unknown.refuse_drawn([args, kwargs], f"what {name} takes")
             self._compare_inputs()
             self._unknown.seed_of_draw = None
-            with self._unknown.set_aside(args, kwargs):
+            with self._unknown.set_aside(args, kwargs), self._host_preserved():
                 output = real(*args, **kwargs)
             self._unknown.seed_of_draw = self._seed_of_draw
             self._note_inputs()  # what a submodule changes it changes once
@@ -197,12 +204,26 @@ class Replay:
         """So that code that runs again, on another stage, draws what it drew the first time."""
         glue = self._program.glue_at(self._position)
         self._draws[glue] += 1
-        seed = self._earlier.seeds.get(glue)
-        if glue == self._glue:
-            if self.outcome.seed is None:
-                self.outcome.seed = int(torch.randint(1 << 62, ()))
-            seed = self.outcome.seed
+        seed = self._seed_of(glue)
         return None if seed is None else derive(seed, "draw", self._draws[glue])
+
+    def _seed_of(self, glue: int) -> int | None:
+        return self._own_seed() if glue == self._glue else self._earlier.seeds.get(glue)
+
+    def _own_seed(self) -> int:
+        if self.outcome.seed is None:
+            given = self._earlier.seeds.get(self._glue)
+            self.outcome.seed = int(torch.randint(1 << 62, ())) if given is None else given
+        return self.outcome.seed
+
+    def _seed_host(self) -> None:
+        """The same for Python's and NumPy's numbers, from the code in front of a block to the next one."""
+        seed = self._seed_of(self._program.glue_at(self._position)) if self._program.draws_on_host else None
+        if seed is not None:
+            seed_host(seed, self._position)
+
+    def _host_preserved(self) -> AbstractContextManager[None]:
+        return host_as_before() if self._program.draws_on_host else nullcontext()
 
     def _note_inputs(self) -> None:
         self._versions = [version_of(tensor) for tensor in self._inputs]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.adapt.draws import SameDraws
 from lightning_asyncpp.adapt.packing import same
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -20,7 +21,7 @@ Changes = dict[str, list[str]]
 
 
 @contextmanager
-def as_before(model: nn.Module, kept: Sequence[str]) -> Iterator[None]:
+def as_before(model: nn.Module, kept: Sequence[str] = ()) -> Iterator[None]:
     """Have a model's buffers and attributes be what they were afterwards.
 
     Args:
@@ -82,9 +83,9 @@ def changed_by_forwards(
 
 
 def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    torch.manual_seed(0)
     args, kwargs = map_tensors(Tensor.clone, list(args)), map_tensors(Tensor.clone, dict(kwargs))
-    return type(model).forward(model, *args, **kwargs)
+    with SameDraws(model):
+        return type(model).forward(model, *args, **kwargs)
 
 
 def _refuse_memories(model: nn.Module, memories: Changes, output: Any, args: Any, kwargs: Any) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_asyncpp.adapt.draws import SameDraws
 from lightning_asyncpp.adapt.packing import Output, TensorTable, template_of
+from lightning_asyncpp.adapt.state import as_before
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
@@ -40,6 +42,8 @@ class Trace:
         uses: (parameter, gap, names of the modules around) of every use outside of blocks; gap i is before block i.
         calls: (module, gap, leaves of its output, its template), of modules outside of blocks.
         output: of the model.
+        seed: of all random numbers.
+        draws_on_host: whether code around the blocks drew those of Python or NumPy.
         operations: floating-point operations: of the gaps, and of the blocks.
     """
 
@@ -54,6 +58,8 @@ class Trace:
     uses: list[tuple[nn.Parameter, int, tuple[str, ...]]] = field(default_factory=list)
     calls: list[tuple[str, int, list[Any], Any]] = field(default_factory=list)
     output: Any = None
+    seed: int = 0
+    draws_on_host: bool = False
     operations: tuple[list[float], list[float]] = ([], [])
 
     def keep_values(self) -> None:
@@ -91,6 +97,8 @@ class _Recorder(TorchFunctionMode):
             )
 
     def begin_block(self, name: str, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.trace.blocks[self.position : self.position + 1] != [name]:
+            self._refuse_order()
         self._count(0)
         self.inside, self.held = name, {id(parameter) for parameter in block.parameters()}
         self.trace.arguments.append(self.trace.table.pack([list(args), kwargs], name))
@@ -117,20 +125,31 @@ class _Recorder(TorchFunctionMode):
 
     def finish(self) -> None:
         """The forward is over."""
+        if self.position < len(self.trace.blocks):
+            self._refuse_order()
         self._count(0)
+
+    def _refuse_order(self) -> NoReturn:
+        """Of evaluation mode the blocks are those that it called."""
+        raise ConfigurationError(
+            "in training mode the forward does not call the same layers in the same order as in evaluation mode, such"
+            " as where it leaves some out at random: switch that off in the model's configuration (layerdrop=0), or"
+            " give the model pipeline_layers()"
+        )
 
 
 def record(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trace:
-    """Run a model once, without gradients.
+    """Run a model once, without gradients, and leave it as it was.
 
     Args:
-        model: in evaluation mode.
+        model: in the mode of which the trace is to be.
         blocks: names, in the order of calls.
         args: of an example.
         kwargs: of an example.
 
     Raises:
-        ConfigurationError: a block takes or returns what cannot cross a cut, or uses parameters of others.
+        ConfigurationError: a block takes or returns what cannot cross a cut, or uses parameters of others; or others
+            are called.
     """
     table = TensorTable()
     trace = Trace(list(blocks), table, operations=([], []))
@@ -139,15 +158,16 @@ def record(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs:
     counter = FlopCounterMode(display=False)
     recorder = _Recorder(model, trace, counter)
     inside = tuple(f"{name}." for name in blocks)
-    with ExitStack() as hooks:
+    with as_before(model), ExitStack() as hooks:
         for name, module in model.named_modules():
             if name in blocks:
                 _watch_block(hooks, name, module, recorder)
             elif name and not name.startswith(inside):
                 _watch_module(hooks, name, module, recorder)
-        with torch.no_grad(), counter, recorder:
+        with torch.no_grad(), SameDraws(model, blocks) as drawn, counter, recorder:
             trace.output = type(model).forward(model, *args, **kwargs)
         recorder.finish()
+    trace.seed, trace.draws_on_host = drawn.seed, drawn.on_host
     trace.output = map_tensors(lambda tensor: tensor.detach().clone(), trace.output)
     return trace
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # its documented place
 
+from lightning_asyncpp.adapt.draws import drawn_from, draws
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
@@ -149,14 +150,11 @@ class Unknown(TorchDispatchMode):
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
         """What a function returns, and whether it drew random numbers that are not those of before."""
-        if self.seed_of_draw is None or not _draws(func, args, kwargs):
+        if self.seed_of_draw is None or not draws(func, args, kwargs):
             return func(*args, **kwargs), False
         if (seed := self.seed_of_draw()) is None:
             return func(*args, **kwargs), True
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            return func(*args, **kwargs), False
+        return drawn_from(seed, self.device, func, args, kwargs), False
 
     def refuse(self, tensor: Tensor, function: str) -> None:
         """Raise if a tensor is a stand-in.
@@ -242,15 +240,6 @@ class _Reads(TorchFunctionMode):
         elif name in _FACTS_OF_OTHERS:
             self._unknown.note_fact(args[1:])
         return func(*args, **(kwargs or {}))
-
-
-def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of torch draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    if "dot_product" in (name := func.overloadpacket.__name__):  # attention, which drops out nothing in most cases
-        return any(type(value) is float and value > 0 for value in args) or bool(kwargs.get("dropout_p"))
-    return bool(name != "_fused_sdp_choice")
 
 
 def _storages(values: Sequence[Any]) -> dict[int, Any]:

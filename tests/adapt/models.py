@@ -78,17 +78,18 @@ RARER: dict[str, tuple[str, dict[str, Any]]] = {
 """Tried with the slow tests alone."""
 
 
-def _of_transformers(name: str) -> nn.Module:
+def of_transformers(name: str, **more: Any) -> nn.Module:
+    """A model of a family, with more or other options of its configuration."""
     transformers = pytest.importorskip("transformers")
     kind, options = {**TRANSFORMERS, **RARER}[name]
     model_class = getattr(transformers, kind)
-    return model_class(model_class.config_class(**options))
+    return model_class(model_class.config_class(**{**options, **more}))
 
 
 def _with_lora() -> nn.Module:
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(
-        _of_transformers("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        of_transformers("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     )
 
 
@@ -107,7 +108,7 @@ def _torchvision(make: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{name: lambda name=name: _of_transformers(name) for name in (*TRANSFORMERS, *RARER)},  # type: ignore[misc]
+    **{name: lambda name=name: of_transformers(name) for name in (*TRANSFORMERS, *RARER)},  # type: ignore[misc]
     "lora": _with_lora,
     "timm_vit": _timm("vit_tiny_patch16_224", depth=3, embed_dim=48, num_heads=3, img_size=32),
     "timm_distilled": _timm("deit_tiny_distilled_patch16_224", depth=3, embed_dim=48, num_heads=3, img_size=32),

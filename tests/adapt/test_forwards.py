@@ -338,14 +338,49 @@ class Switched(Net):
         return self.out(x * 2 if twice else x)
 
 
-@pytest.mark.parametrize("more", [{"twice": True}, {"more": torch.ones(DIM)}])
-def test_a_call_that_is_not_the_examples_is_refused(more: dict[str, Any]) -> None:
+def test_a_call_that_is_not_the_examples_is_refused() -> None:
     model, x = pipelined(Switched(), (torch.randn(2, DIM),)), torch.randn(2, DIM)
     apply_layers(model, x, twice=False)
-    with pytest.raises(ConfigurationError, match=f"Switched was called with {next(iter(more))}=.* in the example"):
-        apply_layers(model, x, **more)
-    model = pipelined(Switched(), {"x": x, **more})
-    assert torch.equal(apply_layers(model, x=x, **more), model(x, **more))
+    with pytest.raises(ConfigurationError, match="Switched was called with twice=True in the example"):
+        apply_layers(model, x, twice=True)
+    model = pipelined(Switched(), {"x": x, "twice": True})
+    assert torch.equal(apply_layers(model, x=x, twice=True), model(x, twice=True))
+
+
+def test_tensors_may_come_or_not_by_position_or_by_name() -> None:
+    """The example has others; a small one is needed at the end alone, a large one, x, at the beginning."""
+    x, more = torch.randn(2, 3, DIM), torch.randn(2, 3, DIM)
+    for example in ((x,), {"x": x, "more": more}, (x, False, more), {"more": more, "x": x}):
+        model = pipelined(Switched(), example)
+        for args, kwargs in (
+            ((x,), {}),
+            ((x, False, more), {}),
+            ((x,), {"more": more}),
+            ((), {"more": more, "x": x}),
+            ((), {"x": x, "twice": False, "more": more}),
+            ((), {"x": x, "more": x}),
+        ):
+            assert torch.equal(apply_layers(model, *args, **kwargs), model(*args, **kwargs))
+
+
+class Optional(Net):
+    """A mask with which the code at its end takes what came first."""
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x if weight is None else x + weight * first)
+
+
+def test_a_tensor_with_which_code_runs_that_the_example_did_not() -> None:
+    """What it takes besides is on another stage: that is said, and an example helps."""
+    x, weight = torch.randn(2, DIM), torch.rand(2, 1)
+    with pytest.raises(ConfigurationError, match="computes the model's output from what entry returned"):
+        apply_layers(pipelined(Optional(), (x,)), x, weight=weight)
+    model = pipelined(Optional(), (x, weight))
+    assert torch.equal(apply_layers(model, x, weight=weight), model(x, weight))
+    assert torch.equal(apply_layers(model, x), model(x))
 
 
 class Choosing(Net):

@@ -1,0 +1,49 @@
+"""A model's layers, from what its forward does in evaluation and in training mode, where its code may be another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_asyncpp.adapt.analysis import Analysis
+from lightning_asyncpp.adapt.examples import Call, copied
+from lightning_asyncpp.adapt.layers import PipelineLayers
+from lightning_asyncpp.adapt.shells import Shell
+from lightning_asyncpp.adapt.state import Changes
+from lightning_asyncpp.adapt.trace import record
+from lightning_asyncpp.pipeline.errors import ConfigurationError
+
+
+def layers_of(model: nn.Module, blocks: Sequence[str], call: Call, changed: Changes) -> PipelineLayers:
+    """Find them, with the same cuts in both modes.
+
+    Args:
+        model: it may be left in another mode.
+        blocks: names, in the order of calls.
+        call: arguments of an example.
+        changed: name of a module -> what every forward changes in it.
+
+    Raises:
+        ConfigurationError: the model cannot be cut between these blocks.
+    """
+    shells: dict[str, Shell] = {}
+    starts = [0]
+    found: list[Analysis] = []
+    for is_training in (False, True):
+        model.train(is_training)
+        try:
+            trace = record(model, blocks, *copied(*call))
+        except ConfigurationError:
+            raise
+        except Exception:
+            if not is_training:
+                raise
+            break  # of a model that takes other arguments in training
+        found.append(Analysis(model, trace, changed, shells, starts))
+        found[-1].find_runs()
+    for analysis in found:
+        analysis.find_needs()
+    programs = [analysis.program for analysis in found]
+    unused = [name for name in programs[0].unused if all(name in program.unused for program in programs)]
+    return PipelineLayers(model, {False: programs[0], True: programs[-1]}, shells, unused)
