@@ -45,7 +45,8 @@ class Analysis:
         self._members = Members(model, trace, changed)
         self.program = Program(
             trace.blocks, starts, calls=[call.name for call in self._members.calls], templates=trace.templates,
-            call_templates=[call.template for call in self._members.calls], alike=trace.alike,
+            call_templates=[call.template for call in self._members.calls],
+            call_gaps=[call.gap for call in self._members.calls], alike=trace.alike,
             constants=trace.table.constants, unused=self._members.unused, draws_on_host=trace.draws_on_host,
             positional=positional_names(model),
         )  # fmt: skip

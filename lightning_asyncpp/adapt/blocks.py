@@ -1,10 +1,13 @@
-"""Finds the blocks of a model: the members of its lists of layers, which a forward calls one after the other."""
+"""Finds the blocks of a model: the members of its lists of layers, which a forward calls one after the other.
+
+Where there is no such list, each of the outermost submodules with weights is a block.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -55,14 +58,39 @@ def find_blocks(
         inner = {name for name in chosen if _of_a_kind(lists[name], nested=True)}
         inner = {name for name in inner if _follow_each_other(name, lists[name], calls)}
         chosen = [name for name in chosen if name in outer | inner]
+    if not chosen and not asked and (names := _submodules(model, Counter(calls.order))):
+        return sorted(names, key=calls.order.index)
     if not chosen:
         raise ConfigurationError(
-            f"no list of layers was found in {type(model).__name__}: a ModuleList or Sequential with two layers or more"
-            f" of a kind, each called once and in order; its lists are {list(lists)}. {_way_on(irregular, lists)}"
+            f"no layers were found in {type(model).__name__}: a ModuleList or Sequential with two layers or more of a"
+            " kind, each called once and in order, or else submodules that the forward calls once each, with most of"
+            f" the weights; its lists are {list(lists)}. {_way_on(irregular, lists)}"
         )
     names = [f"{name}.{key}" for name in chosen for key, _ in lists[name].named_children()]
     names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]  # the inner ones
     return sorted((name for name in names if name in calls.order), key=calls.order.index)
+
+
+def _submodules(model: nn.Module, times: Mapping[str, int]) -> list[str]:
+    """Names of what is a block where no list is: called once, with weights, and together with most of the model's."""
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
+    names = list(_outermost("", model, times, sizes))
+    enough = 2 * sum(sizes[name] for name in names) >= sizes[""]
+    return names if enough and len(names) > 1 else []
+
+
+def _outermost(around: str, module: nn.Module, times: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[str]:
+    """The outermost submodules; in place of one that has most of the weights, or a sequence of many, those in it."""
+    for key, child in module.named_children():
+        name = f"{around}.{key}".removeprefix(".")
+        if not sizes.get(name, 0) or times.get(name, 0) > 1:
+            continue
+        inner = list(_outermost(name, child, times, sizes))
+        is_large = (4 if isinstance(child, nn.Sequential) else 2) * sizes[name] > sizes[""]
+        if not times.get(name, 0) or (is_large and inner):
+            yield from inner
+        else:
+            yield name
 
 
 def _recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Calls:

@@ -13,6 +13,7 @@ from lightning_asyncpp.pipeline.batches.tree import map_tensors
 
 Call = tuple[tuple, dict[str, Any]]
 _BATCH, _TIME = 2, 8
+_FIRST = (nn.Embedding, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TOKEN_LABELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
 
 
@@ -44,7 +45,7 @@ def examples_of(model: nn.Module) -> Iterator[Call]:
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         yield from _of_transformers(model)
         return
-    first = next((m for m in model.modules() if isinstance(m, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d))), None)
+    first = next((m for m in model.modules() if isinstance(m, _FIRST)), None)
     sizes = [getattr(model, "pretrained_cfg", None) or {}, getattr(model, "default_cfg", None) or {}]
     for known in sizes:
         if "input_size" in known:
@@ -52,6 +53,9 @@ def examples_of(model: nn.Module) -> Iterator[Call]:
     if isinstance(first, nn.Embedding):
         for time in (_TIME, 2):
             yield (torch.randint(first.num_embeddings, (_BATCH, time)),), {}
+    elif isinstance(first, nn.Linear):
+        for shape in ((_BATCH, _TIME), (_BATCH,)):
+            yield (torch.randn(*shape, first.in_features),), {}
     elif first is not None:
         dimensions = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[type(first)]
         for size in (getattr(model, "image_size", None), 224, 32):

@@ -19,6 +19,7 @@ from lightning_asyncpp.adapt.unknown import UnknownValueError
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.pipeline.cut.units import is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.pipeline.wire.header import DTYPES
 
 Carried = dict[str, Any]
 """What one layer returns and the next one takes: ``tensors`` of the call, and ``env``, those that glue has made, with
@@ -27,8 +28,7 @@ Carried = dict[str, Any]
 blocks run; ``seeds`` by glue, of random numbers; ``asked``, the blocks whose shape and dtype were taken for those of
 the example; ``outputs`` of blocks that are still needed; ``calls``, leaves of what submodules returned in earlier
 glue."""
-_DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
-                               torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
+_DTYPES = {str(dtype): dtype for dtype in DTYPES}
 
 
 class PipelineLayers:

@@ -111,9 +111,8 @@ def problems_of_adapting(model: nn.Module, example: Any = None, name: str = "sel
             pipelined(model, given)
     except ConfigurationError as error:
         return [
-            f"{name} is a {type(model).__name__}, which the pipeline cannot cut: make it an nn.Sequential, or give"
-            " it pipeline_layers(), a method that returns its layers in the order in which they are applied;"
-            f" lightning_asyncpp.pipelined() cannot do so: {error}"
+            f"{name} is a {type(model).__name__}, which the pipeline cannot cut by itself: {error}."
+            " pipeline_layers() is a method that returns its layers in the order in which they are applied"
         ]
     return []
 
@@ -169,9 +168,9 @@ def _working_example(model: nn.Module, example: Example | None) -> tuple[tuple, 
             problems.append(f"{type(error).__name__}: {error}")
     said = f" (tried: {problems[-1][:200]})" if problems else ""
     raise ConfigurationError(
-        f"pipelined({type(model).__name__}): it is not known how to call the model{said}; give an example of its"
-        " arguments, pipelined(model, example=(x,)) or example={'input_ids': ids, 'labels': ids};"
-        " a LightningModule's example_input_array is one, too"
+        f"it is not known how {type(model).__name__} is called{said}; give an example of its arguments, as (x, mask) or"
+        " {'input_ids': ids, 'labels': ids}: in the LightningModule's example_input_array, in Fabric the strategy's, or"
+        " in pipelined(model, example). Or give the model pipeline_layers()"
     )
 
 

@@ -46,6 +46,7 @@ class Program:
         calls: by number of a call of such a submodule, its name.
         templates: by block, its output, with marks in the places of its leaves.
         call_templates: the same by number of a call.
+        call_gaps: by number of a call, the position of the next block.
         alike: by block, of each leaf of its output: whether its shape is that of the block's first tensor; None of what
             is no tensor.
         live: by glue, the outputs of earlier blocks that it needs.
@@ -71,6 +72,7 @@ class Program:
     calls: list[str] = field(default_factory=list)
     templates: list[Any] = field(default_factory=list)
     call_templates: list[Any] = field(default_factory=list)
+    call_gaps: list[int] = field(default_factory=list)
     alike: list[list[bool | None]] = field(default_factory=list)
     live: list[set[Output]] = field(default_factory=list)
     live_calls: list[set[int]] = field(default_factory=list)

@@ -181,9 +181,10 @@ class Replay:
 
     def _submodule(self, name: str, real: nn.Module) -> Callable[[tuple, dict[str, Any]], Any]:
         def answer(args: tuple, kwargs: dict[str, Any]) -> Any:
-            number = self._calls
+            number, program = self._calls, self._program
             self._calls += 1
-            if number >= len(self._program.calls) or self._program.calls[number] != name:
+            expected = (program.calls[number], program.call_gaps[number]) if number < len(program.calls) else None
+            if (name, self._position) != expected:
                 raise self._other_way(name)
             if self._program.glue_at(self._position) != self._glue:
                 return filled(self._program.call_templates[number], self._earlier.calls[number])

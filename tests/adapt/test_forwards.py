@@ -298,6 +298,30 @@ def replaced() -> nn.Module:
     return model
 
 
+class Alone(nn.Module):
+    """Has nothing to cut between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Again(Net):
+    """What has most of the weights runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__(count=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.out(x)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "left behind": (Routed, {}, r"the code of Routed behind its layer blocks\.2 comes to other results"),
     "borrowed": (Borrowing, {}, r"layer blocks\.0 uses a parameter that it does not hold"),
@@ -306,7 +330,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "asked for": (Repeated, {"blocks": "blocks"}, r"blocks: the forward called blocks\.0 3 times\. Have the forward"),
     "as data say": (OneOfAll, {}, "blocks: the forward called 1 of its 3 layers; .* Have the forward call each"),
     "backwards": (Backwards, {}, "blocks: the forward called its layers in another order"),
-    "one block": (lambda: Net(count=1), {}, "found in Net: .* Name those to cut between with blocks="),
+    "one layer": (lambda: Alone(), {}, "found in Alone: .* Name those to cut between with blocks="),
+    "mostly repeated": (Again, {}, "no layers were found in Again: .* with most of the weights"),
     "replaced": (replaced, {}, "forward of this Net was replaced in the object"),
     "on meta": (lambda: Net().to("meta"), {}, "Net is on the meta device"),
     "not a list": (Net, {"blocks": "entry"}, r"blocks=\['entry'\]: not a ModuleList .* there are \['blocks'"),
@@ -322,9 +347,14 @@ def test_what_is_refused(name: str) -> None:
     assert not hasattr(model, "pipeline_layers")
 
 
+class Pair(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + y)
+
+
 def test_no_example_is_known() -> None:
-    with pytest.raises(ConfigurationError, match=r"it is not known how to call the model; give an example"):
-        pipelined(Net())
+    with pytest.raises(ConfigurationError, match=r"not known how Pair is called \(tried: .*'y'\); give an example"):
+        pipelined(Pair())
 
 
 class Switched(Net):
@@ -410,7 +440,7 @@ def test_a_forward_that_takes_another_way() -> None:
 
     model = pipelined(Early(), (torch.randn(2, DIM),))
     model.way = 2
-    with pytest.raises(ConfigurationError, match=r"came to the end where it came to blocks\.2 with the example"):
+    with pytest.raises(ConfigurationError, match=r"came to out where it came to blocks\.2 with the example"):
         apply_layers(model, torch.randn(2, DIM))
 
 

@@ -58,6 +58,13 @@ class Tokens(Skips):
         self.entry = nn.Embedding(7, DIM)  # type: ignore[assignment]
 
 
+class Pair(Skips):
+    """Takes what nobody guesses."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + y)
+
+
 class Draws(Layers):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.rand(())
@@ -85,17 +92,28 @@ def test_another_forward_is_refused(kind: type[nn.Module], example: Any) -> None
     assert f"self.net: forward of {kind.__name__} gives something else" in problem
 
 
-@pytest.mark.parametrize(("kind", "example"), [(Skips, None), (Skips, (torch.randn(2, 3),)), (Draws, EXAMPLE)])
+@pytest.mark.parametrize(("kind", "example"), [(Pair, None), (Skips, (torch.randn(2, 3),)), (Draws, EXAMPLE)])
 def test_what_cannot_be_compared_is_said(kind: type[nn.Module], example: Any) -> None:
     with pytest.warns(match=r"was not compared\. Let forward be"):
         assert not problems_of_layers(kind(), example)
+
+
+class Projection(nn.Module):
+    """No layer of torch's, of which it were known what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(INPUT, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
 
 
 class WithSkip(Module):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.model = Skips()
-        self.model.entry = nn.Linear(INPUT, DIM)
+        self.model.entry = Projection()
 
 
 class WithExample(WithSkip):

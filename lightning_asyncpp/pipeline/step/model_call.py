@@ -131,12 +131,13 @@ class _Left(BaseException):
 def _of_tensor(tensor: Tensor) -> tuple[float, bytes]:
     """The size of what is real in a tensor, and what else there is to say of it."""
     text = f"{tuple(tensor.shape)}{tensor.dtype}".encode()
-    flat = tensor.detach().reshape(-1)
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = real.detach().reshape(-1)
     if not flat.numel() or flat.is_meta or type(flat) is not Tensor:  # one without values, or that may have none
         return 0.0, text
     some = flat[:: -(-flat.numel() // _SAMPLED)].cpu()
     if not some.is_floating_point():
-        return 0.0, text if some.is_complex() else text + some.contiguous().view(torch.uint8).numpy().tobytes()
+        return 0.0, text + some.contiguous().view(torch.uint8).numpy().tobytes()
     weights = torch.linspace(1.0, 2.0, some.numel(), dtype=torch.float64)
     finite = torch.nan_to_num(some.double(), nan=0.5, posinf=0.25, neginf=0.125)
     return float((finite.abs() * weights + finite.clamp(min=0)).sum()), text

@@ -32,7 +32,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline import background
 from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError, is_noise, peer_lost
 from lightning_asyncpp.pipeline.ranks.mesh import started
-from lightning_asyncpp.pipeline.wire.header import TensorInfo
+from lightning_asyncpp.pipeline.wire.header import TensorInfo, as_bytes, written_out
 from lightning_asyncpp.pipeline.wire.link import Link
 
 _TAKE, _SENT = 1, 2
@@ -78,7 +78,8 @@ class Way(NamedTuple):
         with self.launching():
             if self.stream is not None and ready is not None:
                 self.stream.wait_event(ready)
-            return [started(dist.isend(_bytes(tensor), self.peer, group=self.group)) for tensor in tensors]
+            # As bytes, which NCCL knows: it has no int16, for one.
+            return [started(dist.isend(as_bytes(tensor), self.peer, group=self.group)) for tensor in tensors]
 
     def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Memory to receive into; the host may have to wait for its whole device to get it."""
@@ -88,7 +89,7 @@ class Way(NamedTuple):
     def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
         """Launch receives into tensors; what is computed from now on waits for them, the host does not."""
         with self.launching():
-            stored = [_bytes(info.stored(tensor)) for info, tensor in zip(infos, tensors)]
+            stored = [as_bytes(info.stored(tensor)) for info, tensor in zip(infos, tensors)]
             works = [started(dist.irecv(tensor, self.peer, group=self.group)) for tensor in stored]
         for work in works:
             work.wait()
@@ -96,11 +97,6 @@ class Way(NamedTuple):
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         return tensors
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes, which NCCL knows: it has no int16, for one."""
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class _Put(NamedTuple):
@@ -135,7 +131,7 @@ class Outbox:
             PeerLostError: it is gone.
             RuntimeError: a send failed.
         """
-        put = _Put([tensor.detach().contiguous() for tensor in tensors], self._way.mark())
+        put = _Put([written_out(tensor) for tensor in tensors], self._way.mark())
         with self._changed:
             self._raise_error()
             while self._sends and self._sends[0][0].is_completed():

@@ -33,7 +33,7 @@ _PER_TENSOR = struct.Struct(f"<{4 + MAX_DIMENSIONS}q")
 _BITS = 3  # of a dimension's number, in an order
 MAX_HEADER_BYTES = BEGINNING_BYTES + MAX_TENSORS * _PER_TENSOR.size + MAX_STRUCTURE_BYTES
 _MOST_ELEMENTS = 2**56
-_DTYPES = (
+DTYPES = (
     torch.float32,
     torch.bfloat16,
     torch.float16,
@@ -44,6 +44,8 @@ _DTYPES = (
     torch.int8,
     torch.uint8,
     torch.bool,
+    torch.complex64,
+    torch.complex128,
 )
 
 
@@ -170,12 +172,12 @@ def describe(tensors: tuple[Tensor, ...], layer: str) -> tuple[TensorInfo, ...]:
             " model elsewhere (partition=[...]), or pack them into fewer (torch.stack, torch.cat)"
         )
     for tensor in tensors:
-        if tensor.ndim > MAX_DIMENSIONS or tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+        if tensor.ndim > MAX_DIMENSIONS or tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
             raise ConfigurationError(
                 f"layer {layer!r} returned a tensor of shape {tuple(tensor.shape)}, dtype {tensor.dtype} and layout"
                 f" {tensor.layout}, which cannot cross a cut: it may have {MAX_DIMENSIONS} dimensions, must be dense,"
-                " and hold real or whole numbers or booleans (torch.view_as_real makes real numbers of complex ones);"
-                " convert it in this layer and back in the next, or cut the model elsewhere (partition=[...])"
+                f" and of one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}; convert it in this layer"
+                " and back in the next, or cut the model elsewhere (partition=[...])"
             )
     return tuple([TensorInfo.of(tensor) for tensor in tensors])
 
@@ -193,6 +195,16 @@ def as_stored(tensor: Tensor, order: Order) -> Tensor:
     return tensor.permute(order) if order else tensor
 
 
+def written_out(tensor: Tensor) -> Tensor:
+    """The same numbers without gaps, and without a conjugation or a sign that torch has noted and not yet applied."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor without gaps; a single number has none, whatever the stride of the view that took it."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def empty(shape: Sequence[int], order: Order, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor whose dimensions lie so in memory."""
     if not order:
@@ -204,7 +216,9 @@ def empty(shape: Sequence[int], order: Order, dtype: torch.dtype, device: torch.
 def _fits(kind: int, tensors: tuple[TensorInfo, ...]) -> bool:
     """Whether a message of this kind may announce these tensors."""
     counts = {Header.TENSOR: len(tensors) == 1, Header.TUPLE: len(tensors) >= 1}
-    return counts.get(kind, not tensors) and all(i.dtype.is_floating_point or not i.needs_gradient for i in tensors)
+    return counts.get(kind, not tensors) and all(
+        i.dtype.is_floating_point or i.dtype.is_complex or not i.needs_gradient for i in tensors
+    )
 
 
 @lru_cache(maxsize=64)
@@ -219,7 +233,7 @@ def _packed(tensors: tuple[TensorInfo, ...], structure: bytes) -> bytes:
     for info in tensors:
         shape = info.shape + (0,) * (MAX_DIMENSIONS - len(info.shape))
         order = sum(dimension << _BITS * place for place, dimension in enumerate(info.order))
-        numbers = (_DTYPES.index(info.dtype), int(info.needs_gradient), order, len(info.shape), *shape)
+        numbers = (DTYPES.index(info.dtype), int(info.needs_gradient), order, len(info.shape), *shape)
         encoded.append(_PER_TENSOR.pack(*numbers))
     return b"".join(encoded) + structure
 
@@ -232,13 +246,13 @@ def _described(encoded: bytes) -> tuple[TensorInfo, ...]:
 
 def _decode_tensor(numbers: tuple[int, ...]) -> TensorInfo:
     dtype, needs_gradient, packed, dimensions, *shape = numbers
-    known = 0 <= dtype < len(_DTYPES) and 0 <= needs_gradient <= 1 and 0 <= dimensions <= MAX_DIMENSIONS
+    known = 0 <= dtype < len(DTYPES) and 0 <= needs_gradient <= 1 and 0 <= dimensions <= MAX_DIMENSIONS
     if not (known and min(shape) >= 0 and not any(shape[dimensions:]) and _strides_fit(shape)):
         raise ProtocolError(f"malformed description of a tensor: {numbers}")
     order = tuple(packed >> _BITS * place & 2**_BITS - 1 for place in range(dimensions)) if packed else ()
     if order and (sorted(order) != list(range(dimensions)) or packed >> _BITS * dimensions):
         raise ProtocolError(f"malformed description of a tensor, whose order in memory is none: {numbers}")
-    return TensorInfo(tuple(shape[:dimensions]), _DTYPES[dtype], bool(needs_gradient), order)
+    return TensorInfo(tuple(shape[:dimensions]), DTYPES[dtype], bool(needs_gradient), order)
 
 
 def _strides_fit(shape: Sequence[int]) -> bool:

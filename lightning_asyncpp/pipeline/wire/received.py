@@ -25,7 +25,7 @@ class InputGradient:
     It must not hold the tensor, whose node holds it: such a cycle is never collected.
 
     Args:
-        like: the tensor, of a floating-point dtype.
+        like: the tensor, of real or complex numbers.
     """
 
     __slots__ = ("_device", "_dtype", "_gradient", "_order", "_shape")

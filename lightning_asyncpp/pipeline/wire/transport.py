@@ -17,7 +17,14 @@ from lightning_asyncpp.pipeline.errors import ProtocolError, different_calls, di
 from lightning_asyncpp.pipeline.host_copies import HostCopy
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.wire.device_tensors import DeviceTensors
-from lightning_asyncpp.pipeline.wire.header import BEGINNING_BYTES, MAX_HEADER_BYTES, Header, TensorInfo
+from lightning_asyncpp.pipeline.wire.header import (
+    BEGINNING_BYTES,
+    MAX_HEADER_BYTES,
+    Header,
+    TensorInfo,
+    as_bytes,
+    written_out,
+)
 from lightning_asyncpp.pipeline.wire.link import Bytes, Frame, Link, Neighbours, connect_neighbours
 
 _ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED = 1, 2, 3, 4, 5, 6, 7
@@ -316,10 +323,10 @@ def _unexpected(peer: str, frame: Frame, expected: int, received: int) -> Protoc
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; those on a GPU come to the host first."""
-    return _view(HostCopy(tensor.detach().contiguous()).wait())
+    return _view(HostCopy(written_out(tensor)).wait())
 
 
 def _view(tensor: Tensor) -> memoryview:
     # uint8, because numpy does not know all of torch's dtypes.
-    view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    view: memoryview = as_bytes(tensor).numpy().data
     return view

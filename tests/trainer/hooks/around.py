@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tests.pipeline.cases import DIM
-from tests.trainer.hooks.crossing import Complex, TooWide
+from tests.trainer.hooks.crossing import Codes, TooWide
 from tests.trainer.runs import Net, Run
 
 HEADS = 2
@@ -375,5 +375,5 @@ REFUSED_LATER: list[tuple[type[Net], str, int]] = [
 
 REFUSED += [
     (TooWide, "layer '1' at a cut returned 801 tensors; at most 256 may cross a cut", 2),
-    (Complex, "layer '2' returned a tensor of shape (4, 6), dtype torch.complex64", 2),
+    (Codes, "layer '1' returned a tensor of shape (4, 6), dtype torch.float8_e4m3fn", 2),
 ]

@@ -57,16 +57,35 @@ class ToComplex(nn.Linear):
     def __init__(self) -> None:
         super().__init__(DIM, DIM)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.complex(super().forward(x), x)
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        z = torch.complex(super().forward(x), x)
+        conjugate = z.conj()  # noted, and not applied yet; in its imaginary part as a sign
+        return {"z": z, "conjugate": conjugate, "sign": conjugate[:1, :1].imag, "whole": z.to(torch.complex128)}
 
 
 class FromComplex(nn.Linear):
     def __init__(self) -> None:
         super().__init__(DIM, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.real + x.imag)
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        z = given["z"] * given["z"] + given["conjugate"] + given["whole"]
+        return super().forward((z.real - z.imag + given["sign"]).float())
+
+
+class Codes(Net):
+    """Numbers of a kind that no header names."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = nn.Sequential(nn.Linear(DIM, DIM), Coded(), nn.Linear(DIM, 1))
+
+
+class Coded(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x.to(torch.float8_e4m3fn)
 
 
 class Routed(nn.Linear):

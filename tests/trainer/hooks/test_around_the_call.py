@@ -65,6 +65,14 @@ def test_many_tensors_cross_a_cut(pools: Pools) -> None:
     assert_equal_weights(expected["weights"], joined_weights(results, 3))
 
 
+def test_complex_numbers_cross_a_cut(pools: Pools) -> None:
+    """With their gradients, and what torch has only noted of them: that they are conjugated, or negative."""
+    run = Run(crossing.Complex, options={"micro_batches": 2, "partition": [3, 1]})
+    results = pools.run(2, fit, run)
+    (expected,) = pools.run(1, fit, delayed(run, micro_batches=2))
+    assert_equal_weights(expected["weights"], joined_weights(results, 2))
+
+
 def test_gradients_of_the_output_are_there(pools: Pools) -> None:
     run = Run(around.Penalises, options={"micro_batches": 2})
     results = pools.run(2, fit, run)
@@ -74,7 +82,7 @@ def test_gradients_of_the_output_are_there(pools: Pools) -> None:
 
 @pytest.mark.parametrize(("module", "says", "stages"), around.REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_refused(pools: Pools, module: Any, says: str, stages: int) -> None:
-    options = {"partition": [3, 1]} if module is crossing.Complex else {}
+    options = {"partition": [2, 1]} if module is crossing.Codes else {}
     outcomes = pools.outcomes(stages, fit, Run(module, options=options, callbacks=((CountsSteps, {}),)))
     for outcome in outcomes:
         assert outcome.error == "ConfigurationError", outcome.trace

@@ -1,0 +1,260 @@
+"""Models as people write their own: none knows of pipelines, and most have no list of layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY, TIME, DIM, FEATURES = 11, 6, 8, 5
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (6, TIME))
+
+
+def series() -> Tensor:
+    return torch.randn(6, TIME, FEATURES)
+
+
+def vectors() -> Tensor:
+    return torch.randn(6, FEATURES)
+
+
+def images() -> Tensor:
+    return torch.randn(6, 3, 8, 8)
+
+
+def encoder_layer(**options: bool) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(DIM, 2, 12, batch_first=True, **options)
+
+
+class Positions(nn.Module):
+    """Of torch's tutorials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.arange(TIME)[:, None] * torch.exp(torch.arange(0, DIM, 2) * (-math.log(1e4) / DIM))
+        self.register_buffer("table", torch.stack([angles.sin(), angles.cos()], -1).flatten(1))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, time, DIM)
+        return self.dropout(x + self.table[: x.size(1)])
+
+
+class Tutorial(nn.Module):
+    """The language model of torch's tutorials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(VOCABULARY, DIM), Positions()
+        self.encoder = nn.TransformerEncoder(encoder_layer(), 3)
+        self.linear = nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.size(1))
+        return self.linear(self.encoder(self.positions(self.embedding(x) * math.sqrt(DIM)), mask))
+
+
+class TimeSeries(nn.Module):
+    """A token for the class beside those of the series; a norm behind the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.token = nn.Linear(FEATURES, DIM), nn.Parameter(torch.randn(1, 1, DIM))
+        self.encoder = nn.TransformerEncoder(encoder_layer(norm_first=True), 3, nn.LayerNorm(DIM), False)
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(x.size(0), -1, -1), self.project(x)], 1)
+        return self.head(self.encoder(x)[:, 0])
+
+
+class Translation(nn.Module):
+    """torch's whole Transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.transformer = nn.Transformer(DIM, 2, 2, 2, 12, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor | None = None) -> Tensor:
+        target = source if target is None else target
+        mask = nn.Transformer.generate_square_subsequent_mask(target.size(1))
+        return self.out(self.transformer(self.embedding(source), self.embedding(target), tgt_mask=mask))
+
+
+class Perceptron(nn.Module):
+    """Layers in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(FEATURES, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        x = F.relu(self.second(x))
+        return self.third(x)
+
+
+class Convolutions(nn.Module):
+    def __init__(self, taken: int, given: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(taken, given, 3, padding=1), nn.GroupNorm(1, given), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class UNet(nn.Module):
+    """Attributes again, with skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2, self.middle = Convolutions(3, 4), Convolutions(4, 6), Convolutions(6, 8)
+        self.up2, self.join2 = nn.ConvTranspose2d(8, 6, 2, 2), Convolutions(12, 6)
+        self.up1, self.join1 = nn.ConvTranspose2d(6, 4, 2, 2), Convolutions(8, 4)
+        self.out = nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down1(x)
+        second = self.down2(F.max_pool2d(first, 2))
+        x = self.middle(F.max_pool2d(second, 2))
+        x = self.join2(torch.cat([self.up2(x), second], 1))
+        return self.out(self.join1(torch.cat([self.up1(x), first], 1)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(DIM), nn.MultiheadAttention(DIM, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Pairs(nn.Module):
+    """A list of lists, which the forward takes apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.layers = nn.ModuleList([
+            nn.ModuleList([Attention(), nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.GELU())])
+            for _ in range(3)
+        ])  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for attention, feed_forward in self.layers:
+            x = attention(x) + x
+            x = feed_forward(x) + x
+        return self.out(x)
+
+
+class Rotating(nn.Module):
+    """Turns pairs of numbers with complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.norm(x).unflatten(-1, (-1, 2)).contiguous())  # (batch, time, DIM / 2)
+        return x + self.linear(torch.view_as_real(pairs * turns).flatten(2))
+
+
+class Rotary(nn.Module):
+    """Complex numbers in an attribute, as in Meta's Llama, go to every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.layers = nn.ModuleList(Rotating() for _ in range(3))
+        angles = torch.outer(torch.arange(2 * TIME), 1e4 ** -torch.arange(0, 1, 2 / DIM))
+        self.turns = torch.polar(torch.ones_like(angles), angles)
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        self.turns = self.turns.to(x.device)
+        turns, x = self.turns[start : start + x.size(1)], self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, turns)
+        return self.out(x)
+
+
+class Named(nn.Module):
+    """Layers in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.layers = nn.ModuleDict({f"layer {i}": encoder_layer() for i in range(3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.out(x)
+
+
+class Beside(nn.Module):
+    """Lists side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.attentions = nn.ModuleList(Attention() for _ in range(3))
+        self.linears = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for attention, linear in zip(self.attentions, self.linears):
+            x = x + attention(x)
+            x = x + linear(x).tanh()
+        return self.out(x)
+
+
+class Recurrent(nn.Module):
+    """A list of LSTMs, each of which returns a state, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.layers = nn.ModuleList(nn.LSTM(DIM, DIM, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.out(x)
+
+
+class Wrapper(nn.Module):
+    """Nearly everything is in one attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = Perceptron(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x).relu())
+
+
+HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]] = {
+    "tutorial": (Tutorial, tokens, [f"encoder.layers.{i}" for i in range(3)]),
+    "time series": (TimeSeries, series, [f"encoder.layers.{i}" for i in range(3)]),
+    "translation": (Translation, tokens, ["transformer.encoder.layers.0", "transformer.decoder.layers.1"]),
+    "perceptron": (Perceptron, vectors, ["first", "second", "third"]),
+    "unet": (UNet, images, ["down1", "middle", "up2", "join2", "up1", "join1", "out"]),
+    "pairs": (Pairs, tokens, ["embedding", "layers.0.0", "layers.0.1", "layers.2.0", "layers.2.1", "out"]),
+    "rotary": (Rotary, tokens, ["layers.0", "layers.1", "layers.2"]),
+    "named": (Named, tokens, ["embedding", "layers.layer 0", "layers.layer 2", "out"]),
+    "beside": (Beside, tokens, ["attentions.0", "attentions.2"]),
+    "recurrent": (Recurrent, tokens, ["embedding", "layers.0", "layers.2", "out"]),
+    "wrapper": (Wrapper, vectors, ["backbone.first", "backbone.second", "backbone.third", "head"]),
+}
+"""What makes it, a batch for it, and layers that a pipeline is to cut between."""

@@ -1,0 +1,22 @@
+"""Models of one's own, as they are: cut between their layers, they train as a single process does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_asyncpp import check_model
+from tests.adapt.home_made import HOME_MADE
+from tests.adapt.models import Trained
+
+
+@pytest.mark.parametrize("name", HOME_MADE)
+def test_trains_as_a_single_process_does(name: str) -> None:
+    make, batch, expected = HOME_MADE[name]
+    torch.manual_seed(0)
+    module = Trained(make())
+    report = check_model(module, [{"x": batch()} for _ in range(3)], stages=2)
+    assert report.ok, str(report)
+    layers = [name for stage in report.stages for name in stage]
+    assert set(expected) <= set(layers)
+    assert sorted(module.state_dict()) == sorted(Trained(make()).state_dict())
