@@ -16,6 +16,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
 
 T = TypeVar("T")
+_ONLY_CODE = "code without weights"
 
 
 class Unit(NamedTuple):
@@ -153,11 +154,16 @@ def _unit_of_parts(model: nn.Module, given: list[Any], function: Callable[..., A
     held = [name for name, _ in parts.named_parameters()]
     names = [*members, *(name for name in held if not name.startswith(tuple(f"{m}." for m in members)))]
     name = " + ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
-    name = name or "code without weights"
+    name = name or _ONLY_CODE
     elsewhere = [module for module in members.values() if is_placeholder(module)]
     if elsewhere and not held:  # of another stage, to which the model was cut
         return Unit(name, elsewhere[0], function)
     return Unit(name, parts, function, members, places)
+
+
+def telling(names: Sequence[str]) -> list[str]:
+    """Names of units that tell a reader where a stage begins and ends: without those of mere code."""
+    return [name for name in names if name != _ONLY_CODE] or list(names)
 
 
 def is_placeholder(module: nn.Module) -> bool:

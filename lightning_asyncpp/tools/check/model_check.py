@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
 from lightning_asyncpp.pipeline.cut.cutting import cut
 from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.pipeline.cut.units import pipeline_units, telling
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.engine import Engine
 from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
@@ -235,7 +235,7 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
         engine.updates.apply_due()
     engine.drain()
     engine.release()
-    layers = [unit.name for unit in stage.units]
+    layers = telling([unit.name for unit in stage.units])
     crossing = () if transport is None else transport.crossing
     return _StageResult(layers, stage.state_dict(), losses, crossing, largest, without_weight)
 

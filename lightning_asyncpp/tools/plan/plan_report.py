@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_asyncpp.pipeline.cut.units import telling
 from lightning_asyncpp.tools.plan.devices import GIB
 from lightning_asyncpp.tools.plan.in_flight import Memory
 from lightning_asyncpp.tools.plan.question import Question
@@ -133,10 +134,11 @@ def plan(question: Question, search: bool = True) -> Plan:
     cut = question.stages.cut
     stages = []
     for index, (memory, slots) in enumerate(zip(question.memory, question.profiles)):
-        names = [unit.name for unit in cut.units[cut.first(index) : cut.first(index) + cut.counts[index]]]
+        units = cut.units[cut.first(index) : cut.first(index) + cut.counts[index]]
+        names = telling([unit.name for unit in units])
         largest = slots[0]
         flops = largest.forward.flops + largest.backward_again.flops
-        stages.append(StagePlan((names[0], names[-1]), len(names), largest.num_parameters, flops, memory, largest))
+        stages.append(StagePlan((names[0], names[-1]), len(units), largest.num_parameters, flops, memory, largest))
     parameters = {id(p): p.numel() for unit in cut.units for p in unit.module.parameters() if p.requires_grad}
     updates = question.recipe.accumulated * question.settings.data_parallel_size
     samples = question.batch_size * updates

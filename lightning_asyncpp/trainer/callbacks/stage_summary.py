@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_asyncpp.pipeline.cut.network import network_in
 from lightning_asyncpp.pipeline.cut.partition import loads_of
 from lightning_asyncpp.pipeline.cut.partition_choice import BY_SIZE
+from lightning_asyncpp.pipeline.cut.units import telling
 from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.pipeline.session import PipelineSession
@@ -82,7 +83,7 @@ def _rows(whole: WholeModel, mesh: Mesh) -> list[list[str]]:
     for stage, count in enumerate(whole.counts):
         ranks = ", ".join(str(mesh.rank_of(stage, replica)) for replica in range(min(mesh.num_replicas, 4)))
         ranks += ", ..." if mesh.num_replicas > 4 else ""
-        names = _from_to(whole.names[start : start + count])
+        names = _from_to(telling(whole.names[start : start + count]))
         rows.append([str(stage), ranks, str(count), names, _count(whole.num_parameters[stage])])
         start += count
     return [*rows, ["all", "", str(start), "", _count(sum(whole.num_parameters))]]
