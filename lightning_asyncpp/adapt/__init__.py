@@ -1,4 +1,4 @@
-"""Models of other libraries, cut by replaying their own forward around their blocks."""
+"""Models that do not say where they can be cut: their own forward runs again around their blocks."""
 
 from lightning_asyncpp.adapt.own_forward import problems_of_layers
 from lightning_asyncpp.adapt.pipelined import drawing_alike, is_adapted, pipelined, problems_of_adapting

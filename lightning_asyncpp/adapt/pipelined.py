@@ -1,4 +1,4 @@
-"""``pipelined(model)``: gives a model that somebody else wrote its ``pipeline_layers()``."""
+"""``pipelined(model)``: gives a model, whoever wrote it, its ``pipeline_layers()``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
             changed in place.
         example: what it is called with in the training: positional arguments in a tuple, the only one as a tensor, or
             keyword arguments in a dictionary. Models of ``transformers`` and ``timm``, and those that begin with an
-            embedding or a convolution, do without.
+            embedding, a linear layer or a convolution and take nothing else, do without.
         blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: they are looked
             for.
 
