@@ -22,7 +22,7 @@ from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.cut.averages import averages_in
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.cut.network import network_in, network_name
+from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in
 from lightning_asyncpp.pipeline.cut.partition_choice import Example
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers import described
@@ -241,7 +241,7 @@ class PipelineStrategy(
 
     def _network_name(self) -> str:
         """How the user calls it."""
-        return f"self.{network_name(self._module)}"
+        return name_in_steps(self._module)
 
     @property
     def _module(self) -> LightningModule:

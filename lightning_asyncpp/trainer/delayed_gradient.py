@@ -20,7 +20,7 @@ from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.pipeline.batches.batch_output import or_nan
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
 from lightning_asyncpp.pipeline.checkpoint.resumed import go_on_from
-from lightning_asyncpp.pipeline.cut.network import network_in, network_name
+from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in
 from lightning_asyncpp.pipeline.cut.partition_choice import Example
 from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -121,7 +121,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         if problems := delayed_problems(self.settings, self._module, trainer):
             raise ConfigurationError.from_problems(problems)
         module = self._module
-        self._cut_as_a_pipeline(network_in(module), module.example_input_array, f"self.{network_name(module)}")
+        self._cut_as_a_pipeline(network_in(module), module.example_input_array, name_in_steps(module))
         training = trainer.state.fn == TrainerFn.FITTING
         if training or self._emulated is not self._module:
             self.emulator = self._emulated = None

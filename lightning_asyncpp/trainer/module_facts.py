@@ -142,7 +142,8 @@ def groups_of_whole(module: LightningModule, stage: Stage) -> Sequence[Mapping[s
 def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
     """Hide a network that was refused before it was materialised: moving it to the CPU would hide the reason."""
     network = network_in(module)
-    if module is None or network is None or not any(p.is_meta for p in network.parameters()):
+    is_attribute = module is not None and network is getattr(module, network_name(module), None)
+    if module is None or network is None or not is_attribute or not any(p.is_meta for p in network.parameters()):
         yield
         return
     name = network_name(module)

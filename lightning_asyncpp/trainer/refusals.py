@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.cut.network import network_in, network_name, no_network
+from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in, no_network
 from lightning_asyncpp.pipeline.cut.units import model_problems
 from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.pipeline.optimizers.configured import is_placeholder, trains_nothing
@@ -88,9 +88,9 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
     if private.is_compiled(module):
         problems.append(
             f"{type(module).__name__} was compiled as a whole (torch.compile), but its steps run to their end on the"
-            f" last stage alone: compile the layers of self.{network_name(module)} instead (layer.compile() for each)"
+            f" last stage alone: compile the layers of {name_in_steps(module)} instead (layer.compile() for each)"
         )
-    network, name = network_in(module), f"self.{network_name(module)}"
+    network, name = network_in(module), name_in_steps(module)
     if network is None:
         problems.append(no_network(module))
     else:

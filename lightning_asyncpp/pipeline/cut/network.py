@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.module_as_network import OwnForward
 
 USUAL = "model"
+_KEPT_AS = "_pipeline_network"
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_CALLS_ITSELF = re.compile(r"\bself\s*\(|\bself\.forward\s*\(")
 
 
 def network_name(module: nn.Module) -> str:
@@ -30,8 +37,25 @@ def network_name(module: nn.Module) -> str:
 
 def network_in(module: nn.Module | None) -> nn.Module | None:
     """The network itself; None where there is none."""
-    network = None if module is None else getattr(module, network_name(module), None)
-    return network if isinstance(network, nn.Module) else None
+    if module is None:
+        return None
+    network = getattr(module, network_name(module), None)
+    if isinstance(network, nn.Module):
+        return network
+    if _KEPT_AS not in vars(module) and _is_network(module):
+        vars(module)[_KEPT_AS] = OwnForward(module)
+    own: nn.Module | None = vars(module).get(_KEPT_AS)
+    return own
+
+
+def name_in_steps(module: nn.Module) -> str:
+    """How a LightningModule's steps call its network."""
+    return "self" if isinstance(network_in(module), OwnForward) else f"self.{network_name(module)}"
+
+
+def prefix_of(module: nn.Module) -> str:
+    """What stands before the names of a network's parameters in those of its LightningModule."""
+    return "" if isinstance(network_in(module), OwnForward) else f"{network_name(module)}."
 
 
 def no_network(module: nn.Module) -> str:
@@ -40,13 +64,33 @@ def no_network(module: nn.Module) -> str:
     if several or _own(module):
         found = ", ".join(f"self.{name}" for name in [*several, *_own(module)][:5])
         return (
-            f"{type(module).__name__} has no self.model, and its parameters are in several attributes ({found}): put"
-            " the layers into one network, an nn.Sequential or a module with pipeline_layers(), and call that"
+            f"{type(module).__name__} has no self.model, and its parameters are in several attributes ({found}): call"
+            " them in its forward(), and self(...) once in every step; or put them into one network, self.model"
         )
     return (
         f"{type(module).__name__} has no self.model: assign the network to it, as an nn.Sequential or a module with"
         " pipeline_layers(), in __init__ or configure_model"
     )
+
+
+def _is_network(module: nn.Module) -> bool:
+    """Whether it has weights and a forward of its own, which its steps call."""
+    return _is_own(type(module).forward) and _has_parameters(module) and _calls_itself(module)
+
+
+def _is_own(method: Callable[..., Any]) -> bool:
+    return method.__module__.partition(".")[0] not in ("torch", "lightning", "pytorch_lightning")
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether a step says ``self(...)``; True if the source of none can be read."""
+    sources = []
+    for step in filter(_is_own, (getattr(type(module), name, nn.Module.forward) for name in _STEPS)):
+        try:
+            sources.append(inspect.getsource(step))
+        except (OSError, TypeError):  # made at a prompt
+            continue
+    return not sources or any(_CALLS_ITSELF.search(source) for source in sources)
 
 
 def _children(module: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps
 from lightning_asyncpp.pipeline.cut.partition import uniform
 from lightning_asyncpp.pipeline.cut.parts import Parts, parts_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -78,14 +79,15 @@ def layer_by_layer(model: nn.Module) -> Iterator[None]:
     if all(unit.members is None for unit in pipeline_units(model)):
         yield
         return
-    own = vars(model).get("forward")
-    vars(model)["forward"] = partial(apply_layers, model)
+    attributes = vars(called_by_steps(model))
+    own = attributes.get("forward")
+    attributes["forward"] = partial(apply_layers, model)
     try:
         yield
     finally:
-        del vars(model)["forward"]
+        del attributes["forward"]
         if own is not None:
-            vars(model)["forward"] = own
+            attributes["forward"] = own
 
 
 def has_layers(model: nn.Module) -> bool:

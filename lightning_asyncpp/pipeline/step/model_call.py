@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.tree import leaves_of
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ class ModelCall:
     def _run(self, step: Callable[[], T], forward: Callable[..., Any]) -> T:
         # An instance attribute hides the class's forward; hooks of the module still run around it. It is no parameter
         # and no module, so the way around nn.Module's slow __setattr__ is open.
-        attributes = self.model.__dict__
+        attributes = called_by_steps(self.model).__dict__
         own = attributes.get("forward")
         attributes["forward"] = forward
         try:
@@ -99,8 +100,8 @@ class ModelCall:
         skips = f"; to leave a batch out return a loss of 0, such as 0.0 * {self.name}(...).sum()"
         return (
             f"the step ended {times} {self.name}(...): under a pipeline it must call it exactly once per micro-batch,"
-            f" because the stages before the last one run only that call; move everything around it into {self.name}"
-            f" or compute it from its output{'' if count else skips}"
+            f" because the stages before the last one run only that call; move everything around it into"
+            f" {'its forward()' if self.name == 'self' else self.name} or compute it from its output{'' if count else skips}"
         )
 
 

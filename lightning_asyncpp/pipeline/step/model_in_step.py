@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps
 from lightning_asyncpp.pipeline.cut.stage import Stage
 
 PLAIN = (bool, int, float, str, type(None))
@@ -42,7 +43,7 @@ class ModelInStep:
         # What the step does after its call, only the last stage does.
         self._unseen = [module for module in self._others if stage.is_last or module.stage in self._middle]
         own = {path: module for path, module in stage.model.named_modules() if not isinstance(module, OtherStage)}
-        self._plain = PlainAttributes(own)
+        self._plain = PlainAttributes(own | {"": called_by_steps(stage.model)})  # whose forward may read them
         self._batches: Counter[str] = Counter()
         self.closely = True
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.network import network_in, network_name, no_network
+from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in, no_network
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import derive, seeded
 from lightning_asyncpp.pipeline.settings import ResolvedSettings
@@ -185,7 +185,7 @@ def network_of(module: nn.Module) -> Any:
 
 def name_of(network: nn.Module, module: nn.Module) -> str:
     """How the user calls the model."""
-    return "the model" if network is module else f"self.{network_name(module)}"
+    return "the model" if network is module else name_in_steps(module)
 
 
 def copied(module: nn.Module) -> nn.Module:

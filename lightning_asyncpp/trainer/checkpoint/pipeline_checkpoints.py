@@ -34,7 +34,7 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage, held_here
-from lightning_asyncpp.pipeline.cut.network import network_name
+from lightning_asyncpp.pipeline.cut.network import prefix_of
 from lightning_asyncpp.pipeline.cut.tied_state import check_copies
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
@@ -231,7 +231,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     def _names_in(self, content: Mapping[str, Any]) -> Names:
         """Where names of a checkpoint's weights are: here or on another stage."""
-        prefix = f"{network_name(self._module)}."
+        prefix = prefix_of(self._module)
         whole = {name.removeprefix(prefix) for name in content["state_dict"] if name.startswith(prefix)}
         elsewhere = tuple(f"{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
         there = {name for name in whole if name.startswith(elsewhere)}

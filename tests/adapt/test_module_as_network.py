@@ -1,0 +1,166 @@
+"""A LightningModule that is the network itself: layers in its attributes, and steps that call ``self(...)``."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_asyncpp import DelayedGradientStrategy, check_model
+from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in
+from lightning_asyncpp.pytorch import AsyncPipelineStrategy
+from tests.trainer.pool import Pools, impatient
+from tests.trainer.reference import assert_equal_weights, joined_parts
+from tests.trainer.runs import arrays
+
+DIM, CLASSES, STEPS = 6, 3, 6
+STALENESS = {"micro_batches": 4, "synchronous_start": 1}
+
+
+class Classifier(L.LightningModule):
+    """As in Lightning's first examples, with a parameter and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.dropout = nn.Linear(DIM, DIM), nn.Dropout(0.2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(3))
+        self.last, self.scale = nn.Linear(DIM, CLASSES), nn.Parameter(torch.ones(CLASSES))
+        self.register_buffer("shift", torch.ones(CLASSES))
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.first(x).relu())
+        for block in self.blocks:
+            x = x + block(x)
+        return (self.last(x) * self.scale + self.shift) * self.factor
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(batches(), batch_size=None)
+
+    val_dataloader = train_dataloader
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(STEPS, 8, DIM, generator=generator)
+    return list(zip(x, x[:, :, :CLASSES].argmax(-1)))
+
+
+def fit(
+    stages: int,
+    kind: type[L.LightningModule] = Classifier,
+    saved: str = "",
+    resumed: str | None = None,
+    epochs: int = 1,
+) -> tuple[dict[str, Any], float]:
+    """Weights, of this stage in a pipeline, and the last validation loss."""
+    L.seed_everything(1, verbose=False)
+    module = kind()
+    strategy: Any = AsyncPipelineStrategy(**STALENESS)
+    if not stages:
+        strategy = DelayedGradientStrategy(delay="least", stages=2, **STALENESS)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=stages or 1, max_epochs=epochs, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, ckpt_path=resumed)
+    if saved:
+        trainer.save_checkpoint(saved)
+    found = dict(strategy.session.stage.parameters if stages else module.named_parameters())
+    return arrays(found), float(trainer.callback_metrics["val_loss"])
+
+
+def test_a_pipeline_trains_it_as_the_emulator_does(pools: Pools) -> None:
+    expected, loss = fit(0)
+    results = pools.run(2, fit, 2)
+    assert_equal_weights(joined_parts([weights for weights, _ in results]), expected)
+    assert results[0][1] == pytest.approx(loss, rel=1e-6)
+
+
+def test_checkpoints_have_its_own_names(pools: Pools, tmp_path: Path) -> None:
+    whole = pools.run(3, fit, 3, Classifier, str(tmp_path / "whole.ckpt"), None, 2)
+    pools.run(3, fit, 3, Classifier, str(tmp_path / "half.ckpt"))
+    resumed = pools.run(3, fit, 3, Classifier, "", str(tmp_path / "half.ckpt"), 2)
+    assert_equal_weights(*(joined_parts([weights for weights, _ in results]) for results in (resumed, whole)))
+    module = Classifier()
+    module.load_state_dict(torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"])
+    assert_equal_weights(arrays(dict(module.named_parameters())), joined_parts([weights for weights, _ in whole]))
+
+
+class SetsWhatForwardReads(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.factor = self.factor * 0.5
+        return super().training_step(batch, batch_idx) + 0 * F.cross_entropy(batch[0][:, :CLASSES], batch[1])
+
+
+class Twice(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]) + self(-batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(SetsWhatForwardReads, "self.factor was set in the step"), (Twice, "after calling twice self(...)")],
+)
+def test_refused(pools: Pools, kind: Any, says: str) -> None:
+    outcomes = pools.outcomes(3, impatient, fit, 3, kind)
+    assert all(outcome.error for outcome in outcomes)
+    assert any(says in outcome.message for outcome in outcomes), outcomes
+
+
+class Parts(Classifier):
+    """Its step calls parts, and not the whole."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.last(self.first(batch[0])), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def test_a_step_that_calls_parts_is_told_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"self\.first, .*: call them in its forward\(\), and self\(\.\.\.\) once"):
+        check_model(Parts(), batches(), stages=2)
+
+
+def test_check_model() -> None:
+    report = check_model(Classifier(), batches(), stages=3)
+    assert report.ok, str(report)
+    assert "self(...)" in report.layers_compared
+
+
+def test_a_copy_is_a_network_of_its_own() -> None:
+    module = Classifier()
+    network = network_in(module)
+    other = copy.deepcopy(module)
+    assert network is network_in(module)
+    assert network is not network_in(other)
+    assert list(network.state_dict()) == list(module.state_dict())
+    other.last = nn.Linear(DIM, CLASSES)
+    assert network_in(other).last is other.last
+    assert network.last is module.last
+    module.eval()
+    assert not network.training
+    assert name_in_steps(module) == "self"
+    assert "_pipeline_network" not in module.state_dict()
