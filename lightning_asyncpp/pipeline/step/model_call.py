@@ -97,11 +97,12 @@ class ModelCall:
 
     def _calls(self, count: int) -> str:
         times = "without calling" if count == 0 else "after calling twice"
+        inside = "its forward()" if self.name == "self" else self.name
         skips = f"; to leave a batch out return a loss of 0, such as 0.0 * {self.name}(...).sum()"
         return (
             f"the step ended {times} {self.name}(...): under a pipeline it must call it exactly once per micro-batch,"
-            f" because the stages before the last one run only that call; move everything around it into"
-            f" {'its forward()' if self.name == 'self' else self.name} or compute it from its output{'' if count else skips}"
+            f" because the stages before the last one run only that call; move everything around it into {inside} or"
+            f" compute it from its output{'' if count else skips}"
         )
 
 
