@@ -138,6 +138,10 @@ class Replay:
 
     def _block(self, position: int) -> Callable[[tuple, dict[str, Any]], Any]:
         def answer(args: tuple, kwargs: dict[str, Any]) -> Any:
+            with self._unknown.set_aside():
+                return called(args, kwargs)
+
+        def called(args: tuple, kwargs: dict[str, Any]) -> Any:
             if position != self._position:
                 raise self._other_way(self._program.blocks[position])
             if self._context[0] and not torch.is_grad_enabled() and is_checkpointed():
@@ -181,6 +185,10 @@ class Replay:
 
     def _submodule(self, name: str, real: nn.Module) -> Callable[[tuple, dict[str, Any]], Any]:
         def answer(args: tuple, kwargs: dict[str, Any]) -> Any:
+            with self._unknown.set_aside():
+                return called(args, kwargs)
+
+        def called(args: tuple, kwargs: dict[str, Any]) -> Any:
             number = self._calls
             self._calls += 1
             if number >= len(self._program.calls) or self._program.calls[number] != name:
@@ -190,7 +198,8 @@ class Replay:
             self._unknown.refuse_drawn([args, kwargs], f"what {name} takes")
             self._compare_inputs()
             self._unknown.seed_of_draw = None
-            with self._unknown.set_aside(args, kwargs), self._host_preserved():
+            looked_at = self._unknown if self._unknown.source_of([args, kwargs]) else nullcontext()
+            with looked_at, self._host_preserved():
                 output = real(*args, **kwargs)
             self._unknown.seed_of_draw = self._seed_of_draw
             self._note_inputs()  # what a submodule changes it changes once
@@ -252,6 +261,4 @@ class Replay:
             return None
         first = next(leaf for leaf in leaves_of([args, kwargs]) if isinstance(leaf, Tensor))
         what = f"what {self._program.blocks[position]} returned"
-        with self._unknown.unasked():
-            shape, dtype = first.shape if alike else (), first.dtype
-        return self._unknown.nothing(what, shape, dtype, self._program.in_place)
+        return self._unknown.nothing(what, first.shape if alike else (), first.dtype, self._program.in_place)
