@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,10 +139,6 @@ class Replay:
 
     def _block(self, position: int) -> Callable[[tuple, dict[str, Any]], Any]:
         def answer(args: tuple, kwargs: dict[str, Any]) -> Any:
-            with self._unknown.set_aside():
-                return called(args, kwargs)
-
-        def called(args: tuple, kwargs: dict[str, Any]) -> Any:
             if position != self._position:
                 raise self._other_way(self._program.blocks[position])
             if self._context[0] and not torch.is_grad_enabled() and is_checkpointed():
@@ -162,7 +159,7 @@ class Replay:
             ]
             return self._known(position, leaves)
 
-        return answer
+        return partial(self._unknown.set_aside, answer)
 
     def _coming(self, position: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A block that is still to run: keep what it is to be called with."""
@@ -185,10 +182,6 @@ class Replay:
 
     def _submodule(self, name: str, real: nn.Module) -> Callable[[tuple, dict[str, Any]], Any]:
         def answer(args: tuple, kwargs: dict[str, Any]) -> Any:
-            with self._unknown.set_aside():
-                return called(args, kwargs)
-
-        def called(args: tuple, kwargs: dict[str, Any]) -> Any:
             number = self._calls
             self._calls += 1
             if number >= len(self._program.calls) or self._program.calls[number] != name:
@@ -207,7 +200,7 @@ class Replay:
             self.outcome.calls.append(list(leaves_of(output)))
             return output
 
-        return answer
+        return partial(self._unknown.set_aside, answer)
 
     def _seed_of_draw(self) -> int | None:
         """So that code that runs again, on another stage, draws what it drew the first time."""

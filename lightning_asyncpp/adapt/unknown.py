@@ -6,9 +6,8 @@ show it is code that asks a question of the value, ``if x.max() > 1``: such code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from lightning_asyncpp.adapt.draws import drawn_from, draws
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
+T = TypeVar("T")
 # Functions that take no values of a tensor, but its shape and dtype.
 _OF_SHAPES = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
@@ -104,12 +104,11 @@ class Unknown(TorchDispatchMode):
         self._mark(nothing, what)
         return nothing
 
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Do not look meanwhile: at what is no code of the model's, or at a submodule, which may be compiled."""
+    def set_aside(self, function: Callable[..., T], *args: Any) -> T:
+        """Call what is no code of the model's, or a submodule, which may be compiled, without looking at it."""
         self.__exit__(None, None, None)
         try:
-            yield
+            return function(*args)
         finally:
             self.__enter__()
 

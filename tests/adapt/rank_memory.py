@@ -1,6 +1,6 @@
 """Prints the memory that each of two ranks has for itself when it reads a model, cuts it, and changes its weights.
 
-    python -m tests.adapt.rank_memory
+python -m tests.adapt.rank_memory
 """
 
 from __future__ import annotations
