@@ -20,9 +20,11 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if (may_draw := _MAY_DRAW.get(func)) is None:
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         _MAY_DRAW[func] = may_draw = may_draw and func.overloadpacket.__name__ != "_fused_sdp_choice"
-    if may_draw and "dot_product" in func.overloadpacket.__name__:  # attention, which mostly drops out nothing
+    if not may_draw:
+        return False
+    if "dot_product" in func.overloadpacket.__name__:  # attention, which mostly drops out nothing
         return any(type(value) is float and value > 0 for value in args) or bool(kwargs.get("dropout_p"))
-    return may_draw
+    return True
 
 
 _MAY_DRAW: dict[Any, bool] = {}

@@ -142,10 +142,12 @@ class PipelineLayers:
             else [_shape_of(leaf) for leaf in leaves]
             for number, leaves in enumerate([*earlier.calls, *outcome.calls])
         ]
-        in_run = set(tensor_numbers_in(distinct))
+        which = [distinct.index(arguments) for arguments in outcome.arguments]
+        numbers = [tensor_numbers_in(arguments) for arguments in distinct]
+        in_run = set().union(*numbers)
         until = dict.fromkeys(range(inputs, len(table.tensors)), -1)
-        for position, arguments in zip(self.program.run_of(glue), outcome.arguments):
-            until |= dict.fromkeys(tensor_numbers_in(arguments), position)
+        for position, number in zip(self.program.run_of(glue), which):
+            until |= dict.fromkeys(numbers[number], position)
         until |= dict.fromkeys(tensor_numbers_in(all_calls), len(self.program.blocks))
         return {
             "tensors": [
@@ -156,7 +158,7 @@ class PipelineLayers:
             "until": [until[number] for number in range(inputs, len(table.tensors))],
             "call": call,
             "arguments": distinct,
-            "which": [distinct.index(arguments) for arguments in outcome.arguments],
+            "which": which,
             "seeds": {str(g): seed for g, seed in [*earlier.seeds.items(), (glue, outcome.seed)] if seed is not None},
             "contexts": outcome.contexts,
             "asked": sorted(outcome.asked),

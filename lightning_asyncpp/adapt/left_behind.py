@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.unknown import Unknown
-from lightning_asyncpp.pipeline.batches.tree import leaves_of
+from lightning_asyncpp.pipeline.batches.tree import children_of, leaves_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "pow", "matmul", "radd", "rsub", "rmul", "rtruediv", "rpow", "neg", "abs",
@@ -58,9 +58,20 @@ def replace_left_behind(model: nn.Module, names: Sequence[str], unknown: Unknown
     for name in names:
         attributes = vars(model.get_submodule(name))
         for key, value in attributes.items():
-            tensors = [leaf for leaf in leaves_of(value) if type(leaf) is Tensor]  # not what a pipeline has put there
-            if key not in _OF_MODULES and (what := unknown.source_of(tensors)):
+            if key in _OTHERS or not _holds_tensors(value):
+                continue
+            tensors = [leaf for leaf in leaves_of(value) if type(leaf) is Tensor]
+            if what := unknown.source_of(tensors):
                 attributes[key] = LeftBehind(f"{name or type(model).__name__}.{key}", what)
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+def _holds_tensors(value: Any) -> bool:
+    """Quickly, as it is asked of all attributes after every forward; other classes are what a pipeline puts there."""
+    if type(value) in _PLAIN:
+        return False
+    return type(value) is Tensor or any(map(_holds_tensors, children_of(value)))
+
+
+# Configurations are dataclasses with many fields, of which transformers looks up each by code of its own.
+_OTHERS = frozenset({*vars(nn.Module()), "config", "generation_config"})
+_PLAIN = frozenset({type(None), bool, int, float, str})

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ class Replay:
             ]
             return self._known(position, leaves)
 
-        return answer
+        return partial(self._unknown.set_aside, answer)
 
     def _coming(self, position: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A block that is still to run: keep what it is to be called with."""
@@ -191,7 +192,8 @@ class Replay:
             self._unknown.refuse_drawn([args, kwargs], f"what {name} takes")
             self._compare_inputs()
             self._unknown.seed_of_draw = None
-            with self._unknown.set_aside(args, kwargs), self._host_preserved():
+            looked_at = self._unknown if self._unknown.source_of([args, kwargs]) else nullcontext()
+            with looked_at, self._host_preserved():
                 output = real(*args, **kwargs)
             self._unknown.seed_of_draw = self._seed_of_draw
             self._note_inputs()  # what a submodule changes it changes once
@@ -199,7 +201,7 @@ class Replay:
             self.outcome.calls.append(list(leaves_of(output)))
             return output
 
-        return answer
+        return partial(self._unknown.set_aside, answer)
 
     def _seed_of_draw(self) -> int | None:
         """So that code that runs again, on another stage, draws what it drew the first time."""
@@ -253,6 +255,4 @@ class Replay:
             return None
         first = next(leaf for leaf in leaves_of([args, kwargs]) if isinstance(leaf, Tensor))
         what = f"what {self._program.blocks[position]} returned"
-        with self._unknown.unasked():
-            shape, dtype = first.shape if alike else (), first.dtype
-        return self._unknown.nothing(what, shape, dtype, self._program.in_place)
+        return self._unknown.nothing(what, first.shape if alike else (), first.dtype, self._program.in_place)

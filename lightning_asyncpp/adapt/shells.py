@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,7 +87,7 @@ def in_place_of(model: nn.Module, modules: Mapping[str, nn.Module], values: Mapp
         modules: name of a submodule -> what stands in its place.
         values: name of a parameter -> what is found under it.
     """
-    parents = {name: _parent(model, name) for name in (*modules, *values)}
+    parents = _parents(model, (*modules, *values))
     before = {name: getattr(*parents[name]) for name in modules}
     hidden: dict[str, Any] = {name: vars(parents[name][0]).get(parents[name][1]) for name in values}
     try:
@@ -107,9 +107,11 @@ def in_place_of(model: nn.Module, modules: Mapping[str, nn.Module], values: Mapp
                 vars(parent)[key] = found
 
 
-def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    return model.get_submodule(path), key
+def _parents(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
+    """Name -> the module that holds it, and its name there."""
+    places = {name: name.rpartition(".")[::2] for name in names}
+    holders = {path: model.get_submodule(path) for path in {path for path, _ in places.values()}}
+    return {name: (holders[path], key) for name, (path, key) in places.items()}
 
 
 def _is_plain(value: Any) -> bool:

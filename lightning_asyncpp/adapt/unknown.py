@@ -6,9 +6,8 @@ show it is code that asks a question of the value, ``if x.max() > 1``: such code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from lightning_asyncpp.adapt.draws import drawn_from, draws
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
+T = TypeVar("T")
 # Functions that take no values of a tensor, but its shape and dtype.
 _OF_SHAPES = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
@@ -84,16 +84,10 @@ class Unknown(TorchDispatchMode):
         self.asked.clear()
         self.seed_of_draw = None
 
-    @contextmanager
-    def unasked(self) -> Iterator[None]:
-        """Leave out of ``asked`` who asks meanwhile."""
-        before = set(self.asked)
-        yield
-        self.asked = before
-
     def note_fact(self, tensors: Iterable[Any]) -> None:
         """Somebody asks tensors for shape or dtype."""
-        self.asked |= {what for t in tensors if isinstance(t, Tensor) and (what := self._what(t))}
+        if self._storages:
+            self.asked |= {what for t in tensors if isinstance(t, Tensor) and (what := self._what(t))}
 
     def nothing(self, what: str, shape: Sequence[int], dtype: torch.dtype, writable: bool = False) -> Tensor:
         """A stand-in of NaN (zeros of a dtype that has none).
@@ -110,51 +104,55 @@ class Unknown(TorchDispatchMode):
         self._mark(nothing, what)
         return nothing
 
-    @contextmanager
-    def set_aside(self, *values: Any) -> Iterator[None]:
-        """Do not look while a submodule runs, as that may be compiled.
-
-        Args:
-            values: what the submodule takes; with a stand-in among them it is looked at after all.
-        """
-        if any(self._what(tensor) for tensor in tensors_of(values)):
-            yield
-            return
+    def set_aside(self, function: Callable[..., T], *args: Any) -> T:
+        """Call what is no code of the model's, or a submodule, which may be compiled, without looking at it."""
         self.__exit__(None, None, None)
         try:
-            yield
+            return function(*args)
         finally:
             self.__enter__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch."""
-        result, is_drawn = self._run(func, args, kwargs or {})
-        if not (self._storages or self._drawn or is_drawn):
-            return result
-        taken = _flat([*args, *kwargs.values()] if kwargs else args)
-        if is_drawn or any(self._is_drawn(value) for value in taken):
-            self._drawn |= _storages(taken if result is None else _flat([result]))
-        unknown = [value for value in taken if isinstance(value, Tensor) and self._what(value)]
+        """Run a function of torch; most of them take nothing that is not known, for which it has to be quick."""
+        if self.seed_of_draw is not None and draws(func, args, kwargs or {}):
+            result = self._draw(func, args, kwargs or {})
+        else:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        if self._drawn and (_is_among(args, self._drawn) or (kwargs and _is_among(kwargs.values(), self._drawn))):
+            self._drawn |= _storages(_taken(args, kwargs) if result is None else _flat([result]))
+        if _is_among(args, self._storages) or (kwargs and _is_among(kwargs.values(), self._storages)):
+            self._follow(func, _taken(args, kwargs), result)
+        return result
+
+    def _draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function returns that draws random numbers: those of before, or it is noted that they are others."""
+        assert self.seed_of_draw is not None
+        if (seed := self.seed_of_draw()) is not None:
+            return drawn_from(seed, self.device, func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._drawn |= _storages(_taken(args, kwargs) if result is None else _flat([result]))
+        return result
+
+    def _follow(self, func: Any, taken: Sequence[Any], result: Any) -> None:
+        """Have what was computed from stand-ins be one, or raise where it would not show.
+
+        Args:
+            func: a function of torch.
+            taken: what it took, with a stand-in in it.
+            result: what it returned.
+        """
         name = func.overloadpacket.__name__
-        if not unknown or name in _OF_SHAPES:
-            return result
+        if name in _OF_SHAPES:
+            return
+        unknown = [value for value in taken if isinstance(value, Tensor) and self._what(value)]
         results = _flat([result])
         if self._is_answer(name, unknown, results):
             self.refuse(unknown[0], name)
         for value in taken if result is None else results:  # without a result it wrote into what it took
             if isinstance(value, Tensor):
                 self._mark(value, self._what(unknown[0]))
-        return result
-
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
-        """What a function returns, and whether it drew random numbers that are not those of before."""
-        if self.seed_of_draw is None or not draws(func, args, kwargs):
-            return func(*args, **kwargs), False
-        if (seed := self.seed_of_draw()) is None:
-            return func(*args, **kwargs), True
-        return drawn_from(seed, self.device, func, args, kwargs), False
 
     def refuse(self, tensor: Tensor, function: str) -> None:
         """Raise if a tensor is a stand-in.
@@ -225,27 +223,57 @@ class _Reads(TorchFunctionMode):
         self._unknown = unknown
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _READS:
-            self._unknown.refuse(args[0], name)
-        if name in _HOOKS:
+        if (kind := _KINDS.get(func)) is None:
+            kind = _KINDS[func] = _kind_of(func)
+        if kind == "read":
+            self._unknown.refuse(args[0], func.__name__)
+        elif kind == "hook":
             raise ConfigurationError(
-                f"the code around the model's layers hangs a hook on a gradient ({name}), which would be lost where"
-                " that comes from another pipeline stage: do it in a layer, or give the model pipeline_layers()"
+                f"the code around the model's layers hangs a hook on a gradient ({func.__name__}), which would be lost"
+                " where that comes from another pipeline stage: do it in a layer, or give the model pipeline_layers()"
             )
-        if getattr(func, "__self__", None) is Tensor.requires_grad and self._unknown.stands_in(args[0]):
+        elif kind == "gradient" and self._unknown.stands_in(args[0]):
             return torch.is_grad_enabled()
-        if getattr(func, "__self__", None) in _FACTS or name in _FACT_CALLS:
+        elif kind == "fact":
             self._unknown.note_fact(args[:1])
-        elif name in _FACTS_OF_OTHERS:
+        elif kind == "fact of another":
             self._unknown.note_fact(args[1:])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+_KINDS: dict[Any, str] = {}
+
+
+def _kind_of(func: Any) -> str:
+    """What a function that torch calls asks of a tensor; of most of them nothing."""
+    name, of = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+    if of is Tensor.requires_grad:
+        return "gradient"
+    if of in _FACTS or name in _FACT_CALLS:
+        return "fact"
+    kinds = {"read": _READS, "hook": _HOOKS, "fact of another": _FACTS_OF_OTHERS}
+    return next((kind for kind, names in kinds.items() if name in names), "")
 
 
 def _storages(values: Sequence[Any]) -> dict[int, Any]:
     """By address, held, so that no other gets it."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     return {address: tensor.untyped_storage() for tensor in tensors if (address := _address(tensor))}
+
+
+def _is_among(values: Iterable[Any], storages: Mapping[int, Any]) -> bool:
+    """Whether a tensor among values, or in lists of them, has one of these storages."""
+    for value in values if storages else ():
+        if isinstance(value, Tensor):
+            if _address(value) in storages:
+                return True
+        elif isinstance(value, (list, tuple)) and _is_among(value, storages):
+            return True
+    return False
+
+
+def _taken(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
+    return _flat([*args, *kwargs.values()] if kwargs else args)
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:

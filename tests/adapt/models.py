@@ -73,6 +73,11 @@ RARER: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_classifier": ("LlamaForSequenceClassification", {**_GROUPED, "pad_token_id": 0}),
     "mbart": ("MBartForConditionalGeneration", _SEQ2SEQ),
     "deit": ("DeiTForImageClassification", {**_IMAGE, "image_size": 32, "patch_size": 8}),
+    "wav2vec2": ("Wav2Vec2ForCTC", {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+                                    "num_attention_heads": 4, "conv_dim": (16, 16), "conv_stride": (5, 4),
+                                    "conv_kernel": (10, 8), "num_feat_extract_layers": 2, "layerdrop": 0.0,
+                                    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+                                    "mask_time_prob": 0.3, "mask_time_length": 2}),  # which NumPy draws
     "dinov2": ("Dinov2ForImageClassification", {**_IMAGE, "image_size": 32, "patch_size": 8}),
 }  # fmt: skip
 """Tried with the slow tests alone."""
@@ -120,6 +125,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 SLOW = (*RARER, "litgpt", "timm_convnext", "torchvision_resnet")
 EXAMPLES = {
     **dict.fromkeys(("timm_vit", "timm_distilled", "timm_convnext"), (2, 3, 32, 32)),
+    "wav2vec2": (2, 800),
     "torchvision_resnet": (2, 3, 64, 64),  # several values per channel for BatchNorm, in a micro-batch of one sample
 }
 

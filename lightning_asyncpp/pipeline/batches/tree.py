@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from numbers import Real
 from typing import Any, TypeVar
@@ -66,13 +67,23 @@ def is_named_tuple(tree: Any) -> bool:
 
 def children_of(tree: Any) -> list[Any]:
     """Return the entries of a tuple, list, mapping or dataclass, in their order; of a leaf none."""
-    if isinstance(tree, Mapping):
+    kind = _kind_of(type(tree))  # type: ignore[arg-type]
+    if kind == "":
+        return []
+    if kind == "mapping":
         return list(tree.values())
-    if isinstance(tree, (tuple, list)):
+    if kind == "sequence":
         return list(tree)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return [getattr(tree, f.name) for f in fields(tree)]
-    return []
+    return [getattr(tree, f.name) for f in fields(tree)]
+
+
+@lru_cache(maxsize=4096)  # to ask whether something is a Mapping takes longer than all the rest
+def _kind_of(kind: type) -> str:
+    if issubclass(kind, Mapping):
+        return "mapping"
+    if issubclass(kind, (tuple, list)):
+        return "sequence"
+    return "dataclass" if is_dataclass(kind) else ""
 
 
 def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
