@@ -133,9 +133,14 @@ class Analysis:
         self._spread_members()
         names = self.program.tensor_names(self._trace.call)
         numbers = tensor_numbers_in(self._trace.call)
+        needs = earlier = Needs()
         for glue in range(self.program.tail + 1):
             everything = self._all_before(glue)
-            needs = self._likely(glue, everything)
+            likely = self._likely(glue, everything)
+            # Where outputs are added up between blocks, each is needed from there on.
+            newest = Needs(calls=everything.calls - earlier.calls)
+            needs = likely if self._is_enough(glue, likely) else needs & everything | likely | newest
+            earlier = everything
             if not self._is_enough(glue, needs):
                 self._take_parameters(glue, everything)
                 needs = needs | Needs.union(
@@ -266,7 +271,8 @@ class Analysis:
 
     def _run(self, replay: Replay, args: list[Any], kwargs: dict[str, Any]) -> Outcome:
         """In the mode of the trace, from the same state and with the same random numbers."""
-        self._model.train(self._training)
+        if any(module.training is not self._training for module in self._model.modules()):
+            self._model.train(self._training)
         with as_before(self._model), SameDraws(self._model):
             return replay.run(args, kwargs)
 
@@ -306,6 +312,9 @@ class Needs(NamedTuple):
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(self.outputs | other.outputs, self.calls | other.calls, self.inputs | other.inputs)
+
+    def __and__(self, other: Needs) -> Needs:
+        return Needs(self.outputs & other.outputs, self.calls & other.calls, self.inputs & other.inputs)
 
     def __sub__(self, other: Needs) -> Needs:
         return Needs(self.outputs - other.outputs, self.calls - other.calls, self.inputs - other.inputs)

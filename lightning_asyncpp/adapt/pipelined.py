@@ -256,13 +256,19 @@ def _result(
 
 @contextmanager
 def looked_at(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, with the generators and the modes as before afterwards."""
+    """In evaluation mode, with the generators and the modes as before afterwards.
+
+    Attention has a fast path in evaluation that rounds otherwise, and that no forward takes which is looked into.
+    """
     modes = {module: module.training for module in model.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     with torch.random.fork_rng(), host_as_before(), torch.no_grad():
         torch.manual_seed(0)
         model.eval()
         try:
             yield
         finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
             for module, mode in modes.items():
                 module.training = mode
