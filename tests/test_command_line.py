@@ -166,7 +166,7 @@ def test_progress_bar(trained: Trained) -> None:
     assert 0 < shown["bubble"] < 100
 
 
-@pytest.mark.parametrize("subcommand", ["validate", "test"])
+@pytest.mark.parametrize("subcommand", [pytest.param("validate", marks=pytest.mark.slow), "test"])
 def test_evaluating_a_checkpoint(two_ranks: Pools, trained: Trained, subcommand: str) -> None:
     """The loss is that of the name of the file; a language model's test set is the validation set here."""
     keep = [

@@ -90,7 +90,11 @@ def test_where_stages_differ_in_staleness_it_has_the_weights_of_the_oracle(
 
 @pytest.mark.parametrize(
     ("num_stages", "start"),
-    [(3, 0), (2, 2), (2, 3), (2, 4), *(pytest.param(stages, 0, marks=pytest.mark.slow) for stages in (1, 2))],
+    [
+        (3, 0),
+        (2, 3),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((1, 0), (2, 0), (2, 2), (2, 4))),
+    ],
 )
 def test_a_loaded_run_goes_on_as_the_uninterrupted_one(
     pools: Pools, num_stages: int, start: int, tmp_path: Path

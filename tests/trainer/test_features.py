@@ -179,7 +179,12 @@ def test_learning_rate_monitor(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize(
-    "scheduler", ["plateau-epoch-val_loss", "plateau-step-train_loss", "plateau-epoch-train_loss_epoch"]
+    "scheduler",
+    [
+        pytest.param("plateau-epoch-val_loss", marks=pytest.mark.slow),
+        "plateau-step-train_loss",
+        "plateau-epoch-train_loss_epoch",
+    ],
 )
 def test_reduce_on_plateau(pools: Pools, scheduler: str) -> None:
     """All ranks lower the rate at the same step; the synchronous pipeline where a plain run does."""

@@ -115,7 +115,7 @@ def test_it_goes_on_in_the_epoch(
 
 
 @pytest.mark.parametrize("scheduler", ["plateau-step-train_loss", pytest.param("decay-step", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("strategy", "stages"), [("async", 2), ("delayed", 1)])
+@pytest.mark.parametrize(("strategy", "stages"), [("async", 2), pytest.param("delayed", 1, marks=pytest.mark.slow)])
 def test_after_a_validation(strategy: str, stages: int, scheduler: str, pools: Pools, tmp_path: Path) -> None:
     """Which is not repeated; nor is what follows it."""
     trainer = EPOCHS | {"val_check_interval": 3}

@@ -38,6 +38,7 @@ def ranks(count: int, without: tuple[int, ...] = ()) -> str:
 NOBODY = f"no rank has made progress for {standing.SECONDS:g} s: "
 
 
+@pytest.mark.slow
 def test_loaders_that_all_hang(tmp_path: Path) -> None:
     ended = run(standing.in_loader, tmp_path)
     check(ended, f"asyncpp: {NOBODY}{ranks(2)}, waiting in the training loader ({standing.__file__}, line ", STUCK)

@@ -72,8 +72,7 @@ def test_every_change_means_what_it_means_in_one_process(
     "delays",
     [
         "async",
-        "least",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "synchronous start", "fresh last stage")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in DELAYS if name != "async"),
     ],
 )
 def test_with_replicas_as_well(pools: Pools, delays: str) -> None:

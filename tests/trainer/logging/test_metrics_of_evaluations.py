@@ -49,7 +49,7 @@ READERS = {
     "three stages": (3, RUN),
     "two replicas": (4, replace(RUN, options={"micro_batches": 2, "data_parallel_size": 2}, batch_size=6)),
 }
-USUAL = ("plain", "two stages", "two replicas")
+USUAL = ("two stages", "two replicas")
 EXACT = ("one stage", "two stages", "three stages")
 
 
