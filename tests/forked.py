@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from tests.workers import worker_context
 
 
@@ -73,6 +75,7 @@ def _be(arguments: list[str], folder: str, output: str, errors: str, environment
     _speak_into(output, errors)
     os.environ.update(environment)
     os.chdir(folder)
+    torch.set_num_threads(1)
     try:
         _execute(arguments)
         code = 0

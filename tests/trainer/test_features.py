@@ -37,7 +37,7 @@ from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit, loader,
     ("precision", "dtype"),
     [
         ("bf16-mixed", "float32"),
-        ("bf16-true", "bfloat16"),
+        pytest.param("bf16-true", "bfloat16", marks=pytest.mark.slow),
         pytest.param("32-true", "float32", marks=pytest.mark.slow),
         pytest.param("64-true", "float64", marks=pytest.mark.slow),
     ],

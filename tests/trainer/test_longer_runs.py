@@ -97,7 +97,7 @@ def cut_and_go_on(
         pytest.param("async", 3, {}, {"max_steps": CUT}, marks=pytest.mark.slow),
         ("async", 3, {}, {"stop": CUT}),
         pytest.param("async", 3, {}, {"max_steps": EPOCH}, marks=pytest.mark.slow),
-        ("delayed", 1, {}, {"max_steps": CUT}),
+        pytest.param("delayed", 1, {}, {"max_steps": CUT}, marks=pytest.mark.slow),
         pytest.param("delayed", 1, {}, {"max_steps": EPOCH}, marks=pytest.mark.slow),
         # With whole batches the validation that Lightning adds draws from the training's random numbers.
         pytest.param("delayed", 1, {"micro_batches": 2}, {"stop": CUT}, marks=pytest.mark.slow),

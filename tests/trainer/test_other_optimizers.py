@@ -209,7 +209,9 @@ def test_groups_by_position_are_refused(pools: Pools, module: Any, said: str, st
         assert said in outcome.message
 
 
-@pytest.mark.parametrize(("module", "warned"), [(DecaysByLayer, 0), (RaisesTheSecondTime, 1)])
+@pytest.mark.parametrize(
+    ("module", "warned"), [pytest.param(DecaysByLayer, 0, marks=pytest.mark.slow), (RaisesTheSecondTime, 1)]
+)
 def test_groups_by_layer_are_those_of_the_whole_model(pools: Pools, module: Any, warned: int) -> None:
     """What cannot be compared is said."""
     run = Run(module, options={"micro_batches": 3}, trainer={"max_epochs": 2})

@@ -146,7 +146,7 @@ def test_before_a_validation(
     check(pools, run, "litdata", tmp_path, [5, 7], stages=2 if strategy == "default" else 1)
 
 
-@pytest.mark.parametrize(("strategy", "stages"), [("default", 2), ("delayed", 1)])
+@pytest.mark.parametrize(("strategy", "stages"), [("default", 2), pytest.param("delayed", 1, marks=pytest.mark.slow)])
 def test_where_the_accumulation_changes_with_the_epoch(
     strategy: str, stages: int, pools: Pools, tmp_path: Path
 ) -> None:

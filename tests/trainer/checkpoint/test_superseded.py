@@ -59,7 +59,7 @@ BEST = {"save_top_k": 2, "monitor": "falling"}
         pytest.param(NEWEST, {}, {3, 10}, marks=pytest.mark.slow),
         (NEWEST, {"state_dict_type": "sharded", "async_checkpoints": True}, {3, 10}),
         (BEST, {}, {5, 9, 10}),
-        ({"save_top_k": -1}, {}, set(range(1, 11))),
+        pytest.param({"save_top_k": -1}, {}, set(range(1, 11)), marks=pytest.mark.slow),
     ],
 )
 def test_what_is_left_goes_with_the_resume(

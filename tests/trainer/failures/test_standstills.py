@@ -57,7 +57,7 @@ def test_a_stage_between_them_that_waits_is_not_blamed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "where", "line"),
     [
-        (standing.in_validation, "waiting in an evaluation's loader", STUCK),
+        pytest.param(standing.in_validation, "waiting in an evaluation's loader", STUCK, marks=pytest.mark.slow),
         pytest.param(
             standing.in_first_batch_of_test, "waiting in an evaluation's loader", SLEEPS, marks=pytest.mark.slow
         ),
