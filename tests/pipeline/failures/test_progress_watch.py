@@ -5,10 +5,12 @@ from __future__ import annotations
 import bdb
 import json
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +20,7 @@ from lightning_asyncpp.pipeline.failures.cause import Cause
 from lightning_asyncpp.pipeline.failures.progress_watch import ProgressWatch
 from lightning_asyncpp.pipeline.failures.standstill import Standstill, Standstills, account_of, stack_of, told
 from lightning_asyncpp.pipeline.progress import PROGRESS
-from tests.pipeline.alone import run_script
+from tests import forked
 
 LIMIT = 0.5
 LONG = 3 * LIMIT
@@ -158,8 +160,8 @@ STOPPED = """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs SIGSTOP")
-def test_time_in_which_a_process_was_stopped_does_not_count() -> None:
-    done = run_script(STOPPED)
+def test_time_in_which_a_process_was_stopped_does_not_count(tmp_path: Path) -> None:
+    done = forked.run(["-c", textwrap.dedent(STOPPED)], tmp_path)
     assert done.returncode == 0, done.stderr
 
 
