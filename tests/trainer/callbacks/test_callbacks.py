@@ -46,8 +46,11 @@ def run_with(entry: Entry, folder: Path, epochs: int = 2) -> Run:
     return Run(Net, callbacks=((make, {"name": entry.name}),), trainer=trainer, val_samples=(8,))
 
 
-# Relatives of theirs are tests by default.
-ALIKE = ("TQDMProgressBar", "RichModelSummary", "EMAWeightAveraging")
+# Relatives of theirs, or tests of their own here and in test_features.py and test_averages.py, run by default.
+ALIKE = (
+    *("TQDMProgressBar", "RichModelSummary", "EMAWeightAveraging", "WeightAveraging", "Timer", "LearningRateMonitor"),
+    *("BasePredictionWriter", "ThroughputMonitor", "LambdaCallback"),
+)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,12 @@ def run_with_last(folder: Path, at: int = 0, ckpt_path: str = "", **kept: Any) -
 
 
 @pytest.mark.parametrize(
-    "kept", [NEWEST, pytest.param({"save_top_k": 1, "monitor": "falling"}, marks=pytest.mark.slow), {"save_top_k": -1}]
+    "kept",
+    [
+        NEWEST,
+        pytest.param({"save_top_k": 1, "monitor": "falling"}, marks=pytest.mark.slow),
+        pytest.param({"save_top_k": -1}, marks=pytest.mark.slow),
+    ],
 )
 def test_what_the_last_checkpoint_does_not_know_of_is_written_again(
     pools: Pools, tmp_path: Path, kept: dict[str, Any]

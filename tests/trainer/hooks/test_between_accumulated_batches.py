@@ -40,7 +40,7 @@ BY_STAGE = ("fresh last stage", "least")
 
 # Over three stages: every module, and every delay; validated after every batch, or seldom.
 USUAL = [
-    *(("async", "projected", 1), ("async", "projected", 7), ("async", "other memory", 7), ("sync", "projected", 1)),
+    *(("async", "projected", 1), ("async", "other memory", 7), ("sync", "projected", 1)),
     *(("synchronous start", "draws", 7), ("least", "shrinks", 1)),
 ]
 CASES = [
