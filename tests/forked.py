@@ -1,62 +1,22 @@
-"""Programs in forks of an interpreter that has imported Lightning and nothing of this package.
-
-To import Lightning takes longer than most programs that tests run. What such a program imports of this package, or
-forgets to, is found as in an interpreter of its own, and it ends as one does: with exit code, output and exit handlers.
-"""
+"""Programs in processes of the tests' fork server, which has imported the package: they import nothing anew."""
 
 from __future__ import annotations
 
-import json
+import atexit
 import os
-import subprocess
+import runpy
+import signal
 import sys
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# What a program has started holds its error output: one that outlives it is waited for, and noticed by that.
-SERVER = """
-import json, os, runpy, signal, sys, types
-import lightning.fabric, lightning.pytorch, torchmetrics
+import torch
 
-assert "lightning_asyncpp" not in sys.modules
-signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
-for line in sys.stdin:
-    how, program, folder, output, arguments, environment, seconds = json.loads(line)
-    below, above = os.pipe()
-    if not (child := os.fork()):
-        break
-    os.close(above)
-    signal.alarm(seconds)
-    with os.fdopen(below, encoding="utf-8", errors="replace") as errors:
-        said = errors.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    signal.alarm(0)
-    print(json.dumps([code, said]), flush=True)
-else:
-    sys.exit()
-
-os.setpgid(0, 0)
-signal.signal(signal.SIGALRM, signal.SIG_DFL)
-os.close(below)
-for file, descriptor in (
-    (os.open(os.devnull, os.O_RDONLY), 0), (os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 1), (above, 2)
-):
-    os.dup2(file, descriptor)
-    os.close(file)
-os.chdir(folder)
-os.environ.update(environment)
-sys.path[:1] = [os.path.dirname(os.path.abspath(program)) if how == "script" else folder]
-sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-sys.argv = [program if how == "script" else "-c", *arguments]
-if how == "script":
-    runpy.run_path(program, run_name="__main__")
-elif how == "module":
-    runpy.run_module(program, run_name="__main__", alter_sys=True)
-else:
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(compile(program, "<string>", "exec"), vars(main))
-"""
-_servers: dict[int, subprocess.Popen[str]] = {}
+from tests.workers import worker_context
 
 
 class Ended(NamedTuple):
@@ -67,32 +27,93 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def run(how: str, program: str, folder: Path, *arguments: str, seconds: int = 100, **environment: str) -> Ended:
-    """Run a program; one that takes longer than ``seconds`` is killed, with what it has started.
+def run(arguments: Sequence[str], folder: Path, seconds: float = 100, **environment: str) -> Ended:
+    """Run what ``python ARGUMENTS`` would: a script, ``-m MODULE`` or ``-c CODE``, each with its arguments.
 
     Args:
-        how: ``"script"`` for a file, ``"module"`` for ``python -m``, ``"code"`` for ``python -c``.
-        program: the file, the module's name, or the code.
+        arguments: of Python.
         folder: that it runs in; its output is left there, too.
-        arguments: of the program.
+        seconds: after which it is killed, with what it has started.
         environment: variables beside the test's own.
     """
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    output = folder / "forked.out"
-    job: list[Any] = [how, program, str(folder), str(output), arguments, environment, seconds]
-    print(json.dumps(job), file=server.stdin, flush=True)
-    code, said = json.loads(server.stdout.readline())
-    return Ended(code, output.read_text(encoding="utf-8"), said)
+    (ended,) = run_ranks(arguments, folder, [environment], seconds)
+    return ended
 
 
-def _server() -> subprocess.Popen[str]:
-    """The one of this process, which ends with it: nothing more is to be read."""
-    if os.getpid() not in _servers:
-        command = [sys.executable, "-c", SERVER]
-        _servers[os.getpid()] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    return _servers[os.getpid()]
+def run_ranks(
+    arguments: Sequence[str], folder: Path, environments: Sequence[Mapping[str, str]], seconds: float = 100
+) -> list[Ended]:
+    """The same, as several processes at once that differ in their environment."""
+    outputs = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(len(environments))]
+    processes = [
+        start(arguments, folder, *said, environment) for said, environment in zip(outputs, environments, strict=True)
+    ]
+    for process in processes:
+        process.join(seconds)
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    texts = [[path.read_text(encoding="utf-8") for path in said] for said in outputs]
+    return [Ended(process.exitcode, *said) for process, said in zip(processes, texts, strict=True)]
+
+
+def start(
+    arguments: Sequence[str], folder: Path, output: Path, errors: Path, environment: Mapping[str, str]
+) -> Any:  # fmt: skip
+    """Start such a program: a ``multiprocessing.Process`` that leads a group of its own."""
+    process = worker_context().Process(
+        target=_be, args=(list(arguments), str(folder), str(output), str(errors), dict(environment))
+    )
+    process.start()
+    return process
+
+
+def _be(arguments: list[str], folder: str, output: str, errors: str, environment: dict[str, str]) -> None:
+    """Be the program to the end of this process."""
+    os.setsid()
+    _speak_into(output, errors)
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    try:
+        _execute(arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    end_process(code)
+
+
+def _execute(arguments: list[str]) -> None:
+    how = arguments.pop(0) if arguments[0] in ("-m", "-c") else ""
+    program, *more = arguments
+    sys.argv = ["-c" if how == "-c" else program, *more]
+    sys.path.insert(0, os.getcwd() if how else os.path.dirname(os.path.abspath(program)))
+    if how == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(program, "<string>", "exec"), vars(main))
+    elif how == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program, run_name="__main__")
+
+
+def end_process(code: int) -> None:
+    """As Python ends: threads, what was registered for the end, what was printed."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _speak_into(output: str, errors: str) -> None:
+    for path, descriptor in ((output, 1), (errors, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,9 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.lightning_cli.arguments import with_trace
-from tests.trainer.pool import Pools
+from tests import forked
+from tests.trainer.pool import Pools, elastic_environment
+from tests.workers import free_port
 
 ROOT = Path(__file__).parents[1]
 ASYNCPP = [str(Path(sys.executable).with_name("asyncpp"))]
@@ -99,9 +101,18 @@ def write_text(folder: Path) -> None:
         (folder / "text" / f"{index}.txt").write_text("".join(lines))
 
 
-def trained_by(command: list[str], folder: Path) -> Trained:
+def run_ranks(arguments: list[str], folder: Path) -> str:
+    """What the first rank of ``torchrun --nproc-per-node=2 -m lightning_asyncpp ARGUMENTS`` prints."""
+    port = free_port()
+    environments = [elastic_environment(rank, 2, port) | {"COLUMNS": "120"} for rank in range(2)]
+    ranks = forked.run_ranks(["-m", "lightning_asyncpp", *arguments], folder, environments, seconds=240)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stderr[-5000:] for rank in ranks)
+    return ranks[0].stderr + ranks[0].stdout
+
+
+def trained_by(run_command: Callable[[list[str], Path], str], folder: Path) -> Trained:
     write_text(folder)
-    printed = run([*command, *fit_arguments(folder)], folder)
+    printed = run_command(fit_arguments(folder), folder)
     (checkpoint,) = (folder / "runs").glob("**/step=*.ckpt")
     found = re.fullmatch(r"step=(\d+)-val_loss=([\d.]+)\.ckpt", checkpoint.name)
     assert found is not None
@@ -111,8 +122,8 @@ def trained_by(command: list[str], folder: Path) -> Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """By the command that the package installs."""
-    return trained_by(ASYNCPP, tmp_path_factory.mktemp("command"))
+    """By the command in two processes, as torchrun starts them, but without a new interpreter for each."""
+    return trained_by(run_ranks, tmp_path_factory.mktemp("command"))
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +177,7 @@ def test_progress_bar(trained: Trained) -> None:
     assert 0 < shown["bubble"] < 100
 
 
-@pytest.mark.parametrize("subcommand", ["validate", "test"])
+@pytest.mark.parametrize("subcommand", [pytest.param("validate", marks=pytest.mark.slow), "test"])
 def test_evaluating_a_checkpoint(two_ranks: Pools, trained: Trained, subcommand: str) -> None:
     """The loss is that of the name of the file; a language model's test set is the validation set here."""
     keep = [
@@ -197,9 +208,10 @@ def test_predicting_with_a_checkpoint(two_ranks: Pools, trained: Trained) -> Non
 
 
 @pytest.mark.slow
-def test_torchrun_trains_the_same(trained: Trained, tmp_path: Path) -> None:
-    """``torchrun -m lightning_asyncpp``: Lightning launches nothing, and the weights are the same."""
-    other = trained_by([*TORCHRUN, "-m", "lightning_asyncpp"], tmp_path)
+@pytest.mark.parametrize("command", [ASYNCPP, [*TORCHRUN, "-m", "lightning_asyncpp"]], ids=["asyncpp", "torchrun"])
+def test_what_is_installed_trains_the_same(trained: Trained, tmp_path: Path, command: list[str]) -> None:
+    """The command, which has Lightning launch the second rank, and torchrun, with which Lightning launches nothing."""
+    other = trained_by(lambda arguments, folder: run([*command, *arguments], folder), tmp_path)
     states = [torch.load(t.checkpoint, weights_only=True)["state_dict"] for t in (trained, other)]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

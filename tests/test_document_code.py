@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.trainer.pool import elastic_environment
+from tests.workers import free_port
 
 ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start"
@@ -76,10 +78,14 @@ def test_the_pages_have_code() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_blocks_of_a_page_run(script: str, tmp_path: Path) -> None:
+    """In as many processes as it asks for, as ``torchrun`` starts them."""
+    assert "import lightning_asyncpp" in script, "which gives the strategies their names"
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = forked.run("script", "script.py", tmp_path, seconds=280, PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr[-2000:]
+    ranks = 2 if "devices=2" in script and "_notebook" not in script else 1
+    port = free_port()
+    environments = [elastic_environment(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
+    for done in forked.run_ranks(("script.py",), tmp_path, environments, seconds=280):
+        assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from docs.site_hooks import RAW, REPOSITORY, SITE, relinked
+from tests import forked
 
 pytest.importorskip("mkdocs")
 
 ROOT = Path(__file__).parents[1]
-PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+VARIABLES = {"NO_MKDOCS_2_WARNING": "1"}
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": PATH, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, _warnings(tmp_path, environment) or done.stderr[-2000:]
+    build = ["-m", "mkdocs", "build", "--config-file", str(ROOT / "mkdocs.yml"), "--strict"]
+    done = forked.run([*build, "--quiet", "--site-dir", str(tmp_path / "site")], tmp_path, seconds=280, **VARIABLES)
+    assert done.returncode == 0, _warnings(tmp_path, build) or done.stderr[-2000:]
     assert (tmp_path / "site" / "start" / "quickstart" / "index.html").exists()
 
 
-def _warnings(folder: Path, environment: dict[str, str]) -> str:
+def _warnings(folder: Path, build: list[str]) -> str:
     """What ``--quiet`` hid, which is worth a second build when the first has failed."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "again")]
-    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stderr
+    said = forked.run([*build, "--site-dir", str(folder / "again")], folder, seconds=280, **VARIABLES).stderr
     return "\n".join(line for line in said.splitlines() if line.startswith(("WARNING", "ERROR")))
 
 

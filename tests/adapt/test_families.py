@@ -14,19 +14,19 @@ from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from tests.adapt.models import MODELS, SLOW, Trained, batches_for, example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK = ("gpt2", "gemma3", "mixtral", "t5", "timm_vit")
+QUICK = ("gpt2", "mixtral", "t5", "timm_vit")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS])
 def test_trains_as_a_single_process_does(name: str) -> None:
-    """Asynchronously on three stages, with dropout where it has any, and synchronously on one, to the last bit."""
+    """Asynchronously on three stages, with dropout where it has any, and on one, to the last bit."""
     torch.manual_seed(0)
     model = MODELS[name]()
     names = list(model.state_dict())
     module = Trained(pipelined(model, example_of(name)))
     assert list(model.state_dict()) == names
-    for stages, options in ((3, {}), (2, {"staleness": "uniform"}), (1, {})):
-        report = check_model(module, batches_for(name, model), stages=stages, micro_batches=4, updates=3, **options)
+    for stages in (3, 1):
+        report = check_model(module, batches_for(name, model), stages=stages, micro_batches=4, updates=3)
         assert "all weights and buffers equal those of a single process to the last bit" in str(report), str(report)
 
 

@@ -50,7 +50,7 @@ def read_in_process(rank: int, stages: int, replicas: int, folder: Path, num_wor
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_stages_of_two_replicas(text_folder: Path, num_workers: int) -> None:
     text_module(text_folder, 0, 1, 0)  # prepared before, as by the launcher's first process
     context = multiprocessing.get_context("fork")

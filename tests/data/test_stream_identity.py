@@ -148,8 +148,15 @@ def test_another_part(text_folder: Path) -> None:
     assert differing(parts[2], parts[0]) == ["part"]
 
 
-@pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("num_workers", "remote"),
+    [
+        (0, False),
+        (1, True),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_where_its_data_lies_now(
     remote: bool, num_workers: int, text_folder: Path, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: array for result in results for name, array in result.items()}
 
 
-@pytest.mark.parametrize("resumed_on", [3, 2])
+@pytest.mark.parametrize("resumed_on", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_averages_go_on(pools: Pools, tmp_path: Path, resumed_on: int) -> None:
     half, end = str(tmp_path / "half.ckpt"), str(tmp_path / "end.ckpt")
     pools.run(3, averaged, None, half, 0, 2)

@@ -90,7 +90,11 @@ def test_where_stages_differ_in_staleness_it_has_the_weights_of_the_oracle(
 
 @pytest.mark.parametrize(
     ("num_stages", "start"),
-    [(3, 0), (2, 2), (2, 3), (2, 4), *(pytest.param(stages, 0, marks=pytest.mark.slow) for stages in (1, 2))],
+    [
+        (3, 0),
+        (2, 3),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((1, 0), (2, 0), (2, 2), (2, 4))),
+    ],
 )
 def test_a_loaded_run_goes_on_as_the_uninterrupted_one(
     pools: Pools, num_stages: int, start: int, tmp_path: Path
@@ -144,7 +148,7 @@ def test_a_loaded_run_goes_on_with_other_stages(
 @pytest.mark.parametrize(
     ("start", "order"),
     [
-        (0, ("model", "optimizer")),
+        pytest.param(0, ("model", "optimizer"), marks=pytest.mark.slow),
         (2, ("optimizer", "model")),
         pytest.param(4, ("optimizer", "model"), marks=pytest.mark.slow),
         pytest.param(0, ("optimizer", "model"), marks=pytest.mark.slow),
@@ -196,7 +200,7 @@ def test_lower_precision_does_not_depend_on_the_number_of_stages(pools: Pools, p
     assert any(not np.array_equal(one[name], exact[name]) for name in one)
 
 
-@pytest.mark.parametrize(("told", "replicas"), [((0,), 1), ((1, 2), 1), ((1,), 2)])
+@pytest.mark.parametrize(("told", "replicas"), [pytest.param((0,), 1, marks=pytest.mark.slow), ((1, 2), 1), ((1,), 2)])
 def test_ranks_that_are_told_to_end_agree_and_resume(
     pools: Pools, told: tuple[int, ...], replicas: int, tmp_path: Path
 ) -> None:

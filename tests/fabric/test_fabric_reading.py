@@ -38,7 +38,7 @@ SLOW = pytest.mark.slow
         ("litdata", 3, MID_EPOCH + ENDS),
         ("stateful own", 1, MID_EPOCH + ENDS),
         ("stateful own emulated", 1, MID_EPOCH + ENDS),
-        ("plain", 2, ENDS),
+        pytest.param("plain", 2, ENDS, marks=pytest.mark.slow),
         ("plain generator own", 1, ENDS),
         pytest.param("litdata emulated", 1, MID_EPOCH + ENDS, marks=SLOW),
         pytest.param("stateful own", 3, MID_EPOCH + ENDS, marks=SLOW),
@@ -69,7 +69,9 @@ def test_resumed_anywhere(kind: str, stages: int, at: list[str], pools: Pools, t
     ("kind", "said"),
     [
         ("plain", "a DataLoader cannot go on in the middle of an epoch: batches would be seen twice"),
-        ("stateful weighted", "around which Lightning put its own, does not say where it was"),
+        pytest.param(
+            "stateful weighted", "around which Lightning put its own, does not say where it was", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_cannot_go_on_in_mid_epoch(kind: str, said: str, pools: Pools, tmp_path: Path) -> None:

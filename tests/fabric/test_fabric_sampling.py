@@ -35,7 +35,7 @@ def tokens_of_stages(folder: str, sampling: Sampling) -> list[int]:
     return list(generate_tokens(next_logits, PROMPT, CONFIG.context_length, 15, sampling, agree=agree))
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_stages_write_what_one_process_writes(pools: Pools, stages: int, tmp_path: Path) -> None:
     model = exported(CONFIG, tmp_path / "out", seed=3)
     sampling = Sampling(0.8, top_k=30, seed=1)

@@ -40,7 +40,7 @@ def train_and_gather(case: Case, path: str, resumes: bool) -> dict[str, Any]:
     return arrays(run.strategy.full_state_dict())
 
 
-@pytest.mark.parametrize("cut", [(5,), (3, 2), (2, 2, 1)])
+@pytest.mark.parametrize("cut", [(5,), pytest.param((3, 2), marks=pytest.mark.slow), (2, 2, 1)])
 def test_all_names_hold_the_trained_values(pools: Pools, cut: tuple[int, ...], tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
     weights, _ = run_oracle(CASE)

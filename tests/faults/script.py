@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import faulthandler
 import multiprocessing
@@ -10,7 +9,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 
 from tests.faults.jobs import Here, Job
 from tests.faults.places import Fault, Places
+from tests.forked import end_process
 from tests.workers import end_with_parent
 
 WHERE_SIGNAL = signal.SIGUSR2
@@ -43,7 +42,7 @@ def run(
     multiprocessing.set_start_method("fork", force=True)  # for workers of loaders, as in a script
     places = Places(rank, fault, folder / f"{rank}.happened", is_counted)
     here = Here(places, checkpoints, folder.parent / "data", folder / f"{rank}.reached", heartbeat)
-    _end(_code_of(here, job, folder / f"{rank}.result"))
+    end_process(_code_of(here, job, folder / f"{rank}.result"))
 
 
 def _code_of(here: Here, job: Job, result: Path) -> int:
@@ -59,15 +58,6 @@ def _code_of(here: Here, job: Job, result: Path) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
-
-
-def _end(code: int) -> None:
-    """As Python ends: threads, what was registered for the end, what was printed."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _speak_into(file: Path) -> None:

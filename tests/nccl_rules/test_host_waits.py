@@ -79,7 +79,12 @@ def check(pools: Pools, world_size: int, counted: Counted) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "gpt")), "experts", "replicas"]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "gpt")),
+        "experts",
+        pytest.param("replicas", marks=pytest.mark.slow),
+    ],
 )
 def test_no_stage_waits_more_than_it_may(pools: Pools, name: str) -> None:
     check(pools, *CASES[name])

@@ -43,7 +43,7 @@ class Pools:
             pool.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
     with opened(Pools()) as pools:
         yield pools

@@ -137,9 +137,7 @@ def test_asynchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> Non
     check(pools, num_stages, case)
 
 
-@few_of(
-    over(STAGES_SYNCHRONOUS, synchronous), of=["num_stages", "lookahead", "max_norm", "error_feedback", "accumulate"]
-)
+@few_of(over(STAGES_SYNCHRONOUS, synchronous), of=["num_stages", "lookahead"])
 def test_synchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
@@ -194,7 +192,7 @@ def with_synchronous_start(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-@few_of(over((1, 2, 3), with_synchronous_start), of=["start", "staleness"])
+@few_of(over((1, 2, 3), with_synchronous_start), of=["staleness"])
 def test_synchronous_start(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 

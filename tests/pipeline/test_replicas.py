@@ -38,7 +38,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Whose parts other cases have, and have together.
+PLAINER = ("plain", "unequal-weights", "routed", "fresh-last-stage", "drains", "spare")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in PLAINER else []) for name in CASES]
+)
 def test_two_replicas_equal_the_oracle_to_rounding(pools: Pools, name: str) -> None:
     case = dataclasses.replace(CASES[name], data_parallel_size=2)
     results = pools.run(case, 2)

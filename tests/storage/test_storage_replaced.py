@@ -107,7 +107,7 @@ def _save(form: str, path: str, seconds: float) -> None:
 def test_reading_beside_a_run_that_saves(form: str, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     SAVES[form](str(path), 0)
-    process = worker_context().Process(target=_save, args=(form, str(path), 4.0), daemon=True)
+    process = worker_context().Process(target=_save, args=(form, str(path), 2.0), daemon=True)
     process.start()
     versions = []
     while process.is_alive():

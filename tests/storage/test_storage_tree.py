@@ -53,7 +53,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(TREES)
 def test_any_tree_comes_back(tree: Any) -> None:
     assert_same(again(tree), tree)

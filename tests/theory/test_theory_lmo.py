@@ -110,7 +110,7 @@ def test_on_the_rotating_orbit_the_bound_is_loose(beta: float, fraction: float) 
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.95])
+@pytest.mark.parametrize("beta", [pytest.param(0.0, marks=pytest.mark.slow), 0.95])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_the_descent_bound_holds_with_hostile_noise_which_reaches_half_of_it(
     beta: float, delay: int, nesterov: bool

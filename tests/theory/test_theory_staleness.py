@@ -147,7 +147,7 @@ def distance(method: Method, lr: float) -> float:
     return float(np.abs(mixed - fresh).max())
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.9])
+@pytest.mark.parametrize("beta", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_the_distance_to_synchronous_training_falls_with_the_square_of_phi(beta: float) -> None:
     whole = distance(Method(beta, 1, 1.0), 0.005)
     for phi in (0.25, 0.5):

@@ -82,7 +82,12 @@ def test_a_model_with_dropout(stages: int, delay: int) -> None:
 @pytest.mark.parametrize(
     ("staleness", "slack", "lookahead"),
     [
-        *(("least", 0, 0), ("least", 1, 2), ("least", "exact", 0), ("fresh_last_stage", 0, 2)),
+        *(
+            ("least", 0, 0),
+            pytest.param("least", 1, 2, marks=pytest.mark.slow),
+            ("least", "exact", 0),
+            ("fresh_last_stage", 0, 2),
+        ),
         pytest.param("least", 0, 2, marks=pytest.mark.slow),
         pytest.param("least", 1, 0, marks=pytest.mark.slow),
         pytest.param("least", "exact", 2, marks=pytest.mark.slow),

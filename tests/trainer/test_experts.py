@@ -57,7 +57,7 @@ def one_process(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "stages"),
     [
-        ("block", 3),
+        pytest.param("block", 3, marks=pytest.mark.slow),
         ("selective", 3),
         *(pytest.param(how, n, marks=pytest.mark.slow) for how, n in (("none", 3), ("block", 2))),
     ],

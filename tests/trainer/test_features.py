@@ -37,7 +37,7 @@ from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit, loader,
     ("precision", "dtype"),
     [
         ("bf16-mixed", "float32"),
-        ("bf16-true", "bfloat16"),
+        pytest.param("bf16-true", "bfloat16", marks=pytest.mark.slow),
         pytest.param("32-true", "float32", marks=pytest.mark.slow),
         pytest.param("64-true", "float64", marks=pytest.mark.slow),
     ],
@@ -179,7 +179,12 @@ def test_learning_rate_monitor(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize(
-    "scheduler", ["plateau-epoch-val_loss", "plateau-step-train_loss", "plateau-epoch-train_loss_epoch"]
+    "scheduler",
+    [
+        pytest.param("plateau-epoch-val_loss", marks=pytest.mark.slow),
+        "plateau-step-train_loss",
+        "plateau-epoch-train_loss_epoch",
+    ],
 )
 def test_reduce_on_plateau(pools: Pools, scheduler: str) -> None:
     """All ranks lower the rate at the same step; the synchronous pipeline where a plain run does."""

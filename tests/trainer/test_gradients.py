@@ -127,7 +127,7 @@ class IdleNet(Net):
         self.model = nn.Sequential(nn.Linear(DIM, DIM), Idle(2, 2), nn.Linear(DIM, 1))
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("algorithm", ["norm", pytest.param("value", marks=pytest.mark.slow)])
 def test_clipping_where_a_stage_has_no_gradient(pools: Pools, algorithm: str) -> None:
     trainer = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm}
     run = Run(IdleNet, options={"micro_batches": 3}, optimizer="sgd", trainer=trainer)

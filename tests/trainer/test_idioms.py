@@ -14,12 +14,24 @@ from tests.trainer.pool import Pools, impatient
 from tests.trainer.runs import fit
 
 STAGES = [3, pytest.param(2, marks=pytest.mark.slow)]
+# What another row, or another test, has the same paths through the pipeline for.
+ALIKE = (
+    *("ReturnsMore", "Distils", "Contrasts", "TrainsInEvaluationMode", "LogsAll", "LogsOnRankZero", "Measures"),
+    *("GathersAtTheEnd", "SavesMore", "Curriculum", "NothingToCollate", "Streams", "Combines", "TransfersItself"),
+    *("limit_train_batches", "overfit_batches", "num_sanity_val_steps", "check_val_every_n_epoch", "max_steps"),
+    *("min_epochs-max_time", "detect_anomaly", "deterministic", "profiler", "enable_model_summary", "inference_mode"),
+    *("OneCycle", "WarmUp", "LogsTheRate", "DecaysMatricesOnly", "LogsGradientNorm", "ClipsLater", "gradient_clip_val"),
+    *("accumulate_grad_batches", "precision"),
+)
 WORKING = [idiom for idiom in TABLE if idiom.verdict != REFUSED]
 REFUSED_ONES = [idiom for idiom in TABLE if idiom.verdict == REFUSED]
 
 
 @pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("idiom", WORKING, ids=lambda idiom: idiom.name)
+@pytest.mark.parametrize(
+    "idiom",
+    [pytest.param(i, id=i.name, marks=[pytest.mark.slow] if i.name in ALIKE else []) for i in WORKING],
+)
 def test_works(pools: Pools, idiom: Idiom, stages: int) -> None:
     """Weights equal to the last bit those of one process, and so does what is logged."""
     run = replace(idiom.run(), strategy="default", options={"micro_batches": 3, "partition": "uniform"})
@@ -45,6 +57,7 @@ def test_refused(pools: Pools, idiom: Idiom, stages: int) -> None:
 
 def test_names_are_distinct() -> None:
     assert len({idiom.name for idiom in TABLE}) == len(TABLE)
+    assert set(ALIKE) < {idiom.name for idiom in WORKING}
 
 
 def test_page() -> None:

@@ -35,9 +35,15 @@ TRAINED: dict[str, tuple[type[Any], dict[str, Any], dict[str, Any]]] = {
 }
 # Stages that share a weight add what each has reduced over the replicas; the emulator's replicas add first.
 TO_ROUNDING = ("second names",)
+ALIKE = ("second names", "groups", "other memory", "zeroes in place", "several gradients", "sparse")
+"""Which others show by default: as much is done with them in the replicas' gradients, and is refused as early."""
 
 
-@pytest.mark.parametrize("name", TRAINED)
+def all_of(cases: dict[str, Any]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in cases]
+
+
+@pytest.mark.parametrize("name", all_of(TRAINED))
 def test_trains_as_the_emulator_under_ddp(pools: Pools, name: str) -> None:
     module, of_run, options = TRAINED[name]
     # Six updates; three an epoch where the batches are larger.
@@ -70,7 +76,7 @@ REFUSED: dict[str, tuple[type[Net], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", all_of(REFUSED))
 def test_is_refused_on_every_rank(pools: Pools, name: str) -> None:
     module, said = REFUSED[name]
     run = Run(module, "async", {"micro_batches": 2, "data_parallel_size": REPLICAS}, samples=48, batch_size=4)

@@ -97,7 +97,7 @@ def cut_and_go_on(
         pytest.param("async", 3, {}, {"max_steps": CUT}, marks=pytest.mark.slow),
         ("async", 3, {}, {"stop": CUT}),
         pytest.param("async", 3, {}, {"max_steps": EPOCH}, marks=pytest.mark.slow),
-        ("delayed", 1, {}, {"max_steps": CUT}),
+        pytest.param("delayed", 1, {}, {"max_steps": CUT}, marks=pytest.mark.slow),
         pytest.param("delayed", 1, {}, {"max_steps": EPOCH}, marks=pytest.mark.slow),
         # With whole batches the validation that Lightning adds draws from the training's random numbers.
         pytest.param("delayed", 1, {"micro_batches": 2}, {"stop": CUT}, marks=pytest.mark.slow),
@@ -115,7 +115,7 @@ def test_it_goes_on_in_the_epoch(
 
 
 @pytest.mark.parametrize("scheduler", ["plateau-step-train_loss", pytest.param("decay-step", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("strategy", "stages"), [("async", 2), ("delayed", 1)])
+@pytest.mark.parametrize(("strategy", "stages"), [("async", 2), pytest.param("delayed", 1, marks=pytest.mark.slow)])
 def test_after_a_validation(strategy: str, stages: int, scheduler: str, pools: Pools, tmp_path: Path) -> None:
     """Which is not repeated; nor is what follows it."""
     trainer = EPOCHS | {"val_check_interval": 3}

@@ -100,9 +100,9 @@ class Grouped(Filtered):
 @pytest.mark.parametrize(
     ("module", "optimizer", "stages"),
     [
-        (Filtered, "adamw", 2),
+        pytest.param(Filtered, "adamw", 2, marks=pytest.mark.slow),
         (Filtered, "sgd", 3),
-        (Filtered, "muon", 2),
+        pytest.param(Filtered, "muon", 2, marks=pytest.mark.slow),
         (Grouped, "adamw", 3),
         pytest.param(Filtered, "adamw", 3, marks=pytest.mark.slow),
         pytest.param(Filtered, "sgd", 2, marks=pytest.mark.slow),
@@ -143,7 +143,7 @@ class ScheduleFree(Net):
             self.optimizers().optimizer.train()
 
 
-@pytest.mark.parametrize(("stages", "feedback"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("stages", "feedback"), [(3, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_schedule_free(pools: Pools, stages: int, feedback: bool, tmp_path: Path) -> None:
     saves = (
         ModelCheckpoint,
@@ -209,7 +209,9 @@ def test_groups_by_position_are_refused(pools: Pools, module: Any, said: str, st
         assert said in outcome.message
 
 
-@pytest.mark.parametrize(("module", "warned"), [(DecaysByLayer, 0), (RaisesTheSecondTime, 1)])
+@pytest.mark.parametrize(
+    ("module", "warned"), [pytest.param(DecaysByLayer, 0, marks=pytest.mark.slow), (RaisesTheSecondTime, 1)]
+)
 def test_groups_by_layer_are_those_of_the_whole_model(pools: Pools, module: Any, warned: int) -> None:
     """What cannot be compared is said."""
     run = Run(module, options={"micro_batches": 3}, trainer={"max_epochs": 2})

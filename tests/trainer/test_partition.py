@@ -167,7 +167,7 @@ def wordy_gpt(run: Run) -> GPTModule:
     return GPTModule(config, optimizer=run.make_optimizer, decay="constant")
 
 
-@pytest.mark.parametrize(("stages", "counts"), [(2, (7, 1)), (3, (4, 3, 1))])
+@pytest.mark.parametrize(("stages", "counts"), [pytest.param(2, (7, 1), marks=pytest.mark.slow), (3, (4, 3, 1))])
 def test_a_head_over_many_words_stands_alone_or_nearly(pools: Pools, stages: int, counts: tuple[int, ...]) -> None:
     run = Run(wordy_gpt, dataset="tokens", samples=24)
     results = pools.run(stages, fit_and_describe, run)

@@ -56,7 +56,11 @@ def logged(records: list[Any], name: str) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("stages", "strategy"),
-    [(3, "async"), (3, "sync"), *(pytest.param(few, "async", marks=pytest.mark.slow) for few in (1, 2))],
+    [
+        (3, "async"),
+        pytest.param(3, "sync", marks=pytest.mark.slow),
+        *(pytest.param(few, "async", marks=pytest.mark.slow) for few in (1, 2)),
+    ],
 )
 def test_the_pipeline_the_oracle_and_the_emulator_agree(pools: Pools, stages: int, strategy: str) -> None:
     run = replace(RUN, strategy=strategy)

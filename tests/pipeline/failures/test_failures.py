@@ -136,7 +136,9 @@ def test_a_request_to_stop_is_agreed_at_the_same_update(rank: int, flag: str) ->
     assert told == list(range(told[0], 5))
 
 
-@pytest.mark.parametrize(("world_size", "replica"), [(1, 0), (3, 0), (4, 0), (4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "replica"), [(1, 0), (3, 0), pytest.param(4, 0, marks=pytest.mark.slow), (4, 1)]
+)
 def test_a_gradient_that_is_no_number_stops_every_rank_before_its_update(world_size: int, replica: int) -> None:
     outcomes = run_ranks(failing_cases.not_a_number, world_size, replica)
     assert errors(outcomes) == [""] * world_size

@@ -5,10 +5,12 @@ from __future__ import annotations
 import bdb
 import json
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +20,7 @@ from lightning_asyncpp.pipeline.failures.cause import Cause
 from lightning_asyncpp.pipeline.failures.progress_watch import ProgressWatch
 from lightning_asyncpp.pipeline.failures.standstill import Standstill, Standstills, account_of, stack_of, told
 from lightning_asyncpp.pipeline.progress import PROGRESS
-from tests.pipeline.alone import run_script
+from tests import forked
 
 LIMIT = 0.5
 LONG = 3 * LIMIT
@@ -47,22 +49,28 @@ def test_time_without_progress_is_told_once() -> None:
         assert len(found) == 2, "and again, if it went on meanwhile"
 
 
-@pytest.mark.parametrize("kind", ["progress", "nothing due", "left", "ended", "entered again"])
-def test_nothing_is_told_where_there_is_progress_or_none_is_due(kind: str) -> None:
-    with watched() as (watch, found):
-        if kind != "nothing due":
-            watch.enter("here")
-        if kind == "left":
-            watch.leave("here")
-        if kind == "ended":
-            watch.end()
+def test_nothing_is_told_where_there_is_progress() -> None:
+    with watched() as (watch, found), watch.within("here"):
         for _ in range(10):
             time.sleep(LONG / 10)
-            PROGRESS.made += kind == "progress"
-            if kind == "entered again":
-                with watch.within("a call"):
-                    pass
+            PROGRESS.made += 1
         assert found == []
+
+
+def test_nothing_is_told_where_none_is_due() -> None:
+    """Nowhere, no longer, and with a watch that has ended; nor where progress is due anew now and then."""
+    with ExitStack() as stack:
+        watches, found = zip(*(stack.enter_context(watched()) for _ in range(4)))
+        _, left, ended, again = watches
+        for watch in (left, ended, again):
+            watch.enter("here")
+        left.leave("here")
+        ended.end()
+        for _ in range(10):
+            time.sleep(LONG / 10)
+            with again.within("a call"):
+                pass
+        assert found == ([], [], [], [])
 
 
 def computes(seconds: float) -> None:
@@ -73,10 +81,11 @@ def computes(seconds: float) -> None:
 
 def test_who_computes_has_ten_times_as_long() -> None:
     """A hook that evaluates something at length; but not for ever, for it may wait for a device in a loop."""
-    with watched() as (watch, found), watch.within("here"):
-        computes(LONG)
+    limit = LIMIT / 2
+    with watched(limit) as (watch, found), watch.within("here"):
+        computes(3 * limit)
         assert found == []
-        computes(10 * LIMIT)
+        computes(10 * limit)
         assert len(found) == 1
 
 
@@ -151,8 +160,8 @@ STOPPED = """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs SIGSTOP")
-def test_time_in_which_a_process_was_stopped_does_not_count() -> None:
-    done = run_script(STOPPED)
+def test_time_in_which_a_process_was_stopped_does_not_count(tmp_path: Path) -> None:
+    done = forked.run(["-c", textwrap.dedent(STOPPED)], tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -144,7 +144,7 @@ def test_rank_0_is_missed_by_all(how: str) -> None:
     here.close()
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_rank_that_says_goodbye_is_not_missed(rank: int) -> None:
     with ranks() as (made, _):
         leaving = made[rank].end

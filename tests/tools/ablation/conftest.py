@@ -15,7 +15,9 @@ from tests.tools.ablation.pretending import PRETENDER
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings that take their result from the folder's name."""
-    monkeypatch.setattr(ablate_run, "worker_command", lambda folder: [sys.executable, "-c", PRETENDER, str(folder)])
+    pretender = [sys.executable, "-S", "-c", PRETENDER]
+    monkeypatch.setattr(ablate_run, "worker_command", lambda folder: [*pretender, str(folder)])
+    monkeypatch.setattr(ablate_run, "_POLL_SECONDS", 0.02)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def test_a_law_is_found(a: float, b: float) -> None:
     assert said.low < said.middle < said.high < said.low + 2e-3
 
 
-@pytest.mark.parametrize("b", [0.3, 1.0])
+@pytest.mark.parametrize("b", [pytest.param(0.3, marks=pytest.mark.slow), 1.0])
 def test_intervals_hold_the_mean_of_new_trainings_nineteen_times_in_twenty(b: float) -> None:
     held = 0
     for k in range(100):

@@ -73,7 +73,7 @@ def test_a_failure_leaves_the_others_alone_and_is_tried_again_by_the_next_run(tm
 
 
 @pytest.mark.usefixtures("pretend")
-@pytest.mark.parametrize(("lrs", "failures"), [([0.5], 3), ([0.1, 0.5], 5)])
+@pytest.mark.parametrize(("lrs", "failures"), [([0.5], 3), pytest.param([0.1, 0.5], 5, marks=pytest.mark.slow)])
 def test_no_more_are_started_when_the_first_runs_all_fail(tmp_path: Path, lrs: list[float], failures: int) -> None:
     runner, _ = run(table_of(tmp_path, lrs, delays=[0, 1, 2, 3, 4]), workers=1)
     assert len(runner.failures) == failures

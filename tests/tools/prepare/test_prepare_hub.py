@@ -61,7 +61,7 @@ def test_files_are_found_at_one_commit(hub: StandIn) -> None:
     assert find_files(["hf://datasets/Owner/corpus@main/sample"]) == files
 
 
-@pytest.mark.parametrize(("folder", "count"), [("sample/10BT", 120), ("other", 60)])
+@pytest.mark.parametrize(("folder", "count"), [("sample/10BT", 120), pytest.param("other", 60, marks=pytest.mark.slow)])
 def test_the_hub_gives_what_its_files_give(hub: StandIn, tmp_path: Path, folder: str, count: int) -> None:
     prepare(request(f"hf://datasets/Owner/corpus/{folder}", tmp_path / "out"))
     assert stored(tmp_path / "out") == expected(make_texts(count), ByteTokenizer(), 0.1)
@@ -104,7 +104,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-@pytest.mark.parametrize("failure", [503, 429, BROKEN_OFF])
+@pytest.mark.parametrize("failure", [503, pytest.param(429, marks=pytest.mark.slow), BROKEN_OFF])
 def test_hiccups_of_the_network_are_got_over(hub: StandIn, tmp_path: Path, attempts: list[int], failure: int) -> None:
     """More of them in a row than the hub's own client puts up with."""
     prepare(request(SAMPLE, tmp_path / "steady"))
@@ -164,7 +164,7 @@ def test_an_interruption_is_heard_while_the_hub_is_waited_for(monkeypatch: pytes
     assert seconds == [1.0] * 3
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+@pytest.mark.parametrize("tokenizer", [pytest.param("byte", marks=pytest.mark.slow), "bpe"])
 def test_estimates_and_vocabularies_say_when_the_hub_fails(hub: StandIn, tmp_path: Path, tokenizer: str) -> None:
     asked = request(SAMPLE, tmp_path / "out", tokenizer=tokenizer, vocab_size=300 if tokenizer == "bpe" else None)
     make_plan(asked, find_files(asked.sources))

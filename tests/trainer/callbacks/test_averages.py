@@ -103,7 +103,7 @@ def test_equals_one_process(pools: Pools, tmp_path: Path, stages: int, kind: str
         assert_equal(joined(resumed, "trained"), single["trained"])
 
 
-@pytest.mark.parametrize("kind", ["callback", "module"])
+@pytest.mark.parametrize("kind", ["callback", pytest.param("module", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("slack", [0, pytest.param("exact", marks=pytest.mark.slow)])
 def test_with_the_least_staleness_it_equals_one_process(pools: Pools, tmp_path: Path, kind: str, slack: Any) -> None:
     """Every stage updates its average when it has applied its own update, between two micro-batches."""

@@ -46,7 +46,17 @@ def run_with(entry: Entry, folder: Path, epochs: int = 2) -> Run:
     return Run(Net, callbacks=((make, {"name": entry.name}),), trainer=trainer, val_samples=(8,))
 
 
-@pytest.mark.parametrize("entry", WORKING, ids=[entry.name for entry in WORKING])
+# Relatives of theirs, or tests of their own here and in test_features.py and test_averages.py, run by default.
+ALIKE = (
+    *("TQDMProgressBar", "RichModelSummary", "EMAWeightAveraging", "WeightAveraging", "Timer", "LearningRateMonitor"),
+    *("BasePredictionWriter", "ThroughputMonitor", "LambdaCallback"),
+)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [pytest.param(e, id=e.name, marks=[pytest.mark.slow] if e.name in ALIKE else []) for e in WORKING],
+)
 def test_working(pools: Pools, entry: Entry, tmp_path: Path) -> None:
     """The run ends, all ranks know the same, and the weights are the oracle's."""
     run = run_with(entry, tmp_path)

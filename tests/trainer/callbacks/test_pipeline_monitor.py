@@ -55,7 +55,9 @@ def values(results: list[dict[str, Any]], name: str) -> list[float]:
     return [metrics[name] for _, metrics in results[0]["records"] if name in metrics]
 
 
-@pytest.mark.parametrize(("strategy", "staleness"), [("async", [0, 1, 1, 1]), ("sync", [0, 0, 0, 0])])
+@pytest.mark.parametrize(
+    ("strategy", "staleness"), [("async", [0, 1, 1, 1]), pytest.param("sync", [0, 0, 0, 0], marks=pytest.mark.slow)]
+)
 def test_the_logger_gets_every_figure(pools: Pools, strategy: str, staleness: list[int]) -> None:
     """Layers sleep for 90 ms a micro-batch; a flush of two stages costs a third of two micro-batches' time."""
     run = replace(RUN, strategy=strategy, module=CountingNet, options={"micro_batches": 2})

@@ -69,7 +69,7 @@ def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_
     ("stages", "options"),
     [
         pytest.param(2, {}, marks=pytest.mark.slow),
-        (3, {}),
+        pytest.param(3, {}, marks=pytest.mark.slow),  # by default in test_exact_resume.py
         (2, {"staleness": "fresh_last_stage"}),
         pytest.param(3, {"staleness": "fresh_last_stage"}, marks=pytest.mark.slow),
         (3, {"staleness": "least"}),

@@ -51,7 +51,9 @@ def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return {"folder": folder, "weights": joined_weights(results, 2)}
 
 
-@pytest.mark.parametrize(("form", "other"), [("full", "sharded"), ("sharded", "full")])
+@pytest.mark.parametrize(
+    ("form", "other"), [pytest.param("full", "sharded", marks=pytest.mark.slow), ("sharded", "full")]
+)
 def test_a_run_goes_on_from_the_other_form(
     form: str, other: str, saved: dict[str, Any], pools: Pools, command: Command, tmp_path: Path
 ) -> None:

@@ -78,7 +78,7 @@ def check(
         pytest.param("plain", EPOCHS, 3, marks=pytest.mark.slow),
         pytest.param("plain own sampler", EPOCHS, 2, marks=pytest.mark.slow),
         pytest.param("plain generator", EPOCHS, 2, marks=pytest.mark.slow),
-        ("plain generator own sampler", EPOCHS, 2),
+        pytest.param("plain generator own sampler", EPOCHS, 2, marks=pytest.mark.slow),
     ],
 )
 def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stages: int, tmp_path: Path) -> None:
@@ -89,8 +89,15 @@ def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stage
 @pytest.mark.parametrize(
     "trainer", [{"max_steps": 10, "max_epochs": -1}, pytest.param({"max_epochs": 2}, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("at_epoch_end", [True, False])
-@pytest.mark.parametrize(("strategy", "processes"), [("default", 2), ("delayed", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "processes", "at_epoch_end"),
+    [
+        ("default", 2, False),
+        ("delayed", 1, True),
+        pytest.param("default", 2, True, marks=pytest.mark.slow),
+        pytest.param("delayed", 1, False, marks=pytest.mark.slow),
+    ],
+)
 def test_after_an_epochs_end(
     pools: Pools, strategy: str, processes: int, at_epoch_end: bool, trainer: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -139,7 +146,7 @@ def test_before_a_validation(
     check(pools, run, "litdata", tmp_path, [5, 7], stages=2 if strategy == "default" else 1)
 
 
-@pytest.mark.parametrize(("strategy", "stages"), [("default", 2), ("delayed", 1)])
+@pytest.mark.parametrize(("strategy", "stages"), [("default", 2), pytest.param("delayed", 1, marks=pytest.mark.slow)])
 def test_where_the_accumulation_changes_with_the_epoch(
     strategy: str, stages: int, pools: Pools, tmp_path: Path
 ) -> None:
@@ -296,7 +303,7 @@ def test_in_mid_accumulation_is_refused(pools: Pools, tmp_path: Path) -> None:
         assert "does not hold the gradients that were accumulated" in outcome.message
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loader_with_a_state_is_shuffled_as_one_without(replicas: int, pools: Pools, tmp_path: Path) -> None:
     run = run_of(tmp_path, "plain", TWO_EPOCHS, options={"data_parallel_size": replicas})
     run = replace(run, callbacks=())

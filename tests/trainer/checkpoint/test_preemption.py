@@ -267,7 +267,7 @@ def _under_slurm_with(run: Run, folder: str, options: dict[str, Any]) -> dict[st
 @pytest.mark.parametrize(
     ("world", "hook", "options"),
     [
-        (1, "on_train_batch_end", {}),
+        pytest.param(1, "on_train_batch_end", {}, marks=pytest.mark.slow),
         (1, "on_validation_batch_end", {"micro_batches": 2}),
         pytest.param(2, "on_train_batch_end", {"micro_batches": 2}, marks=pytest.mark.slow),
     ],

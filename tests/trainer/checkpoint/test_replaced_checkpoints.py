@@ -41,7 +41,9 @@ def late(way: Way, path: str, times: int) -> int:
     return opened
 
 
-@pytest.mark.parametrize("way", [trainer_pipeline, fabric_pipeline, trainer_delayed])
+@pytest.mark.parametrize(
+    "way", [trainer_pipeline, fabric_pipeline, pytest.param(trainer_delayed, marks=pytest.mark.slow)]
+)
 def test_ranks_read_the_same_save(way: Way, pools: Pools, tmp_path: Path) -> None:
     pools.run(2, way, str(tmp_path / "run.ckpt"), True)
     pools.run(2, way, str(tmp_path / "other.ckpt"), True)

@@ -39,7 +39,8 @@ def resumed(pools: Pools, stages: int, run: Run, folder: Path, step: int, **opti
 @pytest.mark.parametrize(
     ("stages", "options", "others"),
     [
-        (3, {}, [(2, {}), (3, {"partition": [1, 6, 2]})]),
+        (3, {}, [(2, {})]),
+        pytest.param(3, {}, [(3, {"partition": [1, 6, 2]})], marks=pytest.mark.slow),
         (2, SHARDED | BEHIND, [(3, {}), (1, SHARDED)]),
         pytest.param(3, {}, [(1, {})], marks=pytest.mark.slow),
         pytest.param(1, SHARDED, [(2, {}), (4, {})], marks=pytest.mark.slow),

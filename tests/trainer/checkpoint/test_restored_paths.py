@@ -65,8 +65,15 @@ def run_of(folder: Path, callback: Callable[..., Any], strategy: str, max_steps:
     return Run(ResumableNet, strategy, options, callbacks=((callback, keeping),), trainer=trainer)
 
 
-@pytest.mark.parametrize("callback", [ModelCheckpoint, TakesAnything])
-@pytest.mark.parametrize(("strategy", "processes"), [("async", 2), ("delayed", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "processes", "callback"),
+    [
+        ("async", 2, TakesAnything),
+        ("delayed", 1, ModelCheckpoint),
+        pytest.param("async", 2, ModelCheckpoint, marks=pytest.mark.slow),
+        pytest.param("delayed", 1, TakesAnything, marks=pytest.mark.slow),
+    ],
+)
 def test_a_save_removes_nothing_of_others(
     pools: Pools, tmp_path: Path, strategy: str, processes: int, callback: type[ModelCheckpoint]
 ) -> None:

@@ -162,7 +162,7 @@ def test_loaders_that_are_made_anew(pools: Pools, tmp_path: Path) -> None:
     check(pools, run, "stateful", tmp_path, [3, 5, 7])
 
 
-@pytest.mark.parametrize(("strategy", "stages"), [("default", 2), ("delayed", 1)])
+@pytest.mark.parametrize(("strategy", "stages"), [("default", 2), pytest.param("delayed", 1, marks=pytest.mark.slow)])
 def test_wrappers_of_metrics(strategy: str, stages: int, pools: Pools, tmp_path: Path) -> None:
     run = run_of(tmp_path, "stateful", EPOCHS, strategy=strategy)
     check(pools, run, "stateful", tmp_path, [7], stages, partial(fit_showing, make=Wrapping))

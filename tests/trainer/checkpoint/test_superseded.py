@@ -56,10 +56,10 @@ BEST = {"save_top_k": 2, "monitor": "falling"}
 @pytest.mark.parametrize(
     ("kept", "options", "left"),
     [
-        (NEWEST, {}, {3, 10}),
+        pytest.param(NEWEST, {}, {3, 10}, marks=pytest.mark.slow),
         (NEWEST, {"state_dict_type": "sharded", "async_checkpoints": True}, {3, 10}),
         (BEST, {}, {5, 9, 10}),
-        ({"save_top_k": -1}, {}, set(range(1, 11))),
+        pytest.param({"save_top_k": -1}, {}, set(range(1, 11)), marks=pytest.mark.slow),
     ],
 )
 def test_what_is_left_goes_with_the_resume(
@@ -105,7 +105,7 @@ def test_what_a_run_went_on_from_stays_for_the_next_one_too(pools: Pools, tmp_pa
     assert names(tmp_path) == {"step=2.ckpt", "step=3.ckpt", "step=4.ckpt"}
 
 
-@pytest.mark.parametrize("ckpt_path", ["", "step=1.ckpt"])
+@pytest.mark.parametrize("ckpt_path", [pytest.param("", marks=pytest.mark.slow), "step=1.ckpt"])
 def test_what_another_run_has_written_under_the_name_stays(pools: Pools, tmp_path: Path, ckpt_path: str) -> None:
     """One that began anew, or from the same checkpoint."""
     pools.run(2, fit, until(run_of(tmp_path, kept={"save_top_k": -1}), 1))
@@ -152,7 +152,14 @@ def run_with_last(folder: Path, at: int = 0, ckpt_path: str = "", **kept: Any) -
     return until(replace(run, ckpt_path=str(folder / ckpt_path) if ckpt_path else None), 5)
 
 
-@pytest.mark.parametrize("kept", [NEWEST, {"save_top_k": 1, "monitor": "falling"}, {"save_top_k": -1}])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        NEWEST,
+        pytest.param({"save_top_k": 1, "monitor": "falling"}, marks=pytest.mark.slow),
+        pytest.param({"save_top_k": -1}, marks=pytest.mark.slow),
+    ],
+)
 def test_what_the_last_checkpoint_does_not_know_of_is_written_again(
     pools: Pools, tmp_path: Path, kept: dict[str, Any]
 ) -> None:
@@ -167,7 +174,7 @@ def test_what_the_last_checkpoint_does_not_know_of_is_written_again(
     assert names(tmp_path) - {"undisturbed"} == names(undisturbed)
 
 
-@pytest.mark.parametrize("ckpt_path", ["", "step=2.ckpt"])
+@pytest.mark.parametrize("ckpt_path", [pytest.param("", marks=pytest.mark.slow), "step=2.ckpt"])
 def test_another_branch_of_the_run_keeps_its_checkpoints(pools: Pools, tmp_path: Path, ckpt_path: str) -> None:
     """One that begins anew, or goes on from an earlier checkpoint than the last one."""
     pools.run(2, fit, run_with_last(tmp_path, save_top_k=-1))

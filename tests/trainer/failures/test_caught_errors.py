@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.trainer.pool import Pools
+from tests.trainer.pool import Pools, impatient
 from tests.trainer.runs import Net, Run, fit
 
 STAGES = 3
@@ -57,7 +57,7 @@ RUN = Run(Net, samples=64, val_samples=(16,), options={"micro_batches": STAGES},
 )
 def test_an_error_that_is_caught_on_one_rank_ends_all(pools: Pools, rank: int, hook: str) -> None:
     run = replace(RUN, callbacks=((Raises, {"rank": rank, "hook": hook}),))
-    outcomes = pools.outcomes(STAGES, fit, run, timeout=SOON)
+    outcomes = pools.outcomes(STAGES, impatient, fit, run, timeout=SOON)
     assert [o.error for o in outcomes] == ["ArithmeticError" if r == rank else "PeerLostError" for r in range(STAGES)]
     line = f"rank {rank} (stage {STAGES - 1 - rank}) failed first: ArithmeticError: the user's own mistake"
     for r, outcome in enumerate(outcomes):

@@ -38,6 +38,7 @@ def ranks(count: int, without: tuple[int, ...] = ()) -> str:
 NOBODY = f"no rank has made progress for {standing.SECONDS:g} s: "
 
 
+@pytest.mark.slow
 def test_loaders_that_all_hang(tmp_path: Path) -> None:
     ended = run(standing.in_loader, tmp_path)
     check(ended, f"asyncpp: {NOBODY}{ranks(2)}, waiting in the training loader ({standing.__file__}, line ", STUCK)
@@ -56,7 +57,7 @@ def test_a_stage_between_them_that_waits_is_not_blamed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "where", "line"),
     [
-        (standing.in_validation, "waiting in an evaluation's loader", STUCK),
+        pytest.param(standing.in_validation, "waiting in an evaluation's loader", STUCK, marks=pytest.mark.slow),
         pytest.param(
             standing.in_first_batch_of_test, "waiting in an evaluation's loader", SLEEPS, marks=pytest.mark.slow
         ),

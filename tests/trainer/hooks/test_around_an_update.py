@@ -45,8 +45,11 @@ CASES: dict[str, tuple[type[Net], int, dict[str, Any], dict[str, Any], dict[str,
 @pytest.mark.parametrize("intervals", [(2, 5), pytest.param((1, 3), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
-    # Other memory has test_between_accumulated_batches.py, too.
-    [pytest.param(name, marks=pytest.mark.slow) if name == "other memory" else name for name in CASES],
+    # The first two are in test_between_accumulated_batches.py, too; and a prediction is a correction as feedback is.
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n in ("other memory", "synchronous start", "prediction") else n
+        for n in CASES
+    ],
 )
 def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(
     pools: Pools, name: str, intervals: tuple[int, ...]

@@ -40,7 +40,7 @@ BY_STAGE = ("fresh last stage", "least")
 
 # Over three stages: every module, and every delay; validated after every batch, or seldom.
 USUAL = [
-    *(("async", "projected", 1), ("async", "projected", 7), ("async", "other memory", 7), ("sync", "projected", 1)),
+    *(("async", "projected", 1), ("async", "other memory", 7), ("sync", "projected", 1)),
     *(("synchronous start", "draws", 7), ("least", "shrinks", 1)),
 ]
 CASES = [
@@ -72,8 +72,7 @@ def test_every_change_means_what_it_means_in_one_process(
     "delays",
     [
         "async",
-        "least",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "synchronous start", "fresh last stage")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in DELAYS if name != "async"),
     ],
 )
 def test_with_replicas_as_well(pools: Pools, delays: str) -> None:

@@ -52,7 +52,7 @@ class Counts(L.Callback):
 @pytest.mark.parametrize(
     ("stages", "replicas", "placement"),
     [
-        (2, 1, "pipeline_within_node"),
+        pytest.param(2, 1, "pipeline_within_node", marks=pytest.mark.slow),
         (3, 1, "pipeline_within_node"),
         (2, 2, "pipeline_across_nodes"),
         pytest.param(2, 2, "pipeline_within_node", marks=pytest.mark.slow),

@@ -71,7 +71,7 @@ def fit_trying(run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("async", {}),
+        pytest.param("async", {}, marks=pytest.mark.slow),
         ("async", {"staleness": "least"}),
         pytest.param("async", {"staleness": "fresh_last_stage"}, marks=pytest.mark.slow),
         pytest.param("async", {"staleness": "least", "slack": "exact"}, marks=pytest.mark.slow),

@@ -20,8 +20,8 @@ _INTRODUCTION = """# Idioms of Lightning's documentation under a pipeline
 (`DelayedGradientStrategy("least", stages=P, micro_batches=m)`), and logs the same. *refused*: on every rank, with the
 reason and a fix, before the update that it would have spoiled. Callbacks have [their own table](callbacks.md).
 
-Made from `tests/trainer/idioms/`, where every row is tested (`pytest tests/trainer/test_idioms.py`, three stages; with
-`-m slow` two); do not edit.
+Made from `tests/trainer/idioms/`, where every row is tested (`pytest -m "slow or not slow"
+tests/trainer/test_idioms.py`, with three stages and with two); do not edit.
 """
 
 

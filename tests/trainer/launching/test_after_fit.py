@@ -44,9 +44,8 @@ CASES = [
 @pytest.mark.parametrize(("method", "devices"), CASES)
 def test_every_way_leads_to_the_whole_model_or_says_where_it_is(method: str, devices: int, tmp_path: Path) -> None:
     then = ",".join(ACTIONS)
-    program = "tests.trainer.launching.after_fit"
-    arguments = (method, str(devices), then, str(tmp_path))
-    done = forked.run("module", program, tmp_path, *arguments, seconds=150, PYTHONPATH=str(ROOT))
+    arguments = ("-m", "tests.trainer.launching.after_fit", method, str(devices), then, str(tmp_path))
+    done = forked.run(arguments, tmp_path, seconds=150, PYTHONPATH=str(ROOT))
     rows = [line[1:].split("\t", 2) for line in done.stdout.splitlines() if line.startswith("@")]
     assert done.returncode == 0, done.stderr[-2000:]
     assert {action for action, _, _ in rows} == {"fit", *ACTIONS}

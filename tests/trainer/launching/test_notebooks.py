@@ -10,7 +10,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from tests import forked
 
-ROOT = Path(__file__).parents[3]
 # As a cell of a notebook: a class that no file has, and sys.ps1, by which Lightning knows a session.
 CELL = """
 import sys
@@ -38,7 +37,7 @@ def train(strategy, devices=2, changed=lambda module: None):
 def said_by(cell: str, folder: Path, interactive: bool = True) -> str:
     """What a session prints; it ends with an error as with a success."""
     code = CELL if interactive else CELL.replace('sys.ps1 = ">>> "\n', "")
-    done = forked.run("code", code + cell, folder, str(folder), PYTHONPATH=str(ROOT))
+    done = forked.run(("-c", code + cell, str(folder)), folder)
     return done.stdout + (done.stderr.strip().splitlines() or [""])[-1]
 
 

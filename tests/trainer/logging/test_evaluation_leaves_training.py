@@ -30,7 +30,8 @@ CASES = {
     "torch's own shuffling": Evaluations({"val_check_interval": 2}, shuffled=True),
     "with gradients": Evaluations({"val_check_interval": 2, "inference_mode": False}, gradients=True),
 }
-REPEATS = ("every batch",)  # beside gradients that add up, too
+# Beside gradients that add up, and beside shares of the batches, too.
+REPEATS = ("every batch", "half an epoch", "no batches")
 WORLDS = [(1, 1), (2, 1), (3, 1), (2, 2)]
 
 

@@ -51,7 +51,7 @@ def logged_in_hooks(result: dict[str, Any]) -> dict[str, float]:
     return {name: result["callback_metrics"].get(name) for name in names}
 
 
-@pytest.mark.parametrize("val_samples", [(16,), (16, 8)])
+@pytest.mark.parametrize("val_samples", [(16,), pytest.param((16, 8), marks=pytest.mark.slow)])
 def test_hooks_log_what_they_log_in_plain_lightning(pools: Pools, val_samples: tuple[int, ...]) -> None:
     run = Run(Net, options={"micro_batches": STAGES}, val_samples=val_samples, callbacks=((LogsEverywhere, {}),))
     run = replace(run, samples=36, trainer={"max_epochs": 2, "logger": "list"})

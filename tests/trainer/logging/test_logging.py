@@ -26,7 +26,7 @@ def weighted(losses: list[float]) -> float:
     return sum(loss * size for loss, size in zip(losses, SIZES)) / SAMPLES
 
 
-@pytest.mark.parametrize("strategy", ["async", "sync"])
+@pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_files_hold_every_step_once(pools: Pools, strategy: str, tmp_path: Path) -> None:
     run = Run(
         Net, strategy, samples=SAMPLES, trainer={"logger": "files", "default_root_dir": str(tmp_path), "max_epochs": 2}
@@ -51,7 +51,7 @@ def test_files_hold_every_step_once(pools: Pools, strategy: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("every", "accumulate"),
-    [(1, 2), (3, 1), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)],
+    [(3, 2), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((1, 2), (3, 1), (1, 1)))],
 )
 def test_steps_that_are_logged_are_those_of_plain_lightning(pools: Pools, every: int, accumulate: int) -> None:
     trainer = {"logger": "list", "log_every_n_steps": every, "max_epochs": 3, "accumulate_grad_batches": accumulate}
@@ -71,7 +71,7 @@ def test_steps_that_are_logged_are_those_of_plain_lightning(pools: Pools, every:
         (SumsAndExtremes, 3, 1),
         pytest.param(Net, 2, 2, marks=pytest.mark.slow),
         (MetricNet, 2, 2),
-        (ManyNames, 2, 2),
+        pytest.param(ManyNames, 2, 2, marks=pytest.mark.slow),
         pytest.param(Net, 3, 1, marks=pytest.mark.slow),
         pytest.param(ManyNames, 3, 1, marks=pytest.mark.slow),
         pytest.param(SumsAndExtremes, 2, 2, marks=pytest.mark.slow),

@@ -18,7 +18,7 @@ RUN = Run(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), pytest.param(3, 1, marks=pytest.mark.slow), (2, 2)])
 def test_callbacks_decide_alike_on_what_torchmetrics_objects_say(
     pools: Pools, stages: int, replicas: int, tmp_path: Path
 ) -> None:
@@ -49,7 +49,7 @@ READERS = {
     "three stages": (3, RUN),
     "two replicas": (4, replace(RUN, options={"micro_batches": 2, "data_parallel_size": 2}, batch_size=6)),
 }
-USUAL = ("plain", "two stages", "two replicas")
+USUAL = ("two stages", "two replicas")
 EXACT = ("one stage", "two stages", "three stages")
 
 

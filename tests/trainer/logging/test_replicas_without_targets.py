@@ -29,8 +29,8 @@ def records(result: dict[str, Any], without: tuple[str, ...]) -> dict[tuple[int,
 
 def cases() -> list[Any]:
     chosen = {
-        ("async", True): {"first batch of one", "a batch of all"}, ("async", False): {"different batches"},
-        ("delayed", True): {"a batch of the other", "all of one"}, ("sync", True): {"all of one"},
+        ("async", True): {"first batch of one"}, ("async", False): {"different batches"},
+        ("delayed", True): {"a batch of the other"}, ("sync", True): {"all of one"},
     }  # fmt: skip
     return [
         pytest.param(
