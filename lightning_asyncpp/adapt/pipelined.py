@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.blocks import find_blocks
@@ -31,6 +31,7 @@ _AN_EXAMPLE = (
     " model that takes nothing else, or keyword arguments in a dictionary, {'input_ids': ids, 'labels': ids}"
 )
 _SMALL = 50_000_000  # parameters
+_MANY = 8  # results of layers that cross a cut; a U-Net has as many as levels
 _LONGEST = 400  # characters of an error that are repeated
 
 
@@ -78,6 +79,12 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
         rank_zero_info(
             f"{type(model).__name__}: config.use_cache=False, as a training needs no cache of keys and values"
             " (generate() has a switch of its own)"
+        )
+    if (most := layers.program.most_crossing()) > _MANY:
+        rank_zero_warn(
+            f"{type(model).__name__} puts together what its layers return in its own forward, so that up to {most} of"
+            " their results cross a cut, and not one: do that inside of layers (x = x + ... in the layer's forward), or"
+            " give the model pipeline_layers()"
         )
     costs = [1.0 + operations for operations in layers.program.costs]
     model.pipeline_costs = Costs(costs)  # type: ignore[assignment]

@@ -104,6 +104,18 @@ class Program:
         """Which glue runs before the block at a position; after all of them the last."""
         return self.tail if position == len(self.blocks) else bisect_right(self.starts, position) - 1
 
+    def most_crossing(self) -> int:
+        """How many results of layers cross a cut at most: one, where each layer takes what the one before returned."""
+        outputs: set[Output] = set()
+        calls: set[int] = set()
+        most = 0
+        for glue in range(self.tail, 0, -1):
+            outputs, calls = outputs | self.live[glue], calls | self.live_calls[glue]
+            first = self.run_of(glue - 1)[0]
+            before = [block for block, _ in outputs if block <= first]
+            most = max(most, len(before) + sum(self.glue_at(self.call_gaps[number]) < glue for number in calls))
+        return most
+
     def modules(self) -> list[str]:
         """Names of the submodules that glue calls."""
         return list(dict.fromkeys(self.calls))

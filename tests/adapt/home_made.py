@@ -140,12 +140,12 @@ class Attention(nn.Module):
 class Pairs(nn.Module):
     """A list of lists, which the forward takes apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 3) -> None:
         super().__init__()
         self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
         self.layers = nn.ModuleList([
             nn.ModuleList([Attention(), nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.GELU())])
-            for _ in range(3)
+            for _ in range(count)
         ])  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
