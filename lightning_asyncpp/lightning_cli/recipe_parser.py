@@ -16,7 +16,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_asyncpp.lightning_cli.arguments import class_of_strategy
 from lightning_asyncpp.lightning_cli.explained import explained
+from lightning_asyncpp.lightning_cli.mistakes import Mistake, Mistaken, is_collecting, recipe_without_mistakes
 from lightning_asyncpp.lightning_cli.nearest import advice
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _DEBUG = "JSONARGPARSE_DEBUG"  # has jsonargparse raise what it found
 
@@ -36,22 +38,39 @@ class RecipeParser(LightningArgumentParser):
         """End with what is wrong; the usage, a screen of options, would hide it."""
         if not self.exit_on_error or _DEBUG in os.environ:
             super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
-        program = parser.prog.replace(" [options]", "")
+        parser: RecipeParser = getattr(ex, "subcommand_parser", None) or self
         known = [*parser.get_defaults(skip_validation=True).keys(branches=True), *self._own_options]
+        parser._refuse(explained(message, map(str, known), parser._program))
+
+    @property
+    def _program(self) -> str:
+        """As it is called."""
+        return str(self.prog).replace(" [options]", "")
+
+    def _refuse(self, mistakes: Sequence[Mistake]) -> NoReturn:
         full = "" if self._own_options else "=full"
-        said = explained(message, map(str, known), program)
-        self.exit(2, f"asyncpp: error: {said}\n(`{program} --help{full}` lists the options)\n")
+        mistaken = Mistaken(mistakes, f"(`{self._program} --help{full}` lists the options)")
+        if is_collecting():
+            raise mistaken
+        self.say(mistaken)
+
+    def say(self, mistaken: Mistaken) -> NoReturn:
+        """End with what is wrong."""
+        error = ConfigurationError.from_problems([mistake.said for mistake in mistaken.mistakes])
+        self.exit(2, f"asyncpp: error: {error}\n{mistaken.advice}\n")
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         """Read a recipe."""
         known = self.get_defaults()
-        for name, value in _no_sections(content, known):
-            self.error(f"{name}: is a section, with a line `key: value` for each of its keys below; got {value!r}")
+        content = _without_mistakes(content)
+        if wrong := list(_no_sections(content, known)):
+            self._refuse(wrong)
         configuration: Namespace = super().parse_string(content, *args, **kwargs)
         if "subcommand" not in known:  # the parser of all subcommands leaves their sections to theirs
-            for name in _unknown(get_loader("yaml")(content), known):
-                self.error(f"there is no option {name!r}{advice(name, map(str, known.keys(branches=True)))}")
+            names = [str(key) for key in known.keys(branches=True)]
+            if unknown := list(_unknown(get_loader("yaml")(content), known)):
+                said = (f"there is no option {name!r}{advice(name, names)}" for name in unknown)
+                self._refuse([Mistake(text, name) for text, name in zip(said, unknown)])
             strategy = configuration.get("trainer.strategy")
             if isinstance(strategy, str) and (found := class_of_strategy(strategy)):  # so that its options can follow
                 configuration["trainer.strategy"] = Namespace(class_path=found)
@@ -71,7 +90,19 @@ def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> 
         return parser.instantiate_classes(parser.parse_object({key: dict(value)}))[key]
 
 
-def _no_sections(content: str, known: Namespace) -> Iterator[tuple[str, Any]]:
+def _without_mistakes(content: str) -> str:
+    """A recipe without the mistakes that are known."""
+    if not is_collecting():
+        return content
+    try:
+        read = get_loader("yaml")(content)
+    except yaml.YAMLError:
+        return content
+    left = recipe_without_mistakes(read)
+    return content if left == read else str(yaml.safe_dump(left))
+
+
+def _no_sections(content: str, known: Namespace) -> Iterator[Mistake]:
     """Sections that have a value instead of keys; a text may name a file with them."""
     try:
         read = get_loader("yaml")(content)
@@ -80,7 +111,8 @@ def _no_sections(content: str, known: Namespace) -> Iterator[tuple[str, Any]]:
     for name, value in read.items() if isinstance(read, Mapping) else ():
         is_section = str(name) in known and isinstance(known[str(name)], Namespace)
         if is_section and not (value is None or isinstance(value, Mapping | str)):
-            yield str(name), value
+            said = f"{name}: is a section, with a line `key: value` for each of its keys below; got {value!r}"
+            yield Mistake(said, str(name))
 
 
 def _unknown(content: Any, known: Any) -> Iterator[str]:
