@@ -61,13 +61,15 @@ def test_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--trainer.max_steps=many", "--lr", "3", "--optimizer.base.lrr", "3", "--data.batch_size", "big"]
-    assert told(capsys, str(RECIPE), *arguments, "--max_step=-3", "--trainer.strategy", "async-pipline") == [
+    arguments += ["--max_step=-3", "--trainer.strategy", "async-pipline", "--seed_everything=-7"]
+    assert told(capsys, str(RECIPE), *arguments) == [
         "  1. --trainer.max_steps: expected int, got 'many'",
         "  2. --model.optimizer.base: lightning_asyncpp.optim.MuonAdamW has no argument 'lrr'; did you mean lr?",
         "  3. --data.batch_size: expected int, got 'big'",
         "  4. there is no option --lr; did you mean --optimizer.lr?",
         "  5. there is no option --max_step; did you mean --trainer.max_steps?",
         "  6. --trainer.strategy: there is no strategy 'async-pipline'; did you mean async_pipeline or sync_pipeline?",
+        "  7. --seed_everything: a seed is a whole number from 0 to 4294967295, got -7",
     ]
 
 

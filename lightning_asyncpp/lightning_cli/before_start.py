@@ -22,6 +22,8 @@ from lightning_asyncpp.trainer import GPTModule
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.refusals import trainer_problems
 
+_LARGEST_SEED = 2**32 - 1
+
 
 def check_strategy_name(trainer: Mapping[str, Any] | None) -> None:
     """Refuse the name of a strategy that nobody registered.
@@ -37,6 +39,16 @@ def check_strategy_name(trainer: Mapping[str, Any] | None) -> None:
     if isinstance(name, str) and name not in known:
         near = advice(name, known) or f"; there are {', '.join(known)}"
         raise ConfigurationError(f"--trainer.strategy: there is no strategy {name!r}{near}")
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse a seed that Lightning would end with a traceback for.
+
+    Raises:
+        ConfigurationError: it is out of range.
+    """
+    if type(seed) is int and not 0 <= seed <= _LARGEST_SEED:
+        raise ConfigurationError(f"--seed_everything: a seed is a whole number from 0 to {_LARGEST_SEED}, got {seed}")
 
 
 def refused_by_trainer(error: Exception, trainer: Mapping[str, Any]) -> ConfigurationError:

@@ -23,6 +23,7 @@ import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short n
 from lightning_asyncpp.data import DataError
 from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
 from lightning_asyncpp.lightning_cli.before_start import (
+    check_seed,
     check_start,
     check_strategy_name,
     processes_of,
@@ -76,7 +77,7 @@ class AsyncppCLI(LightningCLI):
         try:
             with collecting():
                 super().parse_arguments(parser, args)
-            check_strategy_name(_section_of(self.config).get("trainer"))
+            _check(self.config)
         except ConfigurationError:
             raise
         except Mistaken as mistaken:
@@ -200,16 +201,31 @@ def _section_of(configuration: jsonargparse.Namespace) -> jsonargparse.Namespace
     return section
 
 
+def _check(configuration: jsonargparse.Namespace) -> None:
+    """Refuse values that are of the right type, and none that can be.
+
+    Raises:
+        ConfigurationError: there are some.
+    """
+    section, problems = _section_of(configuration), []
+    for check, value in ((check_strategy_name, section.get("trainer")), (check_seed, section.get("seed_everything"))):
+        try:
+            check(value)
+        except ConfigurationError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigurationError.from_problems(problems)
+
+
 def _read_without(parser: RecipeParser, args: Any, mistakes: Sequence[Mistake]) -> None:
     """Read all but what is known to be wrong, for what else is; nothing is kept of it."""
     given = sys.argv[1:] if args is None else args
     if not isinstance(given, list) or _shows_docstrings(given):
         return
-    configuration = parser.parse_args(arguments_without(given, mistakes))
     try:
-        check_strategy_name(_section_of(configuration).get("trainer"))
+        _check(parser.parse_args(arguments_without(given, mistakes)))
     except ConfigurationError as error:
-        raise Mistaken([Mistake(str(error), "trainer.strategy")], "") from None
+        raise Mistaken([Mistake(problem, "(values)") for problem in error.problems], "") from None
 
 
 def _model_of(configuration: jsonargparse.Namespace, subcommand: str) -> dict[str, Any]:

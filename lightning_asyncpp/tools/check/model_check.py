@@ -190,7 +190,7 @@ def _compare_calls(trial: Trial) -> str:
                 refuse_input_gradients(args, kwargs, hooks.model_name)
             where = f"micro-batch {k} of batch {index}"
             said, count = compare_calls(network, args, kwargs, trial.seed, hooks.model_name, where), count + 1
-    return f"{said}, with all {count} micro-batches of {len(batches)} batches"
+    return f"{said}, with {count} micro-batches of {len(batches)} batch{'' if len(batches) == 1 else 'es'}"
 
 
 def _distinct(trial: Trial) -> list[Any]:
