@@ -103,7 +103,7 @@ def test_errors_of_other_code_are_left_alone(error: Exception, monkeypatch: pyte
         (lambda: MuonAdamW([], lr=-1.0), True),
         (lambda: GPTConfig(vocab_size=-1, context_length=8), True),
         (lambda: optional_package("nowhere_to_be_found", "this"), True),
-        (lambda: GPTConfig(), False),  # Python raised it, for arguments that are missing
+        (lambda: MuonAdamW(), False),  # Python raised it, for arguments that are missing
         (lambda: int("x"), False),
     ],
 )

@@ -119,3 +119,21 @@ def test_reading_again_ends() -> None:
     assert len(further([first], read)) == 19
     assert further([first], read_the_same) == []
     assert further([Mistake("nobody knows where")], read) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "mine.yaml is empty: a recipe has sections, such as `trainer:`"),
+        ("- a", "mine.yaml holds ['a']: a recipe has sections"),
+        ("hello", "mine.yaml holds 'hello': a recipe has sections"),
+        ("trainer: {max_steps: [}", "mine.yaml is no YAML that can be read: "),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(
+    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        read_configuration(["fit", str(RECIPE), str(tmp_path / "mine.yaml")])
+    assert f"asyncpp: error: {said}" in capsys.readouterr().err

@@ -207,7 +207,8 @@ def _check(configuration: jsonargparse.Namespace) -> None:
     Raises:
         ConfigurationError: there are some.
     """
-    section, problems = _section_of(configuration), []
+    problems: list[str] = []
+    section = _section_of(configuration)
     for check, value in ((check_strategy_name, section.get("trainer")), (check_seed, section.get("seed_everything"))):
         try:
             check(value)

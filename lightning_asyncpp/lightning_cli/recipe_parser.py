@@ -59,22 +59,43 @@ class RecipeParser(LightningArgumentParser):
         error = ConfigurationError.from_problems([mistake.said for mistake in mistaken.mistakes])
         self.exit(2, f"asyncpp: error: {error}\n{mistaken.advice}\n")
 
-    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
-        """Read a recipe."""
+    def parse_string(self, content: str, path: str | os.PathLike = "", *args: Any, **kwargs: Any) -> Namespace:
+        """Read a recipe; arguments are jsonargparse's."""
         known = self.get_defaults()
-        content = _without_mistakes(content)
-        if wrong := list(_no_sections(content, known)):
+        read = self._read(content, str(path))
+        if is_collecting() and (left := recipe_without_mistakes(read)) != read:
+            read, content = left, str(yaml.safe_dump(left))
+        if wrong := list(_no_sections(read, known)):
             self._refuse(wrong)
-        configuration: Namespace = super().parse_string(content, *args, **kwargs)
+        configuration: Namespace = super().parse_string(content, path, *args, **kwargs)
         if "subcommand" not in known:  # the parser of all subcommands leaves their sections to theirs
             names = [str(key) for key in known.keys(branches=True)]
-            if unknown := list(_unknown(get_loader("yaml")(content), known)):
+            if unknown := list(_unknown(read, known)):
                 said = (f"there is no option {name!r}{advice(name, names)}" for name in unknown)
                 self._refuse([Mistake(text, name) for text, name in zip(said, unknown)])
             strategy = configuration.get("trainer.strategy")
             if isinstance(strategy, str) and (found := class_of_strategy(strategy)):  # so that its options can follow
                 configuration["trainer.strategy"] = Namespace(class_path=found)
         return configuration
+
+    def _read(self, content: str, path: str) -> Mapping[Any, Any]:
+        """What the YAML holds.
+
+        Args:
+            content: the YAML.
+            path: of the file that it is from, if it is from one.
+        """
+        name = os.path.basename(path) or "a recipe"
+        try:
+            read = get_loader("yaml")(content)
+        except yaml.YAMLError as error:
+            where = str(error).replace(' in "<unicode string>",', " in it,")
+            self._refuse([Mistake(f"{name} is no YAML that can be read: {where}")])
+        if not isinstance(read, Mapping):
+            found = "is empty" if read is None else f"holds {read!r:.60}"
+            said = f"{name} {found}: a recipe has sections, such as `trainer:`, each with lines `key: value` below"
+            self._refuse([Mistake(f"{said}; `asyncpp recipes --copy quickstart` writes one to begin with")])
+        return read
 
 
 def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> Any:
@@ -90,25 +111,9 @@ def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> 
         return parser.instantiate_classes(parser.parse_object({key: dict(value)}))[key]
 
 
-def _without_mistakes(content: str) -> str:
-    """A recipe without the mistakes that are known."""
-    if not is_collecting():
-        return content
-    try:
-        read = get_loader("yaml")(content)
-    except yaml.YAMLError:
-        return content
-    left = recipe_without_mistakes(read)
-    return content if left == read else str(yaml.safe_dump(left))
-
-
-def _no_sections(content: str, known: Namespace) -> Iterator[Mistake]:
+def _no_sections(read: Mapping[Any, Any], known: Namespace) -> Iterator[Mistake]:
     """Sections that have a value instead of keys; a text may name a file with them."""
-    try:
-        read = get_loader("yaml")(content)
-    except yaml.YAMLError:  # jsonargparse says what is wrong
-        return
-    for name, value in read.items() if isinstance(read, Mapping) else ():
+    for name, value in read.items():
         is_section = str(name) in known and isinstance(known[str(name)], Namespace)
         if is_section and not (value is None or isinstance(value, Mapping | str)):
             said = f"{name}: is a section, with a line `key: value` for each of its keys below; got {value!r}"
