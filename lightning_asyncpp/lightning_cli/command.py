@@ -23,9 +23,8 @@ import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short n
 from lightning_asyncpp.data import DataError
 from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
 from lightning_asyncpp.lightning_cli.before_start import (
-    check_seed,
     check_start,
-    check_strategy_name,
+    check_values,
     processes_of,
     refused_by_trainer,
 )
@@ -77,7 +76,7 @@ class AsyncppCLI(LightningCLI):
         try:
             with collecting():
                 super().parse_arguments(parser, args)
-            _check(self.config)
+            check_values(self.config)
         except ConfigurationError:
             raise
         except Mistaken as mistaken:
@@ -195,36 +194,13 @@ class AsyncppCLI(LightningCLI):
         _print(f"Done. Checkpoint: {checkpoint}; {look}.")
 
 
-def _section_of(configuration: jsonargparse.Namespace) -> jsonargparse.Namespace:
-    """That of the subcommand, if there is one."""
-    section: jsonargparse.Namespace = configuration.get(configuration.get("subcommand") or "") or configuration
-    return section
-
-
-def _check(configuration: jsonargparse.Namespace) -> None:
-    """Refuse values that are of the right type, and none that can be.
-
-    Raises:
-        ConfigurationError: there are some.
-    """
-    problems: list[str] = []
-    section = _section_of(configuration)
-    for check, value in ((check_strategy_name, section.get("trainer")), (check_seed, section.get("seed_everything"))):
-        try:
-            check(value)
-        except ConfigurationError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigurationError.from_problems(problems)
-
-
 def _read_without(parser: RecipeParser, args: Any, mistakes: Sequence[Mistake]) -> None:
     """Read all but what is known to be wrong, for what else is; nothing is kept of it."""
     given = sys.argv[1:] if args is None else args
     if not isinstance(given, list) or _shows_docstrings(given):
         return
     try:
-        _check(parser.parse_args(arguments_without(given, mistakes)))
+        check_values(parser.parse_args(arguments_without(given, mistakes)))
     except ConfigurationError as error:
         raise Mistaken([Mistake(problem, "(values)") for problem in error.problems], "") from None
 
