@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
-import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
-
-from lightning_utilities.core.rank_zero import rank_zero_only
+from typing import TYPE_CHECKING, Any
 
 from lightning_asyncpp.lightning_cli.arguments import (
     READ_RECIPES,
@@ -18,10 +15,11 @@ from lightning_asyncpp.lightning_cli.arguments import (
     refuse_without_recipe,
     written_out,
 )
+from lightning_asyncpp.lightning_cli.ending import end_with, refuse
 from lightning_asyncpp.lightning_cli.nearest import advice
 from lightning_asyncpp.lightning_cli.overview import FULL_HELP, GROUPS, SUBCOMMANDS, help_of, overview
 from lightning_asyncpp.lightning_cli.startup import say
-from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.version import __version__
 
@@ -68,13 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: something is wrong with them, or went wrong on another rank; what, stands on the standard error
             output.
+        Exception: what code of others raised.
     """
     try:
         run(arguments)
-    except ConfigurationError as error:
-        _refuse(error)
-    except PeerLostError as error:
-        _give_up(error)
+    except Exception as error:
+        end_with(error)
+        raise
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -148,7 +146,7 @@ def _answer_recipes(given: Sequence[str]) -> None:
     try:
         importlib.import_module(TOOLS["recipes"]).main(given[1:])
     except ConfigurationError as error:
-        _refuse(error)
+        refuse(error)
     sys.exit()
 
 
@@ -166,24 +164,5 @@ def announce(given: Sequence[str]) -> None:
             refuse_without_recipe(given)
             written_out(given)
         except ConfigurationError as error:
-            _refuse(error)
+            refuse(error)
         say(f"{' '.join([given[0], *recipes_named(given)])}: importing torch and Lightning ...")
-
-
-def _refuse(error: ConfigurationError) -> NoReturn:
-    """End with what is wrong; where it was found, among Lightning's frames and on every rank, would hide it."""
-    rank = getattr(rank_zero_only, "rank", None) or 0
-    text = str(error)
-    if rank:  # they all raise the same
-        text = f"[rank {rank}] {textwrap.shorten(text, 100, placeholder=' ...')}"
-    sys.stderr.write(f"asyncpp: error: {text}\n")  # at once: other ranks write as well
-    sys.exit(2)
-
-
-def _give_up(error: PeerLostError) -> NoReturn:
-    """End with what went wrong on another rank; how this one learnt of it would hide that."""
-    text = str(error)
-    if rank := getattr(rank_zero_only, "rank", None) or 0:
-        text = f"[rank {rank}] {text.partition(chr(10))[0]}"
-    sys.stderr.write(f"asyncpp: error: {text}\n")
-    sys.exit(1)

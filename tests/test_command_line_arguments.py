@@ -278,8 +278,16 @@ def test_an_unknown_key_of_a_recipe_is_answered_with_the_nearest(
         (["plan", RECIPE, "--devices-per-nod=2"], "did you mean --devices-per-node?"),
         (["prepare", "x", "--output", "y", "--tokenizer", "byte", "--vocab_siz=3"], "did you mean --vocab-size?"),
         (["prepare", "x", "--tokenizer", "byte"], "asyncpp prepare: error: missing: --output\n"),
-        (["trace", "x", "--from-mini-batch", "-1"], "--from-mini-batch -1: Not of type NonNegativeInt: does not"),
-        (["bench", "draw", "--svg", "x.svg", "--stages", "two"], "error: --stages: Not of type PositiveInt: "),
+        (["trace", "x", "--from-mini-batch", "-1"], "--from-mini-batch -1: must be a whole number, 0 or more\n"),
+        (
+            ["bench", "draw", "--svg", "x.svg", "--stages", "two"],
+            "error: --stages: must be a whole number, 1 or more\n",
+        ),
+        (
+            ["bench", "draw", "--svg", "x.svg", "--stages", "-2"],
+            "--stages: must be a whole number, 1 or more, got -2\n",
+        ),
+        (["bench", "schedule", "--stges", "-2"], "there is no option --stges; did you mean --stages?\n(`asyncpp"),
         (["bench", "schedul"], "there is no benchmark 'schedul'; did you mean schedule?"),
         (["checkpoint", "inf"], "there is no command 'inf'; did you mean info?"),
     ],

@@ -243,8 +243,15 @@ def test_values_that_no_longer_exist_are_said_to_be_the_checkpoints(capsys: pyte
     assert "above are those of the checkpoint x.ckpt" in refusal(capsys, *asked("fit"))
 
 
-def test_a_lightning_that_reads_checkpoints_elsewhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lightning_that_reads_checkpoints_elsewhere_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delattr(LightningCLI, "_parse_ckpt_path")
+    with pytest.raises(SystemExit) as end:
+        main(asked("fit"))
+    assert end.value.code == 1
+    assert "_parse_ckpt_path" in capsys.readouterr().err
+    monkeypatch.setenv("ASYNCPP_TRACEBACK", "1")
     with pytest.raises(PrivateNameError, match="_parse_ckpt_path"):
         main(asked("fit"))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning as L
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
@@ -22,21 +23,36 @@ from lightning_asyncpp.trainer import GPTModule
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.refusals import trainer_problems
 
+_LARGEST_SEED = 2**32 - 1
 
-def check_strategy_name(trainer: Mapping[str, Any] | None) -> None:
-    """Refuse the name of a strategy that nobody registered.
+
+def check_values(configuration: Namespace) -> None:
+    """Refuse values that are of the right type, and none that can be.
 
     Args:
-        trainer: the section of a recipe.
+        configuration: what was read, of a subcommand or alone.
 
     Raises:
-        ConfigurationError: it is one; with the nearest.
+        ConfigurationError: there are some.
     """
-    name = (trainer or {}).get("strategy")
+    section = configuration.get(configuration.get("subcommand") or "") or configuration
+    strategy, seed = (section.get("trainer") or {}).get("strategy"), section.get("seed_everything")
+    if problems := [*_problems_of_strategy(strategy), *_problems_of_seed(seed)]:
+        raise ConfigurationError.from_problems(problems)
+
+
+def _problems_of_strategy(name: Any) -> Iterator[str]:
+    """Whether it is a name that nobody registered; with the nearest."""
     known = ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(name, str) and name not in known:
         near = advice(name, known) or f"; there are {', '.join(known)}"
-        raise ConfigurationError(f"--trainer.strategy: there is no strategy {name!r}{near}")
+        yield f"--trainer.strategy: there is no strategy {name!r}{near}"
+
+
+def _problems_of_seed(seed: Any) -> Iterator[str]:
+    """Whether Lightning would end with a traceback."""
+    if type(seed) is int and not 0 <= seed <= _LARGEST_SEED:
+        yield f"--seed_everything: a seed is a whole number from 0 to {_LARGEST_SEED}, got {seed}"
 
 
 def refused_by_trainer(error: Exception, trainer: Mapping[str, Any]) -> ConfigurationError:

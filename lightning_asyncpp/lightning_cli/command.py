@@ -7,6 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jsonargparse
@@ -23,10 +24,12 @@ from lightning_asyncpp.data import DataError
 from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
 from lightning_asyncpp.lightning_cli.before_start import (
     check_start,
-    check_strategy_name,
+    check_values,
     processes_of,
     refused_by_trainer,
 )
+from lightning_asyncpp.lightning_cli.ending import is_refusal
+from lightning_asyncpp.lightning_cli.mistakes import Mistake, Mistaken, arguments_without, collecting, further
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
 from lightning_asyncpp.lightning_cli.resumed_model import (
     another_model,
@@ -65,16 +68,21 @@ class AsyncppCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the arguments, recipes and overrides.
 
-        A file that is no text, or has something where jsonargparse expects nothing of the kind, ends as any other
-        mistake in them does: with a message.
+        Mistakes in them are told all at once. A file that is no text, or has something where jsonargparse expects
+        nothing of the kind, ends as any other mistake does: with a message.
         """
         required(LightningCLI, "_parse_ckpt_path", "compare the model of a checkpoint with the recipe's")
         self._args = args
         try:
-            super().parse_arguments(parser, args)
-            check_strategy_name((self.config.get(self.config.get("subcommand") or "") or self.config).get("trainer"))
+            with collecting():
+                super().parse_arguments(parser, args)
+            check_values(self.config)
         except ConfigurationError:
             raise
+        except Mistaken as mistaken:
+            assert isinstance(parser, RecipeParser)
+            mistaken.mistakes += further(mistaken.mistakes, partial(_read_without, parser, args))
+            parser.say(mistaken)
         except UnicodeDecodeError as error:
             parser.error(f"a file is no text in UTF-8: {error}")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -131,6 +139,18 @@ class AsyncppCLI(LightningCLI):
             raise
         return merged
 
+    def before_instantiate_classes(self) -> None:
+        """Keep what classes raise: where a key takes several types, jsonargparse tells of another one that it tried."""
+        self._raised: list[Exception] = []
+        self.parser.add_instantiator(self._instantiated, object)
+
+    def _instantiated(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return class_type(*args, **kwargs)
+        except Exception as error:
+            self._raised.append(error)
+            raise
+
     def instantiate_classes(self) -> None:
         """Make what the recipe asks for.
 
@@ -141,8 +161,8 @@ class AsyncppCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (TypeError, ValueError) as error:
-            cause = _first_cause(error)
-            raise (ConfigurationError(str(cause)) if _is_raised_by(cause, "lightning_asyncpp.") else cause) from None
+            cause = self._raised[-1] if self._raised else _first_cause(error)
+            raise (ConfigurationError(str(cause)) if is_refusal(cause) else cause) from None
         if self.subcommand is not None:
             check_start(self.trainer, self.model, self.datamodule)
             say(f"{self.subcommand}: starting {processes_of(self.trainer)}")
@@ -172,6 +192,17 @@ class AsyncppCLI(LightningCLI):
         logs = next((x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)), None)
         look = f"`tensorboard --logdir {logs.root_dir}` shows the curves" if logs is not None else "no TensorBoard logs"
         _print(f"Done. Checkpoint: {checkpoint}; {look}.")
+
+
+def _read_without(parser: RecipeParser, args: Any, mistakes: Sequence[Mistake]) -> None:
+    """Read all but what is known to be wrong, for what else is; nothing is kept of it."""
+    given = sys.argv[1:] if args is None else args
+    if not isinstance(given, list) or _shows_docstrings(given):
+        return
+    try:
+        check_values(parser.parse_args(arguments_without(given, mistakes)))
+    except ConfigurationError as error:
+        raise Mistaken([Mistake(problem, "(values)") for problem in error.problems], "") from None
 
 
 def _model_of(configuration: jsonargparse.Namespace, subcommand: str) -> dict[str, Any]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_asyncpp.lightning_cli.arguments import STRATEGIES
+from lightning_asyncpp.lightning_cli.mistakes import Mistake
 from lightning_asyncpp.lightning_cli.nearest import advice, nearest
 from lightning_asyncpp.lightning_cli.wrong_values import wrong_value
 
@@ -39,8 +40,9 @@ _SECTIONS = {
 """Where a name without a section may belong, with the class that most recipes have there."""
 
 
-def explained(message: str, known: Iterable[str], name: str = "asyncpp") -> str:
-    """The message in a line or two, where it is about a name that does not exist, a wrong value or a missing section.
+def explained(message: str, known: Iterable[str], name: str = "asyncpp") -> list[Mistake]:
+    """What a message says, each in a line or two, where it is about names that do not exist, a wrong value or a missing
+    section; else the message.
 
     Args:
         message: jsonargparse's.
@@ -53,19 +55,20 @@ def explained(message: str, known: Iterable[str], name: str = "asyncpp") -> str:
     class_path = given[place] if given else ""  # of several types that were tried for one key, the first is what it is
     if found := list(_ARGUMENTS.finditer(message)):
         if _class_of(message, found[-1]) == class_path:
-            return "\n".join(_unknown_arguments(found[-1].group(1), key, class_path, known, name))
+            return list(_unknown_arguments(found[-1].group(1), key, class_path, known, name))
     elif found := list(_OPTION.finditer(message)):
         if _class_of(message, found[0]) == class_path:
             group, option = _GROUP.findall(message), next(part for part in found[0].groups() if part)
             option = f"{group[-1]}.{option}" if group else option
             if class_path:
-                return _unknown_argument(option, key, class_path)
-            return f"there is no option {option!r}{_elsewhere(option) or advice(option, known)}"
+                return [_unknown_argument(option, key, class_path)]
+            near = _elsewhere(option) or advice(option, known)
+            return [Mistake(f"there is no option {option!r}{near}", option)]
     elif required := _REQUIRED.search(message):
-        return _missing(required.group(1).split(", "))
+        return [Mistake(_missing(required.group(1).split(", ")))]
     elif said := _unknown_class(message, key):
-        return said
-    return wrong_value(message) or message
+        return [said]
+    return [wrong_value(message) or Mistake(message)]
 
 
 def _missing(keys: Iterable[str]) -> str:
@@ -91,7 +94,7 @@ def _class_of(message: str, found: re.Match[str]) -> str:
     return "" if match is None else match.group(1) or match.group(2)
 
 
-def _unknown_arguments(text: str, key: str, class_path: str, known: Iterable[str], name: str) -> Iterator[str]:
+def _unknown_arguments(text: str, key: str, class_path: str, known: Iterable[str], name: str) -> Iterator[Mistake]:
     known = list(known)
     words = text.split()
     options = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
@@ -100,36 +103,50 @@ def _unknown_arguments(text: str, key: str, class_path: str, known: Iterable[str
             yield _unknown_argument(option, key, class_path)
         else:
             near = _elsewhere(option, "--") or advice(option, [*known, *_WRITTEN, *_of_sections(option)], "--")
-            yield f"there is no option --{option}{near}"
+            yield Mistake(f"there is no option --{option}{near}", option)
     if not options:
-        yield f"unrecognized arguments: {text}; a recipe stands right after the subcommand: `{name} {words[0]} ...`"
+        where = f"a recipe stands right after the subcommand: `{name} {words[0]} ...`"
+        yield Mistake(f"unrecognized arguments: {text}; {where}")
 
 
-def _unknown_argument(option: str, key: str, class_path: str) -> str:
+def _unknown_argument(option: str, key: str, class_path: str) -> Mistake:
     where = f"--{key}: " if key else ""
-    own = arguments_of(class_path)
-    near = advice(option, own) if nearest(option, own) else _elsewhere(f"{key}.{option}", "--") or advice(option, own)
-    return f"{where}{class_path} has no argument {option!r}{near}"
+    own, full = arguments_of(class_path), f"{key}.{option}"
+    near = advice(option, own) if nearest(option, own) else _elsewhere(full, "--") or advice(option, own)
+    return Mistake(f"{where}{class_path} has no argument {option!r}{near}", full.lstrip("."))
 
 
-def _unknown_class(message: str, key: str) -> str:
-    """What is wrong with the name of a class; empty if nothing."""
+def _unknown_class(message: str, key: str) -> Mistake | None:
+    """What is wrong with the name of a class; None if nothing."""
     if not (found := list(_NO_CLASS.finditer(message))):
-        return ""
+        return None
     name, attribute, module = found[-1].groups()
     paths = [match.group(1) or match.group(2) for match in _PATH.finditer(message)]
     if attribute and not any(path.endswith(f".{attribute}") for path in paths):
-        return ""  # of the user's own code, as it was imported
+        return None  # of the user's own code, as it was imported
     if module and not any(path.startswith(f"{module}.") for path in paths):
-        return ""
+        return None
     if module:
-        return f"--{key}: there is no module {module!r} to be imported; it is looked for in this folder, too"
+        said = f"--{key}: there is no module {module!r} to be imported; it is looked for in this folder, too"
+        return Mistake(said, key, paths[-1].rpartition(".")[2])
     name = name or attribute
     subtypes = message[: found[-1].start()].rpartition("Subtypes:")[2].partition("\n")[0]
     bases = [cls for path in _TYPE.findall(subtypes) if isinstance(cls := _found(path), type)]
     bases = [cls for cls in bases if not cls.__module__.startswith(("collections", "typing"))]
     if bases == [torch.Tensor]:
-        return ""  # of a number that may be a tensor; nobody names a class of tensors in a recipe
+        return None  # of a number that may be a tensor; nobody names a class of tensors in a recipe
+    return Mistake(f"--{key}: {_no_class(name, key, bases, paths)}", key, name.rpartition(".")[2])
+
+
+def _no_class(name: str, key: str, bases: Sequence[type], paths: Sequence[str]) -> str:
+    """What to say of a class that is not where it is looked for.
+
+    Args:
+        name: of it.
+        key: where it stands.
+        bases: what it would have to come from.
+        paths: that were given.
+    """
     classes = [cls for base in bases for cls in _subclasses(base) if not cls.__name__.startswith("_")]
     known = {cls.__name__ for cls in classes}
     if key == _STRATEGY:
@@ -138,8 +155,8 @@ def _unknown_class(message: str, key: str) -> str:
     if name in known:  # it is somewhere else
         where = " or ".join(sorted({_public_path(cls) for cls in classes if cls.__name__ == name}))
         given = next((path for path in paths if path.endswith(f".{name}")), name).removesuffix(f".{name}")
-        return f"--{key}: there is no {kinds} {name!r} in {given}; did you mean {where}?"
-    return f"--{key}: there is no {kinds or 'class'} {name!r}{advice(name, sorted(known))}"
+        return f"there is no {kinds} {name!r} in {given}; did you mean {where}?"
+    return f"there is no {kinds or 'class'} {name!r}{advice(name, sorted(known))}"
 
 
 def _public_path(cls: type) -> str:

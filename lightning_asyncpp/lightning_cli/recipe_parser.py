@@ -16,7 +16,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_asyncpp.lightning_cli.arguments import class_of_strategy
 from lightning_asyncpp.lightning_cli.explained import explained
+from lightning_asyncpp.lightning_cli.mistakes import Mistake, Mistaken, is_collecting, recipe_without_mistakes
 from lightning_asyncpp.lightning_cli.nearest import advice
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _DEBUG = "JSONARGPARSE_DEBUG"  # has jsonargparse raise what it found
 
@@ -36,26 +38,64 @@ class RecipeParser(LightningArgumentParser):
         """End with what is wrong; the usage, a screen of options, would hide it."""
         if not self.exit_on_error or _DEBUG in os.environ:
             super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
-        program = parser.prog.replace(" [options]", "")
+        parser: RecipeParser = getattr(ex, "subcommand_parser", None) or self
         known = [*parser.get_defaults(skip_validation=True).keys(branches=True), *self._own_options]
-        full = "" if self._own_options else "=full"
-        said = explained(message, map(str, known), program)
-        self.exit(2, f"asyncpp: error: {said}\n(`{program} --help{full}` lists the options)\n")
+        parser._refuse(explained(message, map(str, known), parser._program))
 
-    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
-        """Read a recipe."""
+    @property
+    def _program(self) -> str:
+        """As it is called."""
+        return str(self.prog).replace(" [options]", "")
+
+    def _refuse(self, mistakes: Sequence[Mistake]) -> NoReturn:
+        full = "" if self._own_options else "=full"
+        mistaken = Mistaken(mistakes, f"(`{self._program} --help{full}` lists the options)")
+        if is_collecting():
+            raise mistaken
+        self.say(mistaken)
+
+    def say(self, mistaken: Mistaken) -> NoReturn:
+        """End with what is wrong."""
+        error = ConfigurationError.from_problems([mistake.said for mistake in mistaken.mistakes])
+        self.exit(2, f"asyncpp: error: {error}\n{mistaken.advice}\n")
+
+    def parse_string(self, content: str, path: str | os.PathLike = "", *args: Any, **kwargs: Any) -> Namespace:
+        """Read a recipe; arguments are jsonargparse's."""
         known = self.get_defaults()
-        for name, value in _no_sections(content, known):
-            self.error(f"{name}: is a section, with a line `key: value` for each of its keys below; got {value!r}")
-        configuration: Namespace = super().parse_string(content, *args, **kwargs)
+        read = self._read(content, str(path))
+        if is_collecting() and (left := recipe_without_mistakes(read)) != read:
+            read, content = left, str(yaml.safe_dump(left))
+        if wrong := list(_no_sections(read, known)):
+            self._refuse(wrong)
+        configuration: Namespace = super().parse_string(content, path, *args, **kwargs)
         if "subcommand" not in known:  # the parser of all subcommands leaves their sections to theirs
-            for name in _unknown(get_loader("yaml")(content), known):
-                self.error(f"there is no option {name!r}{advice(name, map(str, known.keys(branches=True)))}")
+            names = [str(key) for key in known.keys(branches=True)]
+            if unknown := list(_unknown(read, known)):
+                said = (f"there is no option {name!r}{advice(name, names)}" for name in unknown)
+                self._refuse([Mistake(text, name) for text, name in zip(said, unknown)])
             strategy = configuration.get("trainer.strategy")
             if isinstance(strategy, str) and (found := class_of_strategy(strategy)):  # so that its options can follow
                 configuration["trainer.strategy"] = Namespace(class_path=found)
         return configuration
+
+    def _read(self, content: str, path: str) -> Mapping[Any, Any]:
+        """What the YAML holds.
+
+        Args:
+            content: the YAML.
+            path: of the file that it is from, if it is from one.
+        """
+        name = os.path.basename(path) or "a recipe"
+        try:
+            read = get_loader("yaml")(content)
+        except yaml.YAMLError as error:
+            where = str(error).replace(' in "<unicode string>",', " in it,")
+            self._refuse([Mistake(f"{name} is no YAML that can be read: {where}")])
+        if not isinstance(read, Mapping):
+            found = "is empty" if read is None else f"holds {read!r:.60}"
+            said = f"{name} {found}: a recipe has sections, such as `trainer:`, each with lines `key: value` below"
+            self._refuse([Mistake(f"{said}; `asyncpp recipes --copy quickstart` writes one to begin with")])
+        return read
 
 
 def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> Any:
@@ -71,16 +111,13 @@ def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> 
         return parser.instantiate_classes(parser.parse_object({key: dict(value)}))[key]
 
 
-def _no_sections(content: str, known: Namespace) -> Iterator[tuple[str, Any]]:
+def _no_sections(read: Mapping[Any, Any], known: Namespace) -> Iterator[Mistake]:
     """Sections that have a value instead of keys; a text may name a file with them."""
-    try:
-        read = get_loader("yaml")(content)
-    except yaml.YAMLError:  # jsonargparse says what is wrong
-        return
-    for name, value in read.items() if isinstance(read, Mapping) else ():
+    for name, value in read.items():
         is_section = str(name) in known and isinstance(known[str(name)], Namespace)
         if is_section and not (value is None or isinstance(value, Mapping | str)):
-            yield str(name), value
+            said = f"{name}: is a section, with a line `key: value` for each of its keys below; got {value!r}"
+            yield Mistake(said, str(name))
 
 
 def _unknown(content: Any, known: Any) -> Iterator[str]:

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_asyncpp.lightning_cli.mistakes import Mistake
+
 _KEY = re.compile(r'Parser key "([\w.+]+)"')
 _EXPECTED = re.compile(r"(?:Expected an? |Not a valid subclass of )(.+?)(?:\. Got value: (.*))?$")
 _NO_TYPE = ("path but ", "dot import path")
@@ -30,26 +32,27 @@ class _Complaint:
     is_of_class: bool = False  # something is wrong with the class itself, as with what its module imports
 
 
-def wrong_value(message: str) -> str:
-    """Which key has a value of a wrong type, and what it takes; empty if the message is about nothing of the kind.
+def wrong_value(message: str) -> Mistake | None:
+    """Which key has a value of a wrong type, and what it takes; None if the message is about nothing of the kind.
 
     Args:
         message: jsonargparse's.
     """
     found = [complaint for complaint in _complaints(message) if complaint.keys]
     if not found:
-        return ""
+        return None
     innermost = max(len(complaint.keys) for complaint in found)
     first, *others = [complaint for complaint in found if len(complaint.keys) == innermost]
     same = [first, *(other for other in others if other.keys == first.keys)]
     of_all = next((complaint.types for complaint in same if len(complaint.types) > 1), first.types)
     types = dict.fromkeys(name for text in of_all for name in _names(text))
     if not types or list(types) == ["null"] or any(complaint.is_of_class for complaint in same):
-        return ""
+        return None
     # Of a list that is wrong in an entry, the whole of it is told last.
     value = next((complaint.value for complaint in reversed(same) if complaint.value is not None), None)
     got = "" if value is None else f", got {_quoted(value)}"
-    return f"--{'.'.join(first.keys)}: expected {_listed(list(types))}{got}"
+    key = ".".join(first.keys)
+    return Mistake(f"--{key}: expected {_listed(list(types))}{got}", key)
 
 
 def _complaints(message: str) -> Iterator[_Complaint]:

@@ -16,6 +16,14 @@ _REQUIRED = "the following arguments are required: "
 _WRONG_VALUE = re.compile(r'Parser key "(\w+)":')
 _REASON = re.compile(r"^\s*(?:- )?((?:Not of type|Expected) .*)$", re.MULTILINE)
 _UNRECOGNIZED = "unrecognized arguments: "
+_RESTRICTED = {  # types of jsonargparse -> what they take
+    "PositiveInt": "a whole number, 1 or more",
+    "NonNegativeInt": "a whole number, 0 or more",
+    "PositiveFloat": "a number above 0",
+    "NonNegativeFloat": "a number, 0 or more",
+}
+_RESTRICTION = re.compile(r"Not of type (\w+): (?:(\S+) does not conform)?")
+_NUMBER = re.compile(r"-[\d.]")
 
 
 class _Options:
@@ -46,7 +54,7 @@ class _Options:
         if not message.startswith(_UNRECOGNIZED):
             return message
         words = message.removeprefix(_UNRECOGNIZED).split()
-        unknown = [word.partition("=")[0] for word in words if word.startswith("-")]
+        unknown = [word.partition("=")[0] for word in words if word.startswith("-") and not _NUMBER.match(word)]
         return "\n".join(f"there is no option {name}{advice(name, self.names)}" for name in unknown) or message
 
     def _wrong_value(self, name: str, message: str) -> str:
@@ -54,6 +62,8 @@ class _Options:
         reasons = [line for line in _REASON.findall(message) if "NoneType" not in line]
         value = message.partition("Given value: ")[2]
         given = f"{self._as_given(name)} {value}".strip()
+        if (found := _RESTRICTION.search(message)) and (takes := _RESTRICTED.get(found[1])):
+            return f"{given}: must be {takes}{f', got {found[2]}' if found[2] and not value else ''}"
         return f"{given}: {'; '.join(reasons)}" if reasons else message
 
     def _as_given(self, name: str) -> str:

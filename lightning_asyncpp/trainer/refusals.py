@@ -67,6 +67,13 @@ def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> lis
             "sync_batchnorm=True: BatchNorm would synchronise over all ranks, most of which hold other layers; leave it"
             " out, statistics are then those of each micro-batch, or normalise without them (GroupNorm)"
         )
+    if trainer.accumulate_grad_batches < 1:
+        problems.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be at least 1")
+    if (trainer.gradient_clip_val or 0.0) < 0.0:
+        problems.append(
+            f"gradient_clip_val={trainer.gradient_clip_val} is below 0: it would turn every gradient around; 0 or None"
+            " clips nothing"
+        )
     if weight_dtype is not None and any(isinstance(c, WeightAveraging) for c in trainer.callbacks):  # type: ignore[attr-defined]
         problems.append(
             f"weight_dtype={weight_dtype!r} with a callback that averages weights: it would read and swap the masters,"

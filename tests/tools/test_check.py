@@ -271,7 +271,7 @@ def test_the_report() -> None:
     assert report.stages == [["0", "1"], ["2"]]
     assert report.crossings == [(TensorInfo((4, DIM), torch.float32, True),)]
     assert "stage 0: 0, 1\n  | (4, 6) float32: 96 bytes forward per micro-batch\nstage 1: 2\nlayers: applied" in text
-    assert ", with the first micro-batch\n2 updates, loss" in text
+    assert ", with 2 micro-batches of 1 batch\n2 updates, loss" in text
     assert "all weights and buffers equal those of a single process to the last bit" in text
     (crossing,) = check_model(model, batches(9), step, stages=3, updates=1).crossings[:1]
     assert crossing == (TensorInfo((3, DIM), torch.float32, True), TensorInfo((3, DIM), torch.bool, False))

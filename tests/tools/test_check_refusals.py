@@ -238,3 +238,16 @@ def test_an_argument_that_cannot_be_copied_is_named() -> None:
 
     with pytest.raises(ConfigurationError, match=r"an argument of the model\(...\), lock, is a lock that cannot be"):
         check_model(KeywordModel(), batches(), locked)
+
+
+def test_a_branch_that_only_a_later_micro_batch_takes() -> None:
+    def forward(model: Any, x: Tensor) -> Any:
+        return model.second(model.first(x if x.sum() < 100 else x.clamp(max=1)))
+
+    given = batches(8, 8)
+    given[1]["x"][-1] = 100.0
+    assert check_model(Forward(forward), given[:1], step, micro_batches=4).bitwise
+    with pytest.raises(
+        ConfigurationError, match="are not the same with micro-batch 3 of batch 1: their outputs differ"
+    ):
+        check_model(Forward(forward), given, step, micro_batches=4)

@@ -251,7 +251,9 @@ def test_possible_weights_of_whole_samples_are_not_shifted() -> None:
 
 def test_it_says_how_layers_were_compared() -> None:
     report = check_model(language_model(), [TOKENS], tokens_step)
-    assert "layers: applied in order they give what the model(...) gives, with the first micro-batch" in str(report)
+    assert "layers: applied in order they give what the model(...) gives, with 2 micro-batches of 1 batch" in str(
+        report
+    )
 
 
 def test_batch_norm_is_a_note() -> None:

@@ -19,6 +19,7 @@ from lightning_asyncpp.pipeline.failures.heartbeat import End, meet
 from lightning_asyncpp.pipeline.failures.last_word import last_word, say
 from lightning_asyncpp.pipeline.failures.progress_watch import DEFAULT_SECONDS, ProgressWatch
 from lightning_asyncpp.pipeline.failures.standstill import Standstill, stack_of, told
+from lightning_asyncpp.pipeline.ranks.alike import is_alike
 from lightning_asyncpp.pipeline.ranks.mesh import GRACE_SECONDS, Mesh
 
 TOLD_SECONDS = 2.0
@@ -154,7 +155,7 @@ class Guard:
         """The script has the error: it may catch it, or end with it."""
         if cause is not None:
             mark(error, cause)
-            last_word().hear(cause)
+            last_word().hear(cause, is_alike(error))
 
     def _report(self, error: BaseException) -> None:
         assert self._mesh is not None

@@ -9,6 +9,7 @@ import time
 
 from lightning_asyncpp.pipeline.failures.at_exit import AtExit, uncaught
 from lightning_asyncpp.pipeline.failures.cause import Cause, cause_of
+from lightning_asyncpp.pipeline.ranks.alike import is_alike
 
 _STDERR = 2
 
@@ -51,9 +52,9 @@ class LastWord:
         self._failure = cause
         self._unheard.append(cause)
 
-    def hear(self, cause: Cause) -> None:
-        """The run failed, and the script of this rank knows it."""
-        self._failure = cause
+    def hear(self, cause: Cause, is_alike: bool = False) -> None:
+        """The run failed, and the script of this rank knows it; what all raise alike, rank 0 says by itself."""
+        self._failure = None if is_alike else cause
         self._unheard = [other for other in self._unheard if other != cause]
 
     def kill(self) -> None:
@@ -92,6 +93,8 @@ class LastWord:
         return killed or any((child.returncode or 0) > 0 for child in self.children)
 
     def _line(self, error: BaseException | None, others_failed: bool) -> str:
+        if is_alike(error):
+            return ""  # rank 0 has shown it
         if error is None or isinstance(error, SystemExit):
             # Python hides sys.exit() from what runs at the end; but the children run the same script.
             failed = self._failure if error is not None or others_failed else None

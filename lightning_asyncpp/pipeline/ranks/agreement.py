@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_asyncpp.pipeline.batches.structure import as_text, from_text
 from lightning_asyncpp.pipeline.errors import ConfigurationError, ConsequenceError, different_calls, lost_peers
 from lightning_asyncpp.pipeline.host_copies import as_bytes
+from lightning_asyncpp.pipeline.ranks.alike import raised_alike
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 
 T = TypeVar("T")
@@ -137,7 +138,7 @@ def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
     for text in exchange(mesh, "\0".join(problems)):
         found.update(dict.fromkeys(part for part in text.split("\0") if part))
     if found:
-        raise ConfigurationError.from_problems(list(found))
+        raise raised_alike(ConfigurationError.from_problems(list(found)), mesh.rank)
 
 
 def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
@@ -152,10 +153,12 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
     texts = exchange(mesh, text, group)
     configuration = list(dict.fromkeys(t[1:] for t in texts if t.startswith("C")))
     others = [(rank, t[1:]) for rank, t in enumerate(texts) if t.startswith("E")]
+    if error is not None and all(other == text for other in texts):
+        raise raised_alike(error, mesh.rank)
     if error is not None and (not config or configuration == [str(error)]):
         raise error  # the whole story, with the place in the user's code
     if configuration:
-        raise ConfigurationError.from_problems(configuration) from error
+        raise raised_alike(ConfigurationError.from_problems(configuration), mesh.rank) from error
     if others:
         quoted = "; ".join(f"rank {rank} (stage {mesh.stage_of(rank)}): {text}" for rank, text in others)
         raise OtherStageFailedError(quoted)

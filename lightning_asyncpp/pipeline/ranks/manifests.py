@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.manifest import Section, in_words, text_of
 from lightning_asyncpp.pipeline.ranks.agreement import exchange
+from lightning_asyncpp.pipeline.ranks.alike import raised_alike
 from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 
 SAME = "all ranks of a run must be started with the same script, recipe, arguments and versions"
@@ -38,7 +39,7 @@ def agree_on_sections(
     if found:
         for name, section in (known or {}).items():
             found += differences_between_ranks(mesh, name, section, group)
-        raise ConfigurationError.from_problems(found, SAME)
+        raise raised_alike(ConfigurationError.from_problems(found, SAME), mesh.rank)
 
 
 def differences_between_ranks(

@@ -25,7 +25,7 @@ from lightning_asyncpp.pipeline.recording.clocks import clock_of
 from lightning_asyncpp.pipeline.recording.trace import Beside, Trace, Wait
 from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.pipeline.step.around_call import AroundCall
-from lightning_asyncpp.pipeline.step.kept_tensors import KeptTensors
+from lightning_asyncpp.pipeline.step.kept_tensors import KeptTensors, run_backward
 from lightning_asyncpp.pipeline.step.model_call import ModelCall
 from lightning_asyncpp.pipeline.wire.header import Header, describe
 from lightning_asyncpp.pipeline.wire.received import InputGradient, begin
@@ -184,7 +184,7 @@ class StageRunner(ABC):
         gradients += [torch.full_like(loss, flight.weight) for loss in flight.said.losses]
         if outputs := (*flight.outputs, *flight.said.losses):
             with self.span(Kind.BACKWARD, flight.k, flight.version):
-                torch.autograd.backward(outputs, gradients)
+                run_backward(outputs, gradients, self.stage.root)
 
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
         """Where the backward starts: from what the stage after sends back."""

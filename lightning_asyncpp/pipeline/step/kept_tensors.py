@@ -8,16 +8,19 @@ it, so that it is warned of.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherTensor
+from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
 
 _MOST_NAMED = 4
+_TWICE = "backward through the graph a second time"  # torch's words
 _NOTHING = nullcontext()
 
 
@@ -50,10 +53,31 @@ class KeptTensors:
             warnings.warn(_text(new), stacklevel=2)
 
 
-def _kept(root: nn.Module) -> dict[str, None]:
-    """Names of the attributes, in the root, that hold a tensor which was computed from one with a gradient."""
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], root: nn.Module) -> None:
+    """Run a micro-batch's backward.
+
+    Args:
+        outputs: where it starts.
+        gradients: of these.
+        root: the module around the model, with this stage's layers.
+
+    Raises:
+        ConfigurationError: it came to what an earlier micro-batch left in an attribute.
+    """
+    try:
+        torch.autograd.backward(outputs, gradients)
+    except RuntimeError as error:
+        kept = _kept(root) if _TWICE in str(error) else {}
+        filled = [name for name, value in kept.items() if not isinstance(value, Tensor)]
+        if not kept:
+            raise
+        raise ConfigurationError(_text_of_left_over(filled or list(kept))) from error
+
+
+def _kept(root: nn.Module) -> dict[str, Any]:
+    """The attributes, in the root, that hold a tensor which was computed from one with a gradient, by their names."""
     return {
-        f"{path}.{key}" if path else key: None
+        f"{path}.{key}" if path else key: value
         for path, module in root.named_modules()
         for key, value in vars(module).items()
         if any(map(_has_gradient, _parts(value)))
@@ -98,6 +122,16 @@ def _text_of_hooks(names: list[str]) -> str:
         f"{_shortened(names)}: changed by a layer's forward, and there is a full backward hook. If the hook reads it,"
         " micro-batches are mixed: between a micro-batch's forward and its backward other forwards run. Keep a queue:"
         " append to a collections.deque in forwards with module.training, and popleft() in the backward hook"
+    )
+
+
+def _text_of_left_over(names: list[str]) -> str:
+    return (
+        f"{_shortened(names)}: the loss depends on what an earlier micro-batch left there, whose backward is done. A"
+        " pipeline runs the layers, not the model's forward(), so that nothing is cleared there that forward() clears;"
+        " and it holds what the layers of this stage left, no others. If it is a loss, call"
+        " lightning_asyncpp.auxiliary.add_auxiliary_loss(...) in the layer; if not, keep .detach() of it, and clear it"
+        " in training_step before the model is called"
     )
 
 

@@ -36,7 +36,9 @@ _OF_ADAPTED = (
 )
 
 
-def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed: int, name: str) -> str:
+def compare_calls(
+    network: nn.Module, args: tuple, kwargs: dict[str, Any], seed: int, name: str, micro_batch: str = "a micro-batch"
+) -> str:
     """Call a model, and apply its layers in order, on copies; outputs and gradients are compared.
 
     Layers of several parts may draw their random numbers in another order than the model's own forward, or more of
@@ -48,9 +50,10 @@ def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed:
         kwargs: of the call.
         seed: both run under generators seeded with it.
         name: how the user calls the model.
+        micro_batch: which one it is called with, for messages.
 
     Returns:
-        What was found, as text.
+        What was found, as text, of whatever was compared.
 
     Raises:
         ConfigurationError: a layer cannot take what the one before returned, or the outputs differ.
@@ -68,11 +71,12 @@ def compare_calls(network: nn.Module, args: tuple, kwargs: dict[str, Any], seed:
     difference = difference_of(whole, in_order) or _difference_of_gradients(twin[0], whole, call[0], in_order)
     if difference:
         raise ConfigurationError(
-            f"{name}(...) and its layers, applied one after the other, are not the same: {difference}."
+            f"{name}(...) and its layers, applied one after the other, are not the same with {micro_batch}:"
+            f" {difference}."
             f" {_OF_ADAPTED if is_adapted(network) else _OF_FORWARD.format(type(network).__name__)}"
         )
     mode = " (in eval mode)" if without_dropout else ""
-    return f"applied in order they give what {name}(...) gives{mode}, with the first micro-batch"
+    return f"applied in order they give what {name}(...) gives{mode}"
 
 
 def _copied_call(

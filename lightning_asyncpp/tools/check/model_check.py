@@ -175,24 +175,34 @@ class _WatchedTransport(Transport):
 
 
 def _compare_calls(trial: Trial) -> str:
-    """Compare the model's own forward with its layers applied one after the other, on the first micro-batch."""
-    module, batch = copy.deepcopy(trial.module), copy.deepcopy(trial.batches[0])
-    hooks, network = trial.hooks(module), trial.network(module)
-    batch = trial.calls(module).prepared(batch, 0)
-    micro_batch = trial.pieces(module, batch)[0]
-    call = ModelCall(network, hooks.model_name)
-    args, kwargs = call.capture(lambda: trial.step(module, micro_batch))
-    if trial.settings.num_stages > 1:
-        refuse_input_gradients(args, kwargs, hooks.model_name)
-    return compare_calls(network, args, kwargs, trial.seed, hooks.model_name)
+    """Compare the model's own forward with its layers applied one after the other, on every micro-batch: it may have
+    branches that few of them take."""
+    said, count = "", 0
+    batches = _distinct(trial)
+    for index, batch in enumerate(batches):
+        module = copy.deepcopy(trial.module)
+        hooks, network = trial.hooks(module), trial.network(module)
+        batch = trial.calls(module).prepared(copy.deepcopy(batch), index)
+        for k, micro_batch in enumerate(trial.pieces(module, batch)):
+            call = ModelCall(network, hooks.model_name)
+            args, kwargs = call.capture(lambda: trial.step(module, micro_batch))  # noqa: B023  (it is called at once)
+            if trial.settings.num_stages > 1:
+                refuse_input_gradients(args, kwargs, hooks.model_name)
+            where = f"micro-batch {k} of batch {index}"
+            said, count = compare_calls(network, args, kwargs, trial.seed, hooks.model_name, where), count + 1
+    return f"{said}, with {count} micro-batches of {len(batches)} batch{'' if len(batches) == 1 else 'es'}"
+
+
+def _distinct(trial: Trial) -> list[Any]:
+    """Batches that come again are looked at once."""
+    return list({id(batch): batch for batch in trial.batches}.values())
 
 
 def _compare_whole_batches(trial: Trial) -> WholeBatches:
-    """On the weights that training starts from; batches that come again are compared once."""
+    """On the weights that training starts from."""
     calls = trial.calls(copy.deepcopy(trial.module))
-    distinct = list({id(batch): batch for batch in trial.batches}.values())
-    distinct = [calls.prepared(copy.deepcopy(batch), index) for index, batch in enumerate(distinct)]
-    return compare_whole_batches(trial, distinct)
+    prepared = [calls.prepared(copy.deepcopy(batch), index) for index, batch in enumerate(_distinct(trial))]
+    return compare_whole_batches(trial, prepared)
 
 
 def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult:

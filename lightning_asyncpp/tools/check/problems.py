@@ -56,7 +56,7 @@ class Problems(list[str]):
         except Exception as error:
             if not self:
                 raise
-            self.append(f"with the first micro-batch, {type(error).__name__}: {error}")
+            self.append(f"as the layers were compared with the whole model, {type(error).__name__}: {error}")
             return None
 
     def raise_any(self) -> None:

@@ -43,6 +43,15 @@ INEXACT = (
     " accept it: give the strategy inexact_resume=True"
 )
 
+WILL_BE_REFUSED = (
+    "a checkpoint is written after batch {} of an epoch, and no training will go on from it: {}. Save at the ends of"
+    " epochs, or give the strategy inexact_resume=True, with which one goes on as well as it can. To evaluate, or to"
+    " begin with its weights, it is good for"
+)
+_NOT_ACCUMULATED = (
+    "the checkpoint does not hold the gradients that were accumulated: save it when an update is due, every"
+    " accumulate_grad_batches batches"
+)
 _ACCEPTED = "inexact_resume=True: the rest of the run is not that of the uninterrupted one"
 
 
@@ -114,6 +123,7 @@ class Progress:
         self._changes: list[str] = []
         self._draws: Mapping[str, Any] | None = None
         self._at_cut: dict[str, Any] | None = None  # the newest epoch was cut short by the end of the run
+        self._has_warned = False
 
     # -- a checkpoint is written --------------------------------------------------------------------------------------
 
@@ -125,8 +135,11 @@ class Progress:
             module: its torchmetrics objects.
             recorded: what the strategy keeps of metrics.
         """
-        if self._at_cut is not None:
-            return self._at_cut
+        state = self._now(trainer, module, recorded) if self._at_cut is None else self._at_cut
+        self._warn_if_refused(trainer, state)
+        return state
+
+    def _now(self, trainer: Trainer, module: LightningModule, recorded: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "outstanding": list(Outstanding.of(trainer)),
             "accumulating": _accumulating(trainer),
@@ -138,6 +151,18 @@ class Progress:
             "recorded": recorded,
         }
 
+    def _warn_if_refused(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        """Say once that a checkpoint in the middle of an epoch is none to go on from, while there is time."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if self._has_warned or self._accepts_inexact or not progress.current.ready or progress.is_last_batch:
+            return
+        problems = [_NOT_ACCUMULATED] if state["accumulating"] else []
+        for resumable, saved in zip(self._loaders, state["loaders"]):
+            problems += problems_in_mid_epoch(resumable.loader, saved)
+        if problems:
+            self._has_warned = True
+            rank_zero_warn(WILL_BE_REFUSED.format(progress.current.ready, "; ".join(dict.fromkeys(problems))))
+
     def begin_epoch(self) -> None:
         """A new epoch begins: the run goes on."""
         self._at_cut = None
@@ -148,7 +173,7 @@ class Progress:
         What hooks of this end do (metrics begin anew, random numbers are drawn) is nothing that the rest of it sees.
         """
         if is_cut_short(trainer):
-            state = self.state(trainer, module, recorded)
+            state = self._now(trainer, module, recorded)
             outstanding = list(Outstanding(rest_of_epoch=True))
             self._at_cut = map_tensors(lambda tensor: tensor.clone(), {**state, "outstanding": outstanding})
 
@@ -279,10 +304,7 @@ class Progress:
         if mid_epoch:
             problems += self._changes
             if self._state is not None and self._state["accumulating"]:
-                problems.append(
-                    "the checkpoint does not hold the gradients that were accumulated: save it when an update is due,"
-                    " every accumulate_grad_batches batches"
-                )
+                problems.append(_NOT_ACCUMULATED)
             own = [*problems_in_mid_epoch(loader, state), *problems_with_place(loader, state)]
             problems += [*(f"{which}{problem}" for problem in own), *changes]
         elif changes:

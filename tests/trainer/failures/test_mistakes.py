@@ -159,6 +159,7 @@ TRAINERS = [
     ({"precision": "16-true"}, ["precision='16-true' is not supported", "bf16-mixed"]),
     ({"sync_batchnorm": True}, ["sync_batchnorm=True", "GroupNorm"]),
     ({"val_check_interval": "00:00:10:00"}, ["val_check_interval is a time", "number of batches"]),
+    ({"accumulate_grad_batches": 0, "gradient_clip_val": -1.0}, ["accumulate_grad_batches=0 must be", "turn every gr"]),
     ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "agnostic"}, ["gradient_clip_algorithm"]),
 ]
 
