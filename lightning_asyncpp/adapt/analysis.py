@@ -100,7 +100,8 @@ class Analysis:
                 return self._first_difference(glue)
         arguments = replay.outcome.arguments
         for position, packed in zip(run, arguments):
-            if not self._same_arguments(position, packed, table):
+            lacks = self._drew and position > run[0] and self._computes_unknown(position, replay.outcome)
+            if lacks or not self._same_arguments(position, packed, table):
                 break
         else:
             position = run[0] + len(arguments)
@@ -110,6 +111,10 @@ class Analysis:
                 " is run again: what a layer takes must follow from the model's arguments and its layers alone"
             )
         return position
+
+    def _computes_unknown(self, position: int, outcome: Outcome) -> bool:
+        """Whether what a block takes is computed from what is not there, though it may make no difference."""
+        return any(said.startswith(f"what {self.program.blocks[position]} takes ") for said in outcome.unknown)
 
     def _same_arguments(self, position: int, packed: Any, table: TensorTable) -> bool:
         expected, trace = self._trace.arguments[position], self._trace
@@ -147,12 +152,12 @@ class Analysis:
                     one for one in everything.singly() if not self._is_enough(glue, everything - one)
                 )
                 needs = needs if self._is_enough(glue, needs) else everything
-            if not self._is_enough(glue, needs):
+            if not self._is_enough(glue, needs, by_luck=True):
                 raise ConfigurationError(self._not_enough(glue))
             for one in needs.singly():  # such as what the block before returned beside its first tensor
                 if self._may_be_missed(one) and self._is_enough(glue, needs - one):
                     needs = needs - one
-            if self._is_enough(glue, needs):
+            if self._is_enough(glue, needs, by_luck=True):
                 self.program.mixed |= {(glue, what) for what in self._unknown_in}
             self.program.live.append(set(needs.outputs) | self._handed_to_blocks(glue))
             self.program.live_calls.append(set(needs.calls))
@@ -200,7 +205,7 @@ class Analysis:
         own, used = self.program.members[glue], self._members.used_in(self.program, glue)
         before = list(own)
         own += [name for name in self.program.parameters() if name not in own]
-        if not self._is_enough(glue, everything):
+        if not self._is_enough(glue, everything, by_luck=True):
             own[:] = before
             return
         for name in [name for name in own if name not in before and name not in used]:
@@ -208,8 +213,11 @@ class Analysis:
             if not self._is_enough(glue, everything):
                 own.append(name)
 
-    def _is_enough(self, glue: int, needs: Needs) -> bool:
-        """Whether a glue comes to the same without anything else that came before it."""
+    def _is_enough(self, glue: int, needs: Needs, by_luck: bool = False) -> bool:
+        """Whether a glue comes to the same without anything else that came before it.
+
+        Where random numbers decide what comes to the result, all that takes part in it is needed, unless ``by_luck``.
+        """
         outputs = {
             key: _copy(self._trace.outputs[key])
             for key in self._outputs_before(glue)
@@ -235,9 +243,9 @@ class Analysis:
             if self.program.in_place:
                 return False
             self.program.in_place = True
-            return self._is_enough(glue, needs)
+            return self._is_enough(glue, needs, by_luck)
         self._unknown_in = outcome.unknown
-        return self._is_right(glue, outcome, table)
+        return (by_luck or not (self._drew and outcome.unknown)) and self._is_right(glue, outcome, table)
 
     def _is_right(self, glue: int, outcome: Outcome, table: TensorTable) -> bool:
         if glue == self.program.tail:
@@ -273,8 +281,11 @@ class Analysis:
         """In the mode of the trace, from the same state and with the same random numbers."""
         if any(module.training is not self._training for module in self._model.modules()):
             self._model.train(self._training)
-        with as_before(self._model), SameDraws(self._model):
-            return replay.run(args, kwargs)
+        with as_before(self._model), SameDraws(self._model) as drawn:
+            try:
+                return replay.run(args, kwargs)
+            finally:
+                self._drew = drawn.drew or self.program.draws_on_host
 
     def _before(self, glue: int) -> tuple[dict[Output, Any], list[list[Any]]]:
         """Everything that came before a glue, as it was."""

@@ -72,6 +72,7 @@ class SameDraws(TorchDispatchMode):
     Attributes:
         seed: that a replay draws meanwhile.
         on_host: whether code around the blocks drew Python's or NumPy's numbers.
+        drew: whether torch drew some.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str] = ()) -> None:
@@ -79,12 +80,13 @@ class SameDraws(TorchDispatchMode):
         self._blocks = [model.get_submodule(name) for name in blocks]
         self._others = _beside(model, set(self._blocks)) if blocks else []
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.on_host = False
+        self.on_host = self.drew = False
 
     def __enter__(self) -> SameDraws:
         """Begin, with the position in front of the first block."""
         super().__enter__()
         self.seed = int(torch.randint(1 << 62, ()))
+        self.drew = False
         self._position, self._inside = 0, list[ExitStack]()
         self._hooks = ExitStack()
         self._hooks.enter_context(host_as_before())
@@ -106,6 +108,7 @@ class SameDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
         if draws(func, args, kwargs or {}):
+            self.drew = True
             return drawn_from(0, self._device, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 

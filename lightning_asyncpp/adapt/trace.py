@@ -72,7 +72,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, trace: Trace, counter: FlopCounterMode) -> None:
         super().__init__()
-        self.trace, self.counter = trace, counter
+        self.trace, self.counter, self.model = trace, counter, type(model).__name__
         self.parameters = {id(parameter): parameter for parameter in model.parameters()}
         self.position = 0
         self.inside: str | None = None  # of the block that runs
@@ -132,9 +132,9 @@ class _Recorder(TorchFunctionMode):
     def _refuse_order(self) -> NoReturn:
         """Of evaluation mode the blocks are those that it called."""
         raise ConfigurationError(
-            "in training mode the forward does not call the same layers in the same order as in evaluation mode, such"
-            " as where it leaves some out at random: switch that off in the model's configuration (layerdrop=0), or"
-            " give the model pipeline_layers()"
+            f"in training mode forward of {self.model} does not call the same layers in the same order as in evaluation"
+            " mode, such as where it leaves some out at random: switch that off in the model's configuration"
+            " (layerdrop=0), or give the model pipeline_layers()"
         )
 
 

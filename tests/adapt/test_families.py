@@ -47,5 +47,5 @@ def test_layers_give_what_forward_gives(name: str) -> None:
         expected = model(*args, **kwargs)
         assert same(apply_layers(model, *args, **kwargs), expected)
         assert same(apply_layers(copy.deepcopy(model), *args, **kwargs), expected)
-        if name != "lora":  # whose forward is a closure that cannot be pickled
+        if name not in ("lora", "wav2vec2"):  # a forward that is a closure, and a parametrization: never pickled
             assert same(apply_layers(pickle.loads(pickle.dumps(model)), *args, **kwargs), expected)

@@ -32,6 +32,23 @@ class Dropping(Net):
         return x * (torch.rand(len(x), 1, 1) > 0.3) if self.training else x
 
 
+class Choosing(Net):
+    """The same with a choice, which for the few samples of an example may fall on one side alone."""
+
+    def __init__(self, kept: float = 0.8) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = self.chosen(block(x), x)
+        return self.out(self.chosen(x, first))
+
+    def chosen(self, x: Tensor, otherwise: Tensor) -> Tensor:
+        return torch.where(torch.rand(len(x), 1, 1) < self.kept, x, otherwise) if self.training else x
+
+
 class Noisy(Net):
     """Noise in front of the blocks, and once more behind them."""
 
@@ -122,7 +139,7 @@ class Shuffled(nn.Module):
         return x * self.weight * (1.0 + random.random())
 
 
-KINDS = (Dropping, Noisy, Auxiliary, Evaluating, Told, Shuffling)
+KINDS = (Dropping, Choosing, Noisy, Auxiliary, Evaluating, Told, Shuffling)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,6 +164,14 @@ def test_trains_as_a_single_process_does(kind: type[Net]) -> None:
     for stages in (3, 1):
         batches = [{"x": torch.randn(SHAPE)} for _ in range(2)]
         assert check_model(Trained(model), batches, stages=stages, micro_batches=4, updates=3).bitwise
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.99])
+def test_what_random_numbers_may_choose_is_there(kept: float) -> None:
+    torch.manual_seed(0)
+    model, x = pipelined(Choosing(kept), (torch.randn(2, 4, DIM),)).train(), torch.randn(SHAPE)
+    for _ in range(20):
+        assert apply_layers(model, x).isfinite().all()
 
 
 def test_numbers_of_python_and_numpy_are_drawn_once() -> None:
@@ -226,7 +251,7 @@ class Collecting(Net):
 
 
 REFUSED = {
-    Leaving: "in training mode the forward does not call the same layers in the same order",
+    Leaving: "in training mode forward of Leaving does not call the same layers in the same order",
     Collecting: r"the code of Collecting behind its layer blocks\.2 comes to other results",
 }
 
