@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,7 @@ def test_a_copy_is_a_network_of_its_own() -> None:
     assert not network.training
     assert name_in_steps(module) == "self"
     assert "_pipeline_network" not in module.state_dict()
+    sent = pickle.loads(pickle.dumps(module))
+    assert list(network_in(sent).state_dict()) == list(module.state_dict())
+    assert network_in(sent).of is sent
+    assert type(network).__name__ == "Classifier"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,25 @@ class OwnForward(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's class computes, whatever stands as ``forward`` in the object."""
         return type(self.of).forward(self.of, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unfilled, (type(self.of),), self.__dict__
+
+
+@cache
+def _class_of(module: type[nn.Module]) -> type[OwnForward]:
+    """With the name of the module's class, for messages."""
+    return type(module.__name__, (OwnForward,), {})
+
+
+def _unfilled(module: type[nn.Module]) -> OwnForward:
+    kind = _class_of(module)
+    return kind.__new__(kind)
+
+
+def network_of_itself(module: nn.Module) -> OwnForward:
+    """A network that is the module."""
+    return _class_of(type(module))(module)
 
 
 def called_by_steps(network: nn.Module) -> nn.Module:

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.cut.module_as_network import OwnForward
+from lightning_asyncpp.pipeline.cut.module_as_network import OwnForward, network_of_itself
 
 USUAL = "model"
 _KEPT_AS = "_pipeline_network"
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_CALLS_ITSELF = re.compile(r"\bself\s*\(|\bself\.forward\s*\(")
+_CALLS_ITSELF = r"\b{0}\s*\(|\b{0}\.forward\s*\("
 
 
 def network_name(module: nn.Module) -> str:
@@ -43,7 +43,7 @@ def network_in(module: nn.Module | None) -> nn.Module | None:
     if isinstance(network, nn.Module):
         return network
     if _KEPT_AS not in vars(module) and _is_network(module):
-        vars(module)[_KEPT_AS] = OwnForward(module)
+        vars(module)[_KEPT_AS] = network_of_itself(module)
     own: nn.Module | None = vars(module).get(_KEPT_AS)
     return own
 
@@ -84,13 +84,14 @@ def _is_own(method: Callable[..., Any]) -> bool:
 
 def _calls_itself(module: nn.Module) -> bool:
     """Whether a step says ``self(...)``; True if the source of none can be read."""
-    sources = []
+    answers = []
     for step in filter(_is_own, (getattr(type(module), name, nn.Module.forward) for name in _STEPS)):
         try:
-            sources.append(inspect.getsource(step))
-        except (OSError, TypeError):  # made at a prompt
+            itself = next(iter(inspect.signature(step).parameters))
+            answers.append(re.search(_CALLS_ITSELF.format(re.escape(itself)), inspect.getsource(step)) is not None)
+        except (OSError, TypeError, StopIteration):  # made at a prompt, or no function
             continue
-    return not sources or any(_CALLS_ITSELF.search(source) for source in sources)
+    return any(answers) or not answers
 
 
 def _children(module: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
