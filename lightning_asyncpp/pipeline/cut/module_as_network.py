@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from torch import nn
 
+_CLASSES: dict[Any, type[OwnForward]] = {}
 _TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
@@ -48,10 +48,9 @@ class OwnForward(nn.Module):
         return _unfilled, (type(self.of),), self.__dict__
 
 
-@cache
 def _class_of(module: type[nn.Module]) -> type[OwnForward]:
     """With the name of the module's class, for messages."""
-    return type(module.__name__, (OwnForward,), {})
+    return _CLASSES.setdefault(module, type(module.__name__, (OwnForward,), {}))
 
 
 def _unfilled(module: type[nn.Module]) -> OwnForward:
