@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps
 
 Call = tuple[tuple, dict[str, Any]]
 _BATCH, _TIME = 2, 8
-_FIRST = (nn.Embedding, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_DIMENSIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_FIRST = (nn.Embedding, nn.Linear, *_DIMENSIONS)
 _TOKEN_LABELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
 
 
@@ -27,12 +29,17 @@ def call_of(example: Any) -> Call:
 
 def positional_names(model: nn.Module) -> list[str]:
     """Names of the arguments of a model's forward that may come by position, in order."""
+    return [parameter.name for parameter in _positional(model)]
+
+
+def _positional(model: nn.Module, required: bool = False) -> list[inspect.Parameter]:
     try:
-        parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+        parameters = list(inspect.signature(type(called_by_steps(model)).forward).parameters.values())[1:]
     except ValueError:  # of a function that does not say
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+    found = [parameter for parameter in parameters if parameter.kind in kinds]
+    return [parameter for parameter in found if parameter.default is parameter.empty] if required else found
 
 
 def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
@@ -45,22 +52,35 @@ def examples_of(model: nn.Module) -> Iterator[Call]:
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         yield from _of_transformers(model)
         return
-    first = next((m for m in model.modules() if isinstance(m, _FIRST)), None)
-    sizes = [getattr(model, "pretrained_cfg", None) or {}, getattr(model, "default_cfg", None) or {}]
-    for known in sizes:
+    missing = len(_positional(model, required=True)) - 1
+    for first in _first_arguments(model):
+        if missing < 1:
+            yield (first,), {}
+            continue
+        # Another sequence or image; a class or a moment for each sample.
+        for other in (first, torch.randint(2, (_BATCH,)), torch.rand(_BATCH)):
+            yield (first, *[other] * missing), {}
+
+
+def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
+    """What the first layer may take: the first of each kind, as submodules may be in any order."""
+    for known in (getattr(model, "pretrained_cfg", None) or {}, getattr(model, "default_cfg", None) or {}):
         if "input_size" in known:
-            yield (torch.randn(_BATCH, *known["input_size"]),), {}
-    if isinstance(first, nn.Embedding):
-        for time in (_TIME, 2):
-            yield (torch.randint(first.num_embeddings, (_BATCH, time)),), {}
-    elif isinstance(first, nn.Linear):
-        for shape in ((_BATCH, _TIME), (_BATCH,)):
-            yield (torch.randn(*shape, first.in_features),), {}
-    elif first is not None:
-        dimensions = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[type(first)]
-        for size in (getattr(model, "image_size", None), 224, 32):
-            if isinstance(size, int):
-                yield (torch.randn(_BATCH, first.in_channels, *[size] * dimensions),), {}
+            yield torch.randn(_BATCH, *known["input_size"])
+    firsts: dict[type, Any] = {}
+    for module in model.modules():
+        for kind in _FIRST:
+            if isinstance(module, kind):
+                firsts.setdefault(kind, module)
+    for kind, first in firsts.items():
+        if kind is nn.Embedding:
+            yield from (torch.randint(first.num_embeddings, (_BATCH, time)) for time in (_TIME, 2))
+        elif kind is nn.Linear:
+            yield from (torch.randn(*shape, first.in_features) for shape in ((_BATCH, _TIME), (_BATCH,)))
+        else:
+            for size in (getattr(model, "image_size", None), 224, 32):
+                if isinstance(size, int):
+                    yield torch.randn(_BATCH, first.in_channels, *[size] * _DIMENSIONS[kind])
 
 
 def _of_transformers(model: Any) -> Iterator[Call]:

@@ -47,7 +47,8 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
             changed in place.
         example: what it is called with in the training: positional arguments in a tuple, the only one as a tensor, or
             keyword arguments in a dictionary. Models of ``transformers`` and ``timm``, and those that begin with an
-            embedding, a linear layer or a convolution and take nothing else, do without.
+            embedding, a linear layer or a convolution, do without, if what else they take is of the same shape or a
+            number per sample.
         blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: they are looked
             for.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,10 @@ def vectors() -> Tensor:
 
 def images() -> Tensor:
     return torch.randn(6, 3, 8, 8)
+
+
+def denoised() -> dict[str, Tensor]:
+    return {"x": images(), "t": torch.rand(6)}
 
 
 def encoder_layer(**options: bool) -> nn.TransformerEncoderLayer:
@@ -233,6 +238,21 @@ class Recurrent(nn.Module):
         return self.out(x)
 
 
+class Denoiser(nn.Module):
+    """Takes a moment for each image, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moment, self.entry = nn.Linear(1, 4), nn.Conv2d(3, 4, 3, padding=1)
+        self.blocks, self.out = nn.ModuleList(Convolutions(4, 4) for _ in range(3)), nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # t: (batch,)
+        moment, x = self.moment(t[:, None])[..., None, None], self.entry(x)
+        for block in self.blocks:
+            x = block(x + moment)
+        return self.out(x)
+
+
 class Wrapper(nn.Module):
     """Nearly everything is in one attribute."""
 
@@ -244,7 +264,7 @@ class Wrapper(nn.Module):
         return self.head(self.backbone(x).relu())
 
 
-HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]] = {
+HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]]] = {
     "tutorial": (Tutorial, tokens, [f"encoder.layers.{i}" for i in range(3)]),
     "time series": (TimeSeries, series, [f"encoder.layers.{i}" for i in range(3)]),
     "translation": (Translation, tokens, ["transformer.encoder.layers.0", "transformer.decoder.layers.1"]),
@@ -255,6 +275,7 @@ HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[s
     "named": (Named, tokens, ["embedding", "layers.layer 0", "layers.layer 2", "out"]),
     "beside": (Beside, tokens, ["attentions.0", "attentions.2"]),
     "recurrent": (Recurrent, tokens, ["embedding", "layers.0", "layers.2", "out"]),
+    "denoiser": (Denoiser, denoised, [f"blocks.{i}" for i in range(3)]),
     "wrapper": (Wrapper, vectors, ["backbone.first", "backbone.second", "backbone.third", "head"]),
 }
 """What makes it, a batch for it, and layers that a pipeline is to cut between."""

@@ -150,7 +150,7 @@ class Trained(L.LightningModule):
         self.model = model
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        output = self.model(batch["x"]) if "x" in batch else self.model(**batch)
+        output = self.model(batch["x"]) if list(batch) == ["x"] else self.model(**batch)
         if getattr(output, "loss", None) is not None:
             return output.loss
         first = output if isinstance(output, Tensor) else output[0]

@@ -348,12 +348,12 @@ def test_what_is_refused(name: str) -> None:
 
 
 class Pair(Net):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x + y)
+    def forward(self, x: Tensor, y: dict[str, Tensor]) -> Tensor:
+        return super().forward(x + y["y"])
 
 
 def test_no_example_is_known() -> None:
-    with pytest.raises(ConfigurationError, match=r"not known how Pair is called \(tried: .*'y'\); give an example"):
+    with pytest.raises(ConfigurationError, match=r"not known how Pair is called \(tried: .*\); give an example"):
         pipelined(Pair())
 
 

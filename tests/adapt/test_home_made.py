@@ -18,7 +18,8 @@ def test_trains_as_a_single_process_does(name: str) -> None:
     make, batch, expected = HOME_MADE[name]
     torch.manual_seed(0)
     module = Trained(make())
-    report = check_model(module, [{"x": batch()} for _ in range(3)], stages=2)
+    given = [batch() for _ in range(3)]
+    report = check_model(module, [x if isinstance(x, dict) else {"x": x} for x in given], stages=2)
     assert report.ok, str(report)
     layers = [name for stage in report.stages for name in stage]
     assert set(expected) <= set(layers)

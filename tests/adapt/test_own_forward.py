@@ -61,8 +61,8 @@ class Tokens(Skips):
 class Pair(Skips):
     """Takes what nobody guesses."""
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x + y)
+    def forward(self, x: Tensor, y: dict[str, Tensor]) -> Tensor:
+        return super().forward(x + y["y"])
 
 
 class Draws(Layers):
