@@ -6,14 +6,15 @@ without a value does not need it. So nothing has to be known of the model's code
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.draws import SameDraws
 from lightning_asyncpp.adapt.examples import positional_names
 from lightning_asyncpp.adapt.members import Members
+from lightning_asyncpp.adapt.needs import Needs
 from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, same, tensor_numbers_in, unpack
 from lightning_asyncpp.adapt.program import Program, switches_of
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
@@ -141,22 +142,9 @@ class Analysis:
         needs = earlier = Needs()
         for glue in range(self.program.tail + 1):
             everything = self._all_before(glue)
-            likely = self._likely(glue, everything)
             # Where outputs are added up between blocks, each is needed from there on.
-            newest = Needs(calls=everything.calls - earlier.calls)
-            needs = likely if self._is_enough(glue, likely) else needs & everything | likely | newest
+            needs = self._needed(glue, everything, needs & everything | Needs(calls=everything.calls - earlier.calls))
             earlier = everything
-            if not self._is_enough(glue, needs):
-                self._take_parameters(glue, everything)
-                needs = needs | Needs.union(
-                    one for one in everything.singly() if not self._is_enough(glue, everything - one)
-                )
-                needs = needs if self._is_enough(glue, needs) else everything
-            if not self._is_enough(glue, needs, by_luck=True):
-                raise ConfigurationError(self._not_enough(glue))
-            for one in needs.singly():  # such as what the block before returned beside its first tensor
-                if self._may_be_missed(one) and self._is_enough(glue, needs - one):
-                    needs = needs - one
             if self._is_enough(glue, needs, by_luck=True):
                 self.program.mixed |= {(glue, what) for what in self._unknown_in}
             self.program.live.append(set(needs.outputs) | self._handed_to_blocks(glue))
@@ -165,6 +153,23 @@ class Analysis:
             self.program.blank_inputs.append({name for number in blank for name in names[numbers[number]]})
         self._find_last_uses()
         self.program.costs = self._costs()
+
+    def _needed(self, glue: int, everything: Needs, guess: Needs) -> Needs:
+        """What a glue needs: little where that is enough, else a guess, else whatever is missed if it is not there."""
+        needs = self._likely(glue, everything)
+        if not self._is_enough(glue, needs):
+            needs = needs | guess
+        if not self._is_enough(glue, needs):
+            self._take_parameters(glue, everything)
+            missed = (one for one in everything.singly() if not self._is_enough(glue, everything - one))
+            needs = needs | Needs.union(missed)
+            needs = needs if self._is_enough(glue, needs) else everything
+        if not self._is_enough(glue, needs, by_luck=True):
+            raise ConfigurationError(self._not_enough(glue))
+        for one in needs.singly():  # such as what the block before returned beside its first tensor
+            if self._may_be_missed(one) and self._is_enough(glue, needs - one):
+                needs = needs - one
+        return needs
 
     def _all_before(self, glue: int) -> Needs:
         """All that could be needed; values of the call may be left out where NaN could stand for them."""
@@ -312,39 +317,6 @@ class Analysis:
     def _inputs(self) -> list[Tensor]:
         """The tensors of the call: the first ones of the table."""
         return [self._trace.values[number] for number in tensor_numbers_in(self._trace.call)]
-
-
-class Needs(NamedTuple):
-    """Outputs of blocks, numbers of submodules' calls, and numbers of the call's tensors."""
-
-    outputs: frozenset[Output] = frozenset()
-    calls: frozenset[int] = frozenset()
-    inputs: frozenset[int] = frozenset()
-
-    def __or__(self, other: Needs) -> Needs:
-        return Needs(self.outputs | other.outputs, self.calls | other.calls, self.inputs | other.inputs)
-
-    def __and__(self, other: Needs) -> Needs:
-        return Needs(self.outputs & other.outputs, self.calls & other.calls, self.inputs & other.inputs)
-
-    def __sub__(self, other: Needs) -> Needs:
-        return Needs(self.outputs - other.outputs, self.calls - other.calls, self.inputs - other.inputs)
-
-    def singly(self) -> list[Needs]:
-        """Each of them alone."""
-        return [
-            *(Needs(outputs=frozenset({one})) for one in self.outputs),
-            *(Needs(calls=frozenset({one})) for one in self.calls),
-            *(Needs(inputs=frozenset({one})) for one in self.inputs),
-        ]
-
-    @staticmethod
-    def union(several: Iterable[Needs]) -> Needs:
-        """All of several."""
-        found = Needs()
-        for one in several:
-            found = found | one
-        return found
 
 
 def _may_be_nan(value: Any) -> bool:

@@ -14,7 +14,7 @@ from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps
 
 Call = tuple[tuple, dict[str, Any]]
 _BATCH, _TIME = 2, 8
-_DIMENSIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_DIMENSIONS: dict[type, int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _FIRST = (nn.Embedding, nn.Linear, *_DIMENSIONS)
 _TOKEN_LABELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
 
