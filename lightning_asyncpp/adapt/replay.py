@@ -216,7 +216,7 @@ class Replay:
     def _own_seed(self) -> int:
         if self.outcome.seed is None:
             given = self._earlier.seeds.get(self._glue)
-            self.outcome.seed = int(torch.randint(1 << 62, ())) if given is None else given
+            self.outcome.seed = _new_seed() if given is None else given
         return self.outcome.seed
 
     def _seed_host(self) -> None:
@@ -256,3 +256,11 @@ class Replay:
         first = next(leaf for leaf in leaves_of([args, kwargs]) if isinstance(leaf, Tensor))
         what = f"what {self._program.blocks[position]} returned"
         return self._unknown.nothing(what, first.shape if alike else (), first.dtype, self._program.in_place)
+
+
+def _new_seed() -> int:
+    drawn = torch.randint(1 << 62, ())
+    try:
+        return int(drawn)
+    except RuntimeError:  # of a plan, whose tensors have no values
+        return 0

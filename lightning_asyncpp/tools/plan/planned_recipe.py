@@ -21,10 +21,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.adapt import problems_of_adapting
 from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
 from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.cut.network import network_in
+from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in
+from lightning_asyncpp.pipeline.cut.units import has_layers, model_problems
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
 from lightning_asyncpp.pipeline.settings import PipelineSettings, problems_of_precision
@@ -219,11 +221,20 @@ def _module_of(config: Mapping[str, Any], trainer: L.Trainer, notes: list[str]) 
         return module
 
     try:
-        return built(torch.device("meta"))
+        module = built(torch.device("meta"))
+        network = network_in(module)
+        if network is None or has_layers(network) or model_problems(network):
+            return module
+        why = "the model is run to find its layers"
     except Exception:
-        module = built(nullcontext())  # what is wrong with the recipe shows once more, as a training would see it
-        notes.append("the module could not be built on the meta device, so its weights took memory here")
-        return module
+        why = "the module could not be built on the meta device"
+    module = built(nullcontext())  # what is wrong with the recipe shows once more, as a training would see it
+    notes.append(f"{why}, so its weights took memory here")
+    if network := network_in(module):
+        problems = problems_of_adapting(network, module.example_input_array, name_in_steps(module))
+        if problems:
+            raise ConfigurationError.from_problems(problems)
+    return module
 
 
 def _instance(kind: type, key: str, value: Mapping[str, Any]) -> Any:

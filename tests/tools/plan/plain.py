@@ -39,6 +39,24 @@ class Deep(Plain):
         return F.mse_loss(self.model(batch["x"]), batch["y"])
 
 
+class AsItIs(Plain):
+    """Its network does not say where it can be cut, and draws random numbers between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Attributes()
+
+
+class Attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.first(x).relu(), 0.1, self.training)
+        return self.third(self.second(x))
+
+
 class Shared(Deep):
     """The second layer and the last but one have the same matrix, of 16 KiB."""
 

@@ -257,6 +257,15 @@ def test_a_module_that_looks_at_values_while_it_is_built_has_memory(
     assert any("could not be built on the meta device" in note for note in plan["notes"])
 
 
+def test_a_model_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It is as large as one that says where it can be cut."""
+    plan, same = (planned(capsys, written(tmp_path, plain(m)), "--no-search") for m in ("AsItIs", "Plain"))
+    sizes = [sum(stage["parameters"] for stage in each["stages"]) for each in (plan, same)]
+    assert sizes == [8 * 64 + 64 + 64 * 64 + 64 + 64 + 1] * 2
+    assert plan["stages"][0]["layers"] != plan["stages"][1]["layers"]
+    assert any("run to find its layers" in note for note in plan["notes"])
+
+
 def test_a_step_that_looks_at_values_is_replaced_and_said_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
