@@ -18,9 +18,9 @@ class PipelineModule(L.LightningModule):
     """A LightningModule whose ``self.model`` is built layer by layer, each stage only its own layers.
 
     A plain LightningModule works under the pipeline strategies too, as long as its ``training_step`` calls
-    ``self.model(...)`` once. This class adds the construction on the meta device: implement :meth:`build_model`, and every rank allocates its own stage alone,
-    with initial weights that depend on the run's seed and the layer, never on the number of stages. Under any other
-    strategy the same weights are built whole.
+    ``self.model(...)`` once. This class adds the construction on the meta device: implement :meth:`build_model`, and
+    every rank allocates its own stage alone, with initial weights that depend on the run's seed and the layer, never on
+    the number of stages. Under any other strategy the same weights are built whole.
 
     Attributes:
         model: the network; ``None`` until :meth:`configure_model` ran.
