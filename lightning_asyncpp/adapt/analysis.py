@@ -99,6 +99,9 @@ class Analysis:
             if not self.program.in_place:
                 self.program.in_place = True
                 return self._first_difference(glue)
+        if replay.outcome.changes_taken:
+            self.program.changes_taken = True
+            return self._first_difference(glue)
         arguments = replay.outcome.arguments
         for position, packed in zip(run, arguments):
             lacks = self._drew and position > run[0] and self._computes_unknown(position, replay.outcome)
@@ -106,6 +109,8 @@ class Analysis:
                 break
         else:
             position = run[0] + len(arguments)
+        if replay.outcome.changed_since is not None:  # the block has to run before the code behind it does
+            position = min(position, replay.outcome.changed_since + 1)
         if position == run[0]:
             raise ConfigurationError(
                 f"{type(self._model).__name__} calls {self.program.blocks[position]} with other values when its forward"
@@ -125,7 +130,7 @@ class Analysis:
         def mark(block: int, leaf: int) -> str:
             return f"output {block}.{leaf}"
 
-        ours = unpack(packed, table.tensors, table.constants, mark)
+        ours = unpack(packed, table.values, table.constants, mark)
         theirs = unpack(expected, trace.values, trace.table.constants, mark)
         return same(ours, theirs)
 
@@ -250,6 +255,9 @@ class Analysis:
             self.program.in_place = True
             return self._is_enough(glue, needs, by_luck)
         self._unknown_in = outcome.unknown
+        if outcome.changes_taken:
+            self.program.changes_taken = True
+            return self._is_enough(glue, needs, by_luck)
         return (by_luck or not (self._drew and outcome.unknown)) and self._is_right(glue, outcome, table)
 
     def _is_right(self, glue: int, outcome: Outcome, table: TensorTable) -> bool:
@@ -278,7 +286,7 @@ class Analysis:
     # -- one replay -----------------------------------------------------------------------------------------------
 
     def _replay(self, glue: int, outputs: dict[Output, Any], calls: list[list[Any]]) -> tuple[Replay, TensorTable]:
-        table = TensorTable(constants=self.program.constants)
+        table = TensorTable(constants=self.program.constants, copies=True)
         earlier = Earlier(outputs, calls, dict.fromkeys(range(self.program.tail + 1), self._trace.seed))
         return Replay(self._model, self.program, self._shells, glue, earlier, table), table
 

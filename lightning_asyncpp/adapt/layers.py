@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.contexts import entered
-from lightning_asyncpp.adapt.packing import Output, TensorTable, check_structure, tensor_numbers_in, unpack
+from lightning_asyncpp.adapt.packing import Output, TensorTable, check_structure, taken, tensor_numbers_in, unpack
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Shell
@@ -115,6 +115,11 @@ class PipelineLayers:
                 f"forward of {type(self.model).__name__} changes its arguments in place, which it did not with the"
                 " example that pipelined(model, example) was given: give an example that is like the batches"
             )
+        if outcome.changes_taken or outcome.changed_since is not None:
+            raise ConfigurationError(
+                f"forward of {type(self.model).__name__} changes in place what a layer takes, which it did not"
+                " with the example that pipelined(model, example) was given: give an example that is like the batches"
+            )
         if other := [what for what in sorted(outcome.unknown) if (glue, what) not in self.program.mixed]:
             raise UnknownValueError(
                 f"the code around the model's layers computes {other[0]}, but that is on another pipeline stage, as"
@@ -191,6 +196,7 @@ class PipelineLayers:
             returned = block(*args, **kwargs)
         self._look_at_output(position, returned, (args, kwargs), position in carried["asked"])
         outputs |= {(position, leaf): value for leaf, value in enumerate(leaves_of(returned))}
+        outputs |= {(position, number): tensor for number, tensor in taken(args, kwargs).items()}
         kept = {_write(key): value for key, value in outputs.items() if self.program.last_use.get(key, -1) > position}
         env = [tensor if until > position else None for tensor, until in zip(carried["env"], carried["until"])]
         return {**carried, "env": env, "outputs": kept}

@@ -17,7 +17,7 @@ from lightning_asyncpp.pipeline.errors import ConfigurationError
 _MARK = "@"
 _PLAIN = (type(None), bool, int, float, str)
 Output = tuple[int, int]
-"""Position of a block, and number of a leaf of what it returned."""
+"""Position of a block, and number of a leaf of what it returned; of what it took the tensors are -1, -2, ..."""
 
 
 class TensorTable:
@@ -26,13 +26,18 @@ class TensorTable:
     Args:
         tensors: those that are known from the beginning.
         constants: objects that cross no cut, but are the same on every stage, by their positions.
+        copies: whether to keep values as they are when they are met.
 
     Attributes:
-        tensors: in the order in which they were met.
+        tensors: in the order in which they were met; one that was changed in place since stands there again.
+        values: the copies.
     """
 
-    def __init__(self, tensors: Sequence[Any] = (), constants: list[Any] | None = None) -> None:
+    def __init__(self, tensors: Sequence[Any] = (), constants: list[Any] | None = None, copies: bool = False) -> None:
         self.tensors: list[Any] = list(tensors)
+        self.values: list[Tensor] = []
+        self._copies = copies
+        self._versions = [version_of(t) if isinstance(t, Tensor) else 0 for t in self.tensors]
         self.constants = constants if constants is not None else []
         self._outputs: dict[int, tuple[Output, int]] = {}
         self._held: list[Any] = []  # so that no other object gets their identity
@@ -64,14 +69,26 @@ class TensorTable:
             return {key: self.pack(entry, f"{argument}.{key}") for key, entry in value.items()}
         return self._constant(value, argument)
 
+    def is_changed(self, number: int) -> bool:
+        """Whether a tensor was changed in place since it was met."""
+        return version_of(self.tensors[number]) != self._versions[number]
+
+    def is_made(self, tensor: Tensor, inputs: int) -> bool:
+        """Whether a tensor that was packed is neither of the call, whose tensors are the first, nor of a block."""
+        mark = self._mark_of(tensor)
+        return bool(mark[_MARK] == "tensor" and mark["number"] >= inputs)
+
     def _mark_of(self, tensor: Tensor) -> dict[str, Any]:
         output, version = self._outputs.get(id(tensor), (None, 0))
         if output is not None and version_of(tensor) == version:  # else it was changed in place since
             return {_MARK: "output", "block": output[0], "leaf": output[1]}
         for number, known in enumerate(self.tensors):
-            if known is tensor:
+            if known is tensor and not self.is_changed(number):
                 return {_MARK: "tensor", "number": number}
         self.tensors.append(tensor)
+        self._versions.append(version_of(tensor))
+        if self._copies:
+            self.values.append(tensor.detach().clone())
         return {_MARK: "tensor", "number": len(self.tensors) - 1}
 
     def _constant(self, value: Any, argument: str) -> dict[str, Any]:
@@ -86,6 +103,11 @@ class TensorTable:
             )
         self.constants.append(value)
         return {_MARK: "constant", "number": len(self.constants) - 1}
+
+
+def taken(args: Any, kwargs: Any) -> dict[int, Tensor]:
+    """The tensors that a block takes, by their numbers."""
+    return {-1 - number: tensor for number, tensor in enumerate(tensors_of([list(args), kwargs]))}
 
 
 def unpack(

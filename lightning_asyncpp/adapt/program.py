@@ -59,6 +59,7 @@ class Program:
         costs: by unit, floating-point operations of its forward and backward.
         unused: names of parameters that the forward does not use.
         in_place: whether code around the blocks changes in place what they return.
+        changes_taken: whether code around the blocks changes in place what they took.
         changes_inputs: whether code around the blocks changes tensors of the call in place.
         draws_on_host: whether code around the blocks draws random numbers of Python or NumPy.
         positional: names of the arguments of the forward that may come by position, in order.
@@ -85,6 +86,7 @@ class Program:
     unused: list[str] = field(default_factory=list)
     in_place: bool = False
     changes_inputs: bool = False
+    changes_taken: bool = False
     draws_on_host: bool = False
     positional: list[str] = field(default_factory=list)
     switches: list[Any] = field(default_factory=list)

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed
 from lightning_asyncpp.adapt.draws import host_as_before, seed_host
 from lightning_asyncpp.adapt.left_behind import replace_left_behind
-from lightning_asyncpp.adapt.packing import Output, TensorTable, check_structure, filled, version_of
+from lightning_asyncpp.adapt.packing import (
+    Output,
+    TensorTable,
+    check_structure,
+    filled,
+    taken,
+    tensor_numbers_in,
+    version_of,
+)
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.shells import Shell, in_place_of
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
@@ -56,6 +64,8 @@ class Outcome:
         asked: positions of those whose outputs it asked for shape or dtype, which it was told as those of the example.
         calls: the leaves of what its own submodules returned.
         changes_inputs: whether its own code changed tensors of the call in place.
+        changes_taken: whether its own code changed in place what an earlier block took.
+        changed_since: position of the first block behind it of which it changed in place what that is to take.
         seed: of the random numbers that its own code drew, if it drew some.
         output: of the model, behind the last glue.
     """
@@ -66,6 +76,8 @@ class Outcome:
     asked: set[int] = field(default_factory=set)
     calls: list[Leaves] = field(default_factory=list)
     changes_inputs: bool = False
+    changes_taken: bool = False
+    changed_since: int | None = None
     seed: int | None = None
     output: Any = None
 
@@ -116,13 +128,16 @@ class Replay:
         try:
             with in_place_of(self._model, modules, self._parameters()), self._host_preserved(), self._unknown:
                 self._seed_host()
-                output = self.outcome.output = type(self._model).forward(self._model, *args, **kwargs)
+                output = type(self._model).forward(self._model, *args, **kwargs)
+            output = self.outcome.output = self._unknown.replaced(output)
             self._look_at(output, "the model's output")
             replace_left_behind(self._model, program.around, self._unknown)
         except _BlocksKnown:
             return self.outcome
         finally:
             self._compare_inputs()
+            self.outcome.changes_taken = not program.changes_taken and self._unknown.changed_in_place()
+            self.outcome.changed_since = self._changed_since()
             blocks = {f"what {program.blocks[position]} returned": position for position in self._run}
             self.outcome.asked = {blocks[what] for what in self._unknown.asked if what in blocks}
             self._unknown.forget()
@@ -150,7 +165,8 @@ class Replay:
             self._position += 1
             self._seed_host()
             if position in self._run:
-                return self._coming(position, args, kwargs)
+                return self._coming(position, *self._unknown.replaced((args, kwargs)))
+            self._restore_taken(position, args, kwargs)
             leaves = [
                 self._earlier.outputs[position, leaf]
                 if (position, leaf) in self._earlier.outputs
@@ -160,6 +176,23 @@ class Replay:
             return self._known(position, leaves)
 
         return partial(self._unknown.set_aside, answer)
+
+    def _restore_taken(self, position: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Code behind a block goes on with what the block took, where that is needed and was kept."""
+        live = self._program.live
+        for number, tensor in taken(args, kwargs).items():
+            key = position, number
+            if key in self._earlier.outputs and (self._glue >= len(live) or key in live[self._glue]):
+                kept = self._earlier.outputs[key]
+                self._unknown.replace(tensor, kept.clone() if self._program.changes_taken else kept)
+
+    def _changed_since(self) -> int | None:
+        inputs = len(self._inputs)
+        for position, packed in zip(self._run, self.outcome.arguments):
+            made = [number for number in tensor_numbers_in(packed) if number >= inputs]
+            if any(self._table.is_changed(number) for number in made):
+                return position
+        return None
 
     def _coming(self, position: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A block that is still to run: keep what it is to be called with."""
@@ -183,6 +216,7 @@ class Replay:
     def _submodule(self, name: str, real: nn.Module) -> Callable[[tuple, dict[str, Any]], Any]:
         def answer(args: tuple, kwargs: dict[str, Any]) -> Any:
             number, program = self._calls, self._program
+            args, kwargs = self._unknown.replaced((args, kwargs))
             self._calls += 1
             expected = (program.calls[number], program.call_gaps[number]) if number < len(program.calls) else None
             if (name, self._position) != expected:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_asyncpp.adapt.draws import SameDraws
-from lightning_asyncpp.adapt.packing import Output, TensorTable, template_of
+from lightning_asyncpp.adapt.packing import Output, TensorTable, taken, template_of, tensor_numbers_in
 from lightning_asyncpp.adapt.state import as_before
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -35,7 +35,7 @@ class Trace:
         call: the model's arguments, packed.
         arguments: by block, packed.
         values: the tensors of the table as they were then.
-        outputs: by block and leaf.
+        outputs: by block and leaf; and of what blocks took that code around them had made.
         templates: of the outputs.
         alike: by block, of each leaf of its output: whether its shape is that of the block's first tensor; None of what
             is no tensor.
@@ -103,6 +103,10 @@ class _Recorder(TorchFunctionMode):
         self.inside, self.held = name, {id(parameter) for parameter in block.parameters()}
         self.trace.arguments.append(self.trace.table.pack([list(args), kwargs], name))
         self.trace.keep_values()
+        inputs = len(tensor_numbers_in(self.trace.call))
+        for number, tensor in taken(args, kwargs).items():
+            if tensor.is_floating_point() and self.trace.table.is_made(tensor, inputs):
+                self.trace.outputs[self.position, number] = tensor.detach().clone()
         self.first = next(tensors_of([args, kwargs]), None)
 
     def end_block(self, output: Any) -> None:

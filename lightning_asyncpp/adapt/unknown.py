@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # its documented place
 
 from lightning_asyncpp.adapt.draws import drawn_from, draws
-from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ class Unknown(TorchDispatchMode):
         self.changed: set[str] = set()
         self._drawn: dict[int, Any] = {}  # storages by address
         self._storages: dict[int, tuple[Any, str]] = {}  # by address; held, so that no other gets it
+        self._replaced: dict[int, tuple[Tensor, Tensor, int]] = {}  # by identity
         self._reads = _Reads(self)
 
     def __enter__(self) -> Unknown:
@@ -81,6 +82,7 @@ class Unknown(TorchDispatchMode):
         """The forward that they were made for is over."""
         self._storages.clear()
         self._drawn.clear()
+        self._replaced.clear()
         self.asked.clear()
         self.seed_of_draw = None
 
@@ -103,6 +105,26 @@ class Unknown(TorchDispatchMode):
         nothing = nothing.contiguous() if writable else nothing
         self._mark(nothing, what)
         return nothing
+
+    def replace(self, tensor: Tensor, value: Tensor) -> None:
+        """Have functions of torch take a known value from now on, where the model's code gives them a tensor."""
+        self._replaced[id(tensor)] = tensor, value, value._version
+
+    @property
+    def has_replaced(self) -> bool:
+        """Whether there is one."""
+        return bool(self._replaced)
+
+    def replaced(self, given: Any) -> Any:
+        """The same with values in the places of tensors for which they are known."""
+        return map_tensors(self._known, given) if self._replaced else given
+
+    def changed_in_place(self) -> bool:
+        """Whether the model's code has changed a value that took a tensor's place."""
+        return any(value._version != version for _, value, version in self._replaced.values())
+
+    def _known(self, tensor: Tensor) -> Tensor:
+        return self._replaced[id(tensor)][1] if id(tensor) in self._replaced else tensor
 
     def set_aside(self, function: Callable[..., T], *args: Any) -> T:
         """Call what is no code of the model's, or a submodule, which may be compiled, without looking at it."""
@@ -223,6 +245,8 @@ class _Reads(TorchFunctionMode):
         self._unknown = unknown
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._unknown.has_replaced:
+            args, kwargs = self._unknown.replaced(args), self._unknown.replaced(kwargs)
         if (kind := _KINDS.get(func)) is None:
             kind = _KINDS[func] = _kind_of(func)
         if kind == "read":

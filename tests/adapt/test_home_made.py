@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
-from lightning_asyncpp import check_model, pipelined
-from lightning_asyncpp.adapt.modes import MOST_RUNS
-from tests.adapt.home_made import HOME_MADE, Pairs, tokens
+from lightning_asyncpp import check_model
+from tests.adapt.home_made import HOME_MADE
 from tests.adapt.models import Trained
 
 
@@ -24,19 +21,3 @@ def test_trains_as_a_single_process_does(name: str) -> None:
     layers = [name for stage in report.stages for name in stage]
     assert set(expected) <= set(layers)
     assert sorted(module.state_dict()) == sorted(Trained(make()).state_dict())
-
-
-def test_code_between_many_layers_runs_a_few_times() -> None:
-    """Some of the layers are part of that code; what many of them returned crosses the cuts, which is said."""
-    with pytest.warns(UserWarning, match=r"Pairs puts together what its layers return .* up to 1\d of their results"):
-        model = pipelined(Pairs(count=9))
-    assert len(model.pipeline_layers.program.blocks) == MOST_RUNS
-    report = check_model(Trained(model), [{"x": tokens()} for _ in range(2)], stages=3)
-    assert report.ok, str(report)
-
-
-def test_a_few_results_that_cross_are_no_reason_to_say_so() -> None:
-    make, batch, _ = HOME_MADE["unet"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pipelined(make(), batch())
