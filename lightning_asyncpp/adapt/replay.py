@@ -106,6 +106,10 @@ class Replay:
         self._calls = 0
         self._draws: Counter[int] = Counter()  # by glue
         self.outcome = Outcome()
+        self._kept: dict[int, list[int]] = {}  # of what blocks took, by position
+        for position, number in earlier.outputs:
+            if number < 0 and (glue >= len(program.live) or (position, number) in program.live[glue]):
+                self._kept.setdefault(position, []).append(number)
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         """Run it.
@@ -166,7 +170,8 @@ class Replay:
             self._seed_host()
             if position in self._run:
                 return self._coming(position, *self._unknown.replaced((args, kwargs)))
-            self._restore_taken(position, args, kwargs)
+            if position in self._kept:
+                self._restore_taken(position, args, kwargs)
             leaves = [
                 self._earlier.outputs[position, leaf]
                 if (position, leaf) in self._earlier.outputs
@@ -179,12 +184,12 @@ class Replay:
 
     def _restore_taken(self, position: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """Code behind a block goes on with what the block took, where that is needed and was kept."""
-        live = self._program.live
-        for number, tensor in taken(args, kwargs).items():
-            key = position, number
-            if key in self._earlier.outputs and (self._glue >= len(live) or key in live[self._glue]):
-                kept = self._earlier.outputs[key]
-                self._unknown.replace(tensor, kept.clone() if self._program.changes_taken else kept)
+        tensors = taken(args, kwargs)
+        for number in self._kept[position]:
+            if number not in tensors:
+                raise self._other_way(self._program.blocks[position])
+            kept = self._earlier.outputs[position, number]
+            self._unknown.replace(tensors[number], kept.clone() if self._program.changes_taken else kept)
 
     def _changed_since(self) -> int | None:
         inputs = len(self._inputs)
