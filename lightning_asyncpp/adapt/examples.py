@@ -63,7 +63,7 @@ def examples_of(model: nn.Module) -> Iterator[Call]:
 
 
 def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
-    """What the first layer may take: the first of each kind, as submodules may be in any order."""
+    """What the first layer may take: the first of each kind, as submodules may be in any order; tokens before others."""
     for known in (getattr(model, "pretrained_cfg", None) or {}, getattr(model, "default_cfg", None) or {}):
         if "input_size" in known:
             yield torch.randn(_BATCH, *known["input_size"])
@@ -72,7 +72,7 @@ def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
         for kind in _FIRST:
             if isinstance(module, kind):
                 firsts.setdefault(kind, module)
-    for kind, first in firsts.items():
+    for kind, first in sorted(firsts.items(), key=lambda found: found[0] is not nn.Embedding):
         if kind is nn.Embedding:
             yield from (torch.randint(first.num_embeddings, (_BATCH, time)) for time in (_TIME, 2))
         elif kind is nn.Linear:
