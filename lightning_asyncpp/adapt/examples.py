@@ -63,7 +63,7 @@ def examples_of(model: nn.Module) -> Iterator[Call]:
 
 
 def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
-    """What the first layer may take: the first of each kind, as submodules may be in any order; tokens before others."""
+    """What the first layer may take: the first of each kind, as submodules come in any order; tokens first."""
     for known in (getattr(model, "pretrained_cfg", None) or {}, getattr(model, "default_cfg", None) or {}):
         if "input_size" in known:
             yield torch.randn(_BATCH, *known["input_size"])
