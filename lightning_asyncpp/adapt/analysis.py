@@ -21,6 +21,7 @@ from lightning_asyncpp.adapt.shells import Shell
 from lightning_asyncpp.adapt.state import Changes, as_before
 from lightning_asyncpp.adapt.trace import Trace
 from lightning_asyncpp.adapt.unknown import Unknown, UnknownValueError
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 
@@ -106,7 +107,7 @@ class Analysis:
             position = run[0] + len(arguments)
         if position == run[0]:
             raise ConfigurationError(
-                f"{type(self._model).__name__} calls {self.program.blocks[position]} with other values when its forward"
+                f"{class_name(self._model)} calls {self.program.blocks[position]} with other values when its forward"
                 " is run again: what a layer takes must follow from the model's arguments and its layers alone"
             )
         return position
@@ -190,7 +191,7 @@ class Analysis:
         run = self.program.run_of(glue - 1) if glue else range(0)
         where = f"behind its layer {self.program.blocks[run[-1]]}" if run else "before its layers"
         return (
-            f"the code of {type(self._model).__name__} {where} comes to other results where its layers run apart: it"
+            f"the code of {class_name(self._model)} {where} comes to other results where its layers run apart: it"
             " needs what they leave behind beside their outputs (router logits, attentions, hidden states that are"
             " collected); switch that off in the model's configuration, or give the model pipeline_layers()"
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps
 
 Call = tuple[tuple, dict[str, Any]]
 _BATCH, _TIME = 2, 8
@@ -28,7 +29,7 @@ def call_of(example: Any) -> Call:
 def positional_names(model: nn.Module) -> list[str]:
     """Names of the arguments of a model's forward that may come by position, in order."""
     try:
-        parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+        parameters = list(inspect.signature(type(called_by_steps(model)).forward).parameters.values())[1:]
     except ValueError:  # of a function that does not say
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

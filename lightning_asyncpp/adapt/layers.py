@@ -17,6 +17,7 @@ from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Shell
 from lightning_asyncpp.adapt.unknown import UnknownValueError
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_tensors, tensors_of
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.cut.units import is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.wire.header import DTYPES
@@ -60,7 +61,7 @@ class PipelineLayers:
         self._look_at_weights()
         if missing := [name for name in self.program.blocks if not _is_there(self.model, name)]:
             raise ConfigurationError(
-                f"{', '.join(missing)}: no longer in the {type(self.model).__name__} that pipelined() was called with;"
+                f"{', '.join(missing)}: no longer in the {class_name(self.model)} that pipelined() was called with;"
                 " change its layers before"
             )
         layers: list[Any] = []
@@ -87,9 +88,9 @@ class PipelineLayers:
     def _glue(self, glue: int, members: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if glue == 0:
             kwargs = with_switches(self.model, kwargs)
-            self.program.check_call(args, kwargs, type(self.model).__name__)
+            self.program.check_call(args, kwargs, class_name(self.model))
             table = TensorTable(constants=self.program.constants)
-            call = table.pack([list(args), kwargs], type(self.model).__name__)
+            call = table.pack([list(args), kwargs], class_name(self.model))
             self._unknown.device = _device_of(table.tensors)
             earlier = Earlier()
         else:
@@ -112,7 +113,7 @@ class PipelineLayers:
         outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
         if outcome.changes_inputs and not self.program.changes_inputs:
             raise ConfigurationError(
-                f"forward of {type(self.model).__name__} changes its arguments in place, which it did not with the"
+                f"forward of {class_name(self.model)} changes its arguments in place, which it did not with the"
                 " example that pipelined(model, example) was given: give an example that is like the batches"
             )
         if other := [what for what in sorted(outcome.unknown) if (glue, what) not in self.program.mixed]:

@@ -19,6 +19,7 @@ from lightning_asyncpp.adapt.packing import Output, TensorTable, check_structure
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.shells import Shell, in_place_of
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import derive
 
@@ -113,6 +114,8 @@ class Replay:
             modules[name].answer = self._block(position)
         for name in program.modules():
             modules[name].answer = self._submodule(name, self._model.get_submodule(name))
+        for name, shell in modules.items():
+            shell.hide(self._model.get_submodule(name))
         try:
             with in_place_of(self._model, modules, self._parameters()), self._host_preserved(), self._unknown:
                 self._seed_host()
@@ -128,6 +131,7 @@ class Replay:
             self._unknown.forget()
             for shell in modules.values():
                 shell.answer = None
+                shell.hide(None)
         if self._run or self._position != len(program.blocks):
             raise self._other_way("the end")
         return self.outcome
@@ -143,7 +147,7 @@ class Replay:
                 raise self._other_way(self._program.blocks[position])
             if self._context[0] and not torch.is_grad_enabled() and is_checkpointed():
                 raise ConfigurationError(
-                    f"forward of {type(self._model).__name__} calls {self._program.blocks[position]} in a"
+                    f"forward of {class_name(self._model)} calls {self._program.blocks[position]} in a"
                     " torch.utils.checkpoint with use_reentrant=True, through which no gradient of another pipeline"
                     " stage comes: use use_reentrant=False, or switch it off"
                 )
@@ -244,7 +248,7 @@ class Replay:
         blocks = self._program.blocks
         expected = blocks[self._position] if self._position < len(blocks) else "the end"
         return ConfigurationError(
-            f"forward of {type(self._model).__name__} came to {name} where it came to {expected} with the example that"
+            f"forward of {class_name(self._model)} came to {name} where it came to {expected} with the example that"
             " pipelined(model, example) was given: it must call its layers in the same order for every batch; give an"
             " example that is like the batches (the same arguments, and in training the same switches)"
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.adapt.draws import SameDraws
 from lightning_asyncpp.adapt.packing import same
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps, class_name
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -28,7 +29,8 @@ def as_before(model: nn.Module, kept: Sequence[str] = ()) -> Iterator[None]:
         model: forwards of it are run meanwhile.
         kept: names of its attributes that may stay.
     """
-    noted = [(module, dict(vars(module)), _buffers_of(module)) for module in model.modules()]
+    modules = [called_by_steps(module) for module in model.modules()]
+    noted = [(module, dict(vars(module)), _buffers_of(module)) for module in modules]
     copies = [{key: buffer.clone() for key, buffer in buffers.items()} for _, _, buffers in noted]
     try:
         yield
@@ -91,12 +93,12 @@ def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 def _refuse_memories(model: nn.Module, memories: Changes, output: Any, args: Any, kwargs: Any) -> None:
     for name, keys in memories.items():
         for key in keys:
-            tensor = vars(model.get_submodule(name))[key]
-            vars(model.get_submodule(name))[key] = torch.full_like(tensor, float("nan"))
+            attributes = vars(called_by_steps(model.get_submodule(name)))
+            attributes[key] = torch.full_like(attributes[key], float("nan"))
     if not same(_run(model, args, kwargs), output):
         places = ", ".join(f"{name}.{key}".lstrip(".") for name, keys in memories.items() for key in keys)
         raise ConfigurationError(
-            f"forward of {type(model).__name__} computes with what the forward before left in {places}: stages run"
+            f"forward of {class_name(model)} computes with what the forward before left in {places}: stages run"
             " forwards of several micro-batches at a time; give it as an argument, or give the model pipeline_layers()"
         )
 
@@ -154,4 +156,4 @@ def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+    return {key: value for key, value in vars(called_by_steps(module)).items() if key not in _INTERNAL}

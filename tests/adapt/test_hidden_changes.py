@@ -189,6 +189,33 @@ def test_the_example_sets_nothing_up() -> None:
     assert (model.shift, model.ready) == (0.0, False)
 
 
+class Weighed(Net):
+    """Reads attributes of its blocks, and their modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.weight = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x) * block.weight if block.training else block(x)
+        return self.out(x)
+
+
+def test_attributes_and_modes_of_blocks_that_hooks_set_later() -> None:
+    """What they were when the model was cut was kept."""
+    model, x = pipelined(Weighed(), (torch.randn(SHORT),)).train(), torch.randn(LONG)
+    units = pipeline_units(model)
+    model.blocks[0].weight, model.blocks[1].weight = 0.5, 2.0
+    model.blocks[1].eval()
+    found = x
+    for unit in units:
+        found = unit.apply((found,), {})
+    assert torch.equal(found, model(x))
+
+
 class Shared(Net):
     """One mask, drawn in front of the blocks, for all of them and the code behind them; what came first is kept."""
 

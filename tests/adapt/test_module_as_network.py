@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp import DelayedGradientStrategy, check_model
+from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy, check_model, pipelined
 from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy
 from tests.trainer.pool import Pools, impatient
@@ -108,6 +108,34 @@ def test_checkpoints_have_its_own_names(pools: Pools, tmp_path: Path) -> None:
     assert_equal_weights(arrays(dict(module.named_parameters())), joined_parts([weights for weights, _ in whole]))
 
 
+class Plain(Classifier):
+    """Without anything of its own: once it is cut, a single attribute may be what is on another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks, self.scale
+        self.last_loss = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def test_once_cut_it_is_the_network_still(pools: Pools, tmp_path: Path) -> None:
+    whole = pools.run(2, fit, 2, Plain, str(tmp_path / "whole.ckpt"), None, 2)
+    pools.run(2, fit, 2, Plain, str(tmp_path / "half.ckpt"))
+    resumed = pools.run(2, fit, 2, Plain, "", str(tmp_path / "half.ckpt"), 2)
+    assert_equal_weights(*(joined_parts([weights for weights, _ in results]) for results in (resumed, whole)))
+    for outcome in pools.outcomes(2, impatient, fit, 2, Noting):
+        assert "self.last_loss was set in the step" in outcome.message
+
+
+class Noting(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last_loss = float(loss)
+        return loss
+
+
 class SetsWhatForwardReads(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.factor = self.factor * 0.5
@@ -127,6 +155,95 @@ def test_refused(pools: Pools, kind: Any, says: str) -> None:
     outcomes = pools.outcomes(3, impatient, fit, 3, kind)
     assert all(outcome.error for outcome in outcomes)
     assert any(says in outcome.message for outcome in outcomes), outcomes
+
+
+class Keeping(Classifier):
+    """Its step reads what forward kept, on another stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.hidden = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.hidden.square().mean()
+
+
+class Counting(Classifier):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+class Remembering(Classifier):
+    before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        found = found if self.before is None else found + self.before.mean()
+        self.before = found.detach()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Keeping, r"Keeping\.hidden was kept by forward, but is computed from what first returned"),
+        (Counting, "forward of Counting changes calls around its layers"),
+        (Remembering, "forward of Remembering computes with what the forward before left in before"),
+    ],
+)
+def test_what_forward_sets_in_the_module(kind: Any, says: str) -> None:
+    """It was not looked at: the loss was NaN, its gradient was not."""
+    with pytest.raises(ConfigurationError, match=says):
+        check_model(kind(), batches(), stages=3)
+
+
+class Initialised(Classifier):
+    """Sets itself up by its first batch."""
+
+    def forward(self, x: Tensor, is_first: bool = False) -> Tensor:
+        if self.factor == 1.0:
+            self.factor = float(x.mean())
+        return super().forward(x)
+
+
+def test_the_example_sets_nothing_up() -> None:
+    module = Initialised()
+    network = pipelined(network_in(module), torch.randn(2, DIM))  # type: ignore[type-var]
+    assert module.factor == 1.0
+    assert network.pipeline_layers.program.positional == ["x", "is_first"]
+
+
+class Derived(Classifier):
+    """A value that is computed from a parameter of its own goes to the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale * 2
+        x = self.first(x * scale.mean())
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * scale
+
+
+class Sharing(Classifier):
+    """Its steps share one, which a class further up may have."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.share(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.share(batch)
+
+    def share(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("kind", [Derived, Sharing, type("SharingToo", (Sharing,), {})])
+def test_trains_as_a_single_process_does(kind: Any) -> None:
+    report = check_model(kind(), batches()[:2], stages=3)
+    assert report.ok, str(report)
 
 
 class Parts(Classifier):

@@ -45,5 +45,10 @@ class OwnForward(nn.Module):
 
 
 def called_by_steps(network: nn.Module) -> nn.Module:
-    """What a step calls when it calls a network."""
+    """What a step calls when it calls a network; its attributes are those that ``forward`` reads and sets."""
     return network.of if isinstance(network, OwnForward) else network
+
+
+def class_name(network: nn.Module) -> str:
+    """The name of the class that the user wrote."""
+    return type(called_by_steps(network)).__name__

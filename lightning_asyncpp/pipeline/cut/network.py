@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,6 @@ from lightning_asyncpp.pipeline.cut.module_as_network import OwnForward
 
 USUAL = "model"
 _KEPT_AS = "_pipeline_network"
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _CALLS_ITSELF = re.compile(r"\bself\s*\(|\bself\.forward\s*\(")
 
 
@@ -39,12 +38,13 @@ def network_in(module: nn.Module | None) -> nn.Module | None:
     """The network itself; None where there is none."""
     if module is None:
         return None
-    network = getattr(module, network_name(module), None)
+    own: nn.Module | None = vars(module).get(_KEPT_AS)
+    # Also when it is cut, and there is but one attribute left, or one of another stage, or all others were frozen.
+    network = getattr(module, network_name(module) if own is None else USUAL, None)
     if isinstance(network, nn.Module):
         return network
-    if _KEPT_AS not in vars(module) and _is_network(module):
-        vars(module)[_KEPT_AS] = OwnForward(module)
-    own: nn.Module | None = vars(module).get(_KEPT_AS)
+    if own is None and _is_network(module):
+        own = vars(module)[_KEPT_AS] = OwnForward(module)
     return own
 
 
@@ -83,14 +83,22 @@ def _is_own(method: Callable[..., Any]) -> bool:
 
 
 def _calls_itself(module: nn.Module) -> bool:
-    """Whether a step says ``self(...)``; True if the source of none can be read."""
+    """Whether a step, or what it may call, says ``self(...)``; True if the source of none can be read."""
     sources = []
-    for step in filter(_is_own, (getattr(type(module), name, nn.Module.forward) for name in _STEPS)):
+    for method in _own_methods(type(module)):
         try:
-            sources.append(inspect.getsource(step))
+            sources.append(inspect.getsource(method))
         except (OSError, TypeError):  # made at a prompt
             continue
     return not sources or any(_CALLS_ITSELF.search(source) for source in sources)
+
+
+def _own_methods(kind: type) -> Iterator[Callable[..., Any]]:
+    """The methods that users wrote, also of classes that theirs derives from: steps often share one, ``_step``."""
+    for part in kind.__mro__:
+        for name, value in vars(part).items():
+            if name != "forward" and inspect.isfunction(value) and _is_own(value):
+                yield value
 
 
 def _children(module: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
