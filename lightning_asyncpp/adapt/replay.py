@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed
+from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed, runs_again
 from lightning_asyncpp.adapt.draws import host_as_before, seed_host
 from lightning_asyncpp.adapt.left_behind import replace_left_behind
 from lightning_asyncpp.adapt.packing import Output, TensorTable, check_structure, filled, version_of
@@ -209,6 +209,12 @@ class Replay:
 
     def _seed_of_draw(self) -> int | None:
         """So that code that runs again, on another stage, draws what it drew the first time."""
+        if runs_again():  # in the backward, where nobody tells it what to draw
+            raise ConfigurationError(
+                f"forward of {class_name(self._model)} draws random numbers in a torch.utils.checkpoint around its"
+                " layers, and would draw others when that runs again for gradients: leave this checkpoint out, put it"
+                " into a layer, or give the model pipeline_layers()"
+            )
         glue = self._program.glue_at(self._position)
         self._draws[glue] += 1
         seed = self._seed_of(glue)
