@@ -23,9 +23,10 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 class Shell(nn.Module):
     """Looks like a module from outside, holds no weights, and returns what it is told.
 
-    It has the module's plain attributes and its configuration, shells of its children, and for its parameters tensors
-    of their shapes that hold nothing but NaN: forwards read such attributes of layers that they go on to call. Hooks
-    may set such attributes, and modes, while a model is trained: they are asked of what is there in its place.
+    ``isinstance`` takes it for one of the module's class. It has the module's plain attributes and its configuration,
+    shells of its children, and for its parameters tensors of their shapes that hold nothing but NaN: forwards read
+    such attributes of layers that they go on to call. Hooks may set attributes and modes while a model is trained:
+    they are asked of what is there in its place.
 
     Args:
         module: what it looks like.
@@ -35,7 +36,7 @@ class Shell(nn.Module):
 
     def __init__(self, module: nn.Module, name: str, unknown: Unknown) -> None:
         super().__init__()
-        self.stands_for, self.unknown = name, unknown
+        self.stands_for, self.unknown, self.kind = name, unknown, type(module)
         self.answer: Answer | None = None
         self.hides: nn.Module | None
         self.hide(None)
@@ -54,6 +55,14 @@ class Shell(nn.Module):
         for key, shell in self.named_children():
             if isinstance(shell, Shell):
                 shell.hide(None if module is None else vars(module)["_modules"].get(key))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """What ``isinstance`` goes by, beside the type."""
+        return vars(self).get("kind", Shell)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (), dict(vars(self))
 
     def look_at(self, module: nn.Module) -> None:
         """Take over what a module says of itself, and its children of themselves.
@@ -94,6 +103,10 @@ class Shell(nn.Module):
             raise AttributeError(
                 f"{where}.{name} is read by code outside of {where}, which may be on another pipeline stage"
             ) from None
+
+
+def _empty() -> Shell:
+    return Shell.__new__(Shell)
 
 
 @contextmanager

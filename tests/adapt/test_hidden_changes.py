@@ -413,6 +413,16 @@ class LongSkip(Net):
         return x + first if x.shape[1] > 4 else x
 
 
+class Rest(Net):
+    """Takes what is beyond the example's length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x + first[:, 4:].sum(1, keepdim=True))
+
+
 class Reentrant(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -432,6 +442,7 @@ OTHERWISE = {
     Sized: r"blocks\.0 returned torch\.float32 \[2, 4, 8\] for torch\.float32 \[2, 7, 8\], and with the example",
     Sometimes: r"blocks\.0 returned something else than with the example",
     LongSkip: "computes the model's output from what entry returned, but that is on another pipeline stage",
+    Rest: "computes the model's output from what entry returned, but that is on another pipeline stage",
     Reentrant: r"calls blocks\.0 in a torch\.utils\.checkpoint with use_reentrant=True",
     Changing: "forward of Changing changes its arguments in place, which it did not with the example",
 }

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -73,6 +74,7 @@ def fit(
     saved: str = "",
     resumed: str | None = None,
     epochs: int = 1,
+    callbacks: Any = None,
 ) -> tuple[dict[str, Any], float]:
     """Weights, of this stage in a pipeline, and the last validation loss."""
     L.seed_everything(1, verbose=False)
@@ -83,6 +85,7 @@ def fit(
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=stages or 1, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        callbacks=callbacks,
     )  # fmt: skip
     trainer.fit(module, ckpt_path=resumed)
     if saved:
@@ -127,6 +130,19 @@ def test_once_cut_it_is_the_network_still(pools: Pools, tmp_path: Path) -> None:
     assert_equal_weights(*(joined_parts([weights for weights, _ in results]) for results in (resumed, whole)))
     for outcome in pools.outcomes(2, impatient, fit, 2, Noting):
         assert "self.last_loss was set in the step" in outcome.message
+
+
+def averaged(stages: int) -> tuple[dict[str, Any], float]:
+    """With averaged weights in the end; all of them are trained."""
+    average = WeightAveraging(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.5))
+    return fit(stages, Plain, callbacks=average)
+
+
+def test_averages_are_cut_as_it_is(pools: Pools) -> None:
+    expected, loss = averaged(0)
+    results = pools.run(2, averaged, 2)
+    assert_equal_weights(joined_parts([weights for weights, _ in results]), expected)
+    assert results[0][1] == pytest.approx(loss, rel=1e-6)
 
 
 class Noting(Plain):

@@ -95,10 +95,10 @@ def _calls_itself(module: nn.Module) -> bool:
 
 def _own_methods(kind: type) -> Iterator[Callable[..., Any]]:
     """The methods that users wrote, also of classes that theirs derives from: steps often share one, ``_step``."""
-    for part in kind.__mro__:
-        for name, value in vars(part).items():
-            if name != "forward" and inspect.isfunction(value) and _is_own(value):
-                yield value
+    for name in {name for part in kind.__mro__ for name in vars(part)} - {"forward"}:
+        method = inspect.getattr_static(kind, name)
+        if inspect.isfunction(method) and _is_own(method):
+            yield method
 
 
 def _children(module: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
