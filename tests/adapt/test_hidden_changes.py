@@ -331,6 +331,40 @@ class Scaling(Net):
         return self.out(x)
 
 
+class Averaging(Net):
+    """Keeps what it changes in place in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.mean((0, 1)))
+        return super().forward(x)
+
+
+class Collected(Net):
+    """Counts in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Averaging, Collected])
+def test_who_is_refused_is_left_as_it_was(kind: type[Net]) -> None:
+    """It counted in every run, and mixed in what stands for values."""
+    model, fresh = kind(), kind()
+    with pytest.raises(ConfigurationError, match=r"changes (mean|counts) around its layers, each time that it runs"):
+        pipelined(model, (torch.randn(SHORT),))
+    assert str(vars(model)) == str(vars(fresh)) or torch.equal(model.mean, fresh.mean)
+
+
 class Recomputed(Net):
     """Drops out in a checkpoint."""
 
