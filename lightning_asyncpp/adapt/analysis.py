@@ -228,6 +228,7 @@ class Analysis:
         try:
             outcome = self._run(replay, *self._call(blank))
             self.program.changes_inputs |= outcome.changes_inputs
+            self.program.changes_outputs |= outcome.changes_outputs
         except UnknownValueError:
             return False
         except ConfigurationError:

@@ -113,11 +113,15 @@ class PipelineLayers:
             args, kwargs = map_tensors(Tensor.clone, [list(args), dict(kwargs)])
         before = len(table.tensors)
         outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
-        if outcome.changes_inputs and not self.program.changes_inputs:
-            raise ConfigurationError(
-                f"forward of {class_name(self.model)} changes its arguments in place, which it did not with the"
-                " example that pipelined(model, example) was given: give an example that is like the batches"
-            )
+        for what, is_changed, is_expected in (
+            ("its arguments", outcome.changes_inputs, self.program.changes_inputs),
+            ("what its layers returned", outcome.changes_outputs, self.program.changes_outputs),
+        ):
+            if is_changed and not is_expected:
+                raise ConfigurationError(
+                    f"forward of {class_name(self.model)} changes {what} in place, which it did not with the example"
+                    " that pipelined(model, example) was given: give an example that is like the batches"
+                )
         other = [what for what in sorted(outcome.unknown) if (glue, what) not in self.program.mixed]
         if outcome.unknown and not other:  # what comes to the same with the example may not do so now
             results = outcome.output if glue == self.program.tail else table.tensors[before:]

@@ -60,6 +60,7 @@ class Program:
         unused: names of parameters that the forward does not use.
         in_place: whether code around the blocks changes in place what they return.
         changes_inputs: whether code around the blocks changes tensors of the call in place.
+        changes_outputs: whether it so changes what blocks or submodules returned.
         draws_on_host: whether code around the blocks draws random numbers of Python or NumPy.
         positional: names of the arguments of the forward that may come by position, in order.
         switches: the call's arguments that are no tensors, as :func:`switches_of` gives them.
@@ -85,6 +86,7 @@ class Program:
     unused: list[str] = field(default_factory=list)
     in_place: bool = False
     changes_inputs: bool = False
+    changes_outputs: bool = False
     draws_on_host: bool = False
     positional: list[str] = field(default_factory=list)
     switches: list[Any] = field(default_factory=list)

@@ -57,6 +57,7 @@ class Outcome:
         asked: positions of those whose outputs it asked for shape or dtype, which it was told as those of the example.
         calls: the leaves of what its own submodules returned.
         changes_inputs: whether its own code changed tensors of the call in place.
+        changes_outputs: whether it so changed what blocks or submodules returned.
         seed: of the random numbers that its own code drew, if it drew some.
         output: of the model, behind the last glue.
     """
@@ -67,6 +68,7 @@ class Outcome:
     asked: set[int] = field(default_factory=set)
     calls: list[Leaves] = field(default_factory=list)
     changes_inputs: bool = False
+    changes_outputs: bool = False
     seed: int | None = None
     output: Any = None
 
@@ -93,6 +95,7 @@ class Replay:
         self._unknown = next(iter(shells.values())).unknown
         self._position = 0  # of the next block
         self._calls = 0
+        self._noted: list[tuple[Tensor, int]] = []  # of what came, in which version
         self._draws: Counter[int] = Counter()  # by glue
         self.outcome = Outcome()
 
@@ -156,7 +159,7 @@ class Replay:
             if position in self._run:
                 return self._coming(position, args, kwargs)
             leaves = [
-                self._earlier.outputs[position, leaf]
+                self._given(self._earlier.outputs[position, leaf])
                 if (position, leaf) in self._earlier.outputs
                 else self._nothing(position, args, kwargs, alike)
                 for leaf, alike in enumerate(self._program.alike[position])
@@ -192,7 +195,8 @@ class Replay:
             if (name, self._position) != expected:
                 raise self._other_way(name)
             if self._program.glue_at(self._position) != self._glue:
-                return filled(self._program.call_templates[number], self._earlier.calls[number])
+                given = [self._given(leaf) for leaf in self._earlier.calls[number]]
+                return filled(self._program.call_templates[number], given)
             self._unknown.refuse_drawn([args, kwargs], f"what {name} takes")
             self._compare_inputs()
             self._unknown.seed_of_draw = None
@@ -202,7 +206,8 @@ class Replay:
             self._unknown.seed_of_draw = self._seed_of_draw
             self._note_inputs()  # what a submodule changes it changes once
             check_structure(self._program.call_templates[number], output, name)
-            self.outcome.calls.append(list(leaves_of(output)))
+            self.outcome.calls.append([self._given(leaf) for leaf in leaves_of(output)])
+            self._noted += [(tensor, version_of(tensor)) for tensor in tensors_of(output)]
             return output
 
         return partial(self._unknown.set_aside, answer)
@@ -238,10 +243,20 @@ class Replay:
     def _host_preserved(self) -> AbstractContextManager[None]:
         return host_as_before() if self._program.draws_on_host else nullcontext()
 
+    def _given(self, value: Any) -> Any:
+        """A value that comes from elsewhere, of which other code is to find what came."""
+        if not isinstance(value, Tensor) or self._unknown.source_of(value):
+            return value
+        if self._program.changes_outputs:
+            return value.clone()
+        self._noted.append((value, version_of(value)))
+        return value
+
     def _note_inputs(self) -> None:
         self._versions = [version_of(tensor) for tensor in self._inputs]
 
     def _compare_inputs(self) -> None:
+        self.outcome.changes_outputs |= any(version_of(tensor) != version for tensor, version in self._noted)
         self.outcome.changes_inputs |= self._versions != [version_of(tensor) for tensor in self._inputs]
 
     def _look_at(self, values: Any, what: str) -> None:

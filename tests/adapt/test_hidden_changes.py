@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp import ConfigurationError, apply_layers, check_model, pipelined
+from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from tests.adapt.models import Trained
 from tests.adapt.test_forwards import DIM, Block, Net
@@ -91,6 +92,18 @@ class Hooked(Net):
         self.blocks[1].register_forward_hook(lambda _, args, output: output * 3)
 
 
+class InPlace(Net):
+    """Changes in place what layers returned, and needs it once more later, as U-Nets with ``ReLU(inplace=True)`` do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.entry(x)
+        first *= 2
+        second = self.blocks[0](first)
+        second += 1
+        third = self.blocks[1](second).relu_()
+        return self.out(self.blocks[2](third) + first + second + third)
+
+
 class Masking(Net):
     """Changes an argument in place, once or on every call."""
 
@@ -132,6 +145,14 @@ def test_arguments_that_are_changed_in_place() -> None:
     expected = gradients(model, lambda: model(x, numbers.clone()))
     found = gradients(model, lambda: apply_layers(model, x, numbers.clone()))
     assert all(torch.equal(g, found[name]) for name, g in expected.items() if g is not None)  # type: ignore[arg-type]
+
+
+def test_what_layers_returned_is_changed_in_place() -> None:
+    """It was changed once more by each part of the code that came to it."""
+    model, x = pipelined(InPlace(), (torch.randn(SHORT),)), torch.randn(LONG)
+    assert torch.equal(apply_layers(model, x), model(x))
+    assert not other_gradient(*(gradients_of(model, call(model, x)) for call in (InPlace.forward, apply_layers)))
+    assert check_model(Trained(model.train()), [{"x": torch.randn(4, 3, DIM)}], stages=3, micro_batches=4).bitwise
 
 
 def test_strings_and_numbers_may_differ_from_the_examples() -> None:
@@ -331,7 +352,7 @@ class Scaling(Net):
         return self.out(x)
 
 
-class Averaging(Net):
+class KeepingMean(Net):
     """Keeps what it changes in place in a tensor that is no buffer."""
 
     def __init__(self) -> None:
@@ -356,7 +377,7 @@ class Collected(Net):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Averaging, Collected])
+@pytest.mark.parametrize("kind", [KeepingMean, Collected])
 def test_who_is_refused_is_left_as_it_was(kind: type[Net]) -> None:
     """It counted in every run, and mixed in what stands for values."""
     model, fresh = kind(), kind()
