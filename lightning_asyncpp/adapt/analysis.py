@@ -6,14 +6,15 @@ without a value does not need it. So nothing has to be known of the model's code
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.draws import SameDraws
 from lightning_asyncpp.adapt.examples import positional_names
 from lightning_asyncpp.adapt.members import Members
+from lightning_asyncpp.adapt.needs import Needs
 from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, same, tensor_numbers_in, unpack
 from lightning_asyncpp.adapt.program import Program, switches_of
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
@@ -86,7 +87,31 @@ class Analysis:
         return any(type(value) in (bool, int, float, str) for value in leaves)
 
     def _first_difference(self, glue: int) -> int:
-        """Position of the first block behind a glue whose arguments need more than what came before the glue."""
+        """Position of the first block behind a glue whose arguments need more than what came before the glue.
+
+        Values that earlier glue computed from parameters are computed again.
+        """
+        first = self.program.run_of(glue)[0]
+        names = [name for name in self.program.parameters() if name not in self.program.members[glue]]
+        if (position := self._reached(glue)) == first and names:
+            own = self._members.by_gap.setdefault(first, [])
+            own += names
+            for name in names:
+                own.remove(name)
+                self._spread_members()
+                if self._reached(glue) == first:
+                    own.append(name)
+            self._spread_members()
+            position = self._reached(glue)
+        if position == first:
+            raise ConfigurationError(
+                f"{class_name(self._model)} calls {self.program.blocks[position]} with other values when its forward"
+                " is run again: what a layer takes must follow from the model's arguments and its layers alone"
+            )
+        return position
+
+    def _reached(self, glue: int) -> int:
+        """Position of the first block behind a glue that is not called with what it should be."""
         run = self.program.run_of(glue)
         replay, table = self._replay(glue, *self._before(glue))
         try:
@@ -98,18 +123,13 @@ class Analysis:
         except Exception:  # of code that cannot compute with what stands for outputs to come
             if not self.program.in_place:
                 self.program.in_place = True
-                return self._first_difference(glue)
+                return self._reached(glue)
         arguments = replay.outcome.arguments
         for position, packed in zip(run, arguments):
             if not self._same_arguments(position, packed, table):
                 break
         else:
             position = run[0] + len(arguments)
-        if position == run[0]:
-            raise ConfigurationError(
-                f"{class_name(self._model)} calls {self.program.blocks[position]} with other values when its forward"
-                " is run again: what a layer takes must follow from the model's arguments and its layers alone"
-            )
         return position
 
     def _same_arguments(self, position: int, packed: Any, table: TensorTable) -> bool:
@@ -303,39 +323,6 @@ class Analysis:
     def _inputs(self) -> list[Tensor]:
         """The tensors of the call: the first ones of the table."""
         return [self._trace.values[number] for number in tensor_numbers_in(self._trace.call)]
-
-
-class Needs(NamedTuple):
-    """Outputs of blocks, numbers of submodules' calls, and numbers of the call's tensors."""
-
-    outputs: frozenset[Output] = frozenset()
-    calls: frozenset[int] = frozenset()
-    inputs: frozenset[int] = frozenset()
-
-    def __or__(self, other: Needs) -> Needs:
-        return Needs(self.outputs | other.outputs, self.calls | other.calls, self.inputs | other.inputs)
-
-    def __and__(self, other: Needs) -> Needs:
-        return Needs(self.outputs & other.outputs, self.calls & other.calls, self.inputs & other.inputs)
-
-    def __sub__(self, other: Needs) -> Needs:
-        return Needs(self.outputs - other.outputs, self.calls - other.calls, self.inputs - other.inputs)
-
-    def singly(self) -> list[Needs]:
-        """Each of them alone."""
-        return [
-            *(Needs(outputs=frozenset({one})) for one in self.outputs),
-            *(Needs(calls=frozenset({one})) for one in self.calls),
-            *(Needs(inputs=frozenset({one})) for one in self.inputs),
-        ]
-
-    @staticmethod
-    def union(several: Iterable[Needs]) -> Needs:
-        """All of several."""
-        found = Needs()
-        for one in several:
-            found = found | one
-        return found
 
 
 def _may_be_nan(value: Any) -> bool:

@@ -68,6 +68,17 @@ class Mixed(Net):
         return self.out(x)
 
 
+class Positioned(Net):
+    """Positions, computed from a parameter, are added in front of every block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.scales.tanh().mean()
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x + positions)
+        return self.out(x) * positions
+
+
 class Between(Net):
     """Modules between blocks."""
 
@@ -171,7 +182,7 @@ class Noted(Net):
         return self.out(x) + sum(block.kept for block in self.blocks)
 
 
-FORWARDS = (Net, Skipping, Mixed, Between, Ladder, InPlace, Scaled, Tied, Sized, Embedded, Unused, Noted)
+FORWARDS = (Net, Skipping, Mixed, Positioned, Between, Ladder, InPlace, Scaled, Tied, Sized, Embedded, Unused, Noted)
 
 
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
