@@ -216,6 +216,39 @@ def test_what_forward_sets_in_the_module(kind: Any, says: str) -> None:
         check_model(kind(), batches(), stages=3)
 
 
+class OfItsOwn(Classifier):
+    """Says itself where to cut it."""
+
+    def pipeline_layers(self) -> list[Any]:
+        return [
+            (self.first, lambda first, x: self.dropout(first(x).relu())),
+            *((block, lambda block, x: x + block(x)) for block in self.blocks),
+            ([self.last, self.scale], lambda _, x: (self.last(x) * self.scale + self.shift) * self.factor),
+        ]
+
+
+def test_it_may_say_where_to_cut_it() -> None:
+    report = check_model(OfItsOwn(), batches()[:2], stages=3)
+    assert report.ok, str(report)
+    assert [name for stage in report.stages for name in stage][:2] == ["first", "blocks.0"]
+
+
+class Eval(Plain):
+    """Reads modes of layers that were set before the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.first.training else 1.0)
+
+
+def test_modes_of_layers_on_other_stages(pools: Pools) -> None:
+    weights = [weights for weights, _ in pools.run(2, fit, 2, Eval)]
+    assert_equal_weights(joined_parts(weights), fit(0, Eval)[0])
+
+
 class Initialised(Classifier):
     """Sets itself up by its first batch."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+_OF_CUTS = ("pipeline_layers", "pipeline_costs")
 _TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
@@ -38,6 +39,10 @@ class OwnForward(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         self.of.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        """Where to cut it, the module may say."""
+        return getattr(vars(self)["of"], name) if name in _OF_CUTS else super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's class computes, whatever stands as ``forward`` in the object."""
