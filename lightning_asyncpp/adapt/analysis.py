@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.draws import SameDraws
-from lightning_asyncpp.adapt.examples import positional_names
+from lightning_asyncpp.adapt.examples import defaults_of, positional_names
 from lightning_asyncpp.adapt.members import Members
 from lightning_asyncpp.adapt.needs import Needs
 from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, same, tensor_numbers_in, unpack
@@ -50,7 +50,7 @@ class Analysis:
             call_templates=[call.template for call in self._members.calls],
             call_gaps=[call.gap for call in self._members.calls], alike=trace.alike,
             constants=trace.table.constants, unused=self._members.unused, draws_on_host=trace.draws_on_host,
-            positional=positional_names(model),
+            positional=positional_names(model), defaults=defaults_of(model),
         )  # fmt: skip
         self.program.switches = switches_of(self.program.named(*self._call()))
         self.program.shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}

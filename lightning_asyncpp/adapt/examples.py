@@ -36,6 +36,15 @@ def positional_names(model: nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
+def defaults_of(model: nn.Module) -> dict[str, Any]:
+    """Numbers, switches and strings that arguments of a model's forward are where they do not come."""
+    try:
+        parameters = inspect.signature(type(called_by_steps(model)).forward).parameters.values()
+    except ValueError:
+        return {}
+    return {p.name: p.default for p in parameters if isinstance(p.default, (bool, int, float, str))}
+
+
 def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
     """Arguments that the model may change in place."""
     return map_tensors(Tensor.clone, tuple(args)), map_tensors(Tensor.clone, dict(kwargs))

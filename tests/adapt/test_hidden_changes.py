@@ -210,6 +210,21 @@ def test_the_example_sets_nothing_up() -> None:
     assert (model.shift, model.ready) == (0.0, False)
 
 
+class Scaled(Net):
+    """Takes a number and a switch that may be left out."""
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, is_plain: bool = True) -> Tensor:
+        return super().forward(x * scale if is_plain else x)
+
+
+def test_a_number_that_the_example_leaves_out() -> None:
+    model, x = pipelined(Scaled(), (torch.randn(SHORT),)), torch.randn(LONG)
+    assert_same(model, x, 0.5)
+    assert torch.equal(apply_layers(model, x, scale=0.5, is_plain=True), model(x, 0.5))
+    with pytest.raises(ConfigurationError, match="was called with is_plain="):
+        apply_layers(model, x, is_plain=False)
+
+
 class Weighed(Net):
     """Reads attributes of its blocks, and their modes."""
 
