@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.draws import SameDraws
-from lightning_asyncpp.adapt.examples import positional_names
+from lightning_asyncpp.adapt.examples import defaults_of, positional_names
 from lightning_asyncpp.adapt.members import Members
 from lightning_asyncpp.adapt.needs import Needs
 from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, same, tensor_numbers_in, unpack
@@ -22,6 +22,7 @@ from lightning_asyncpp.adapt.shells import Shell
 from lightning_asyncpp.adapt.state import Changes, as_before
 from lightning_asyncpp.adapt.trace import Trace
 from lightning_asyncpp.adapt.unknown import Unknown, UnknownValueError
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 
@@ -49,7 +50,7 @@ class Analysis:
             call_templates=[call.template for call in self._members.calls],
             call_gaps=[call.gap for call in self._members.calls], alike=trace.alike,
             constants=trace.table.constants, unused=self._members.unused, draws_on_host=trace.draws_on_host,
-            positional=positional_names(model),
+            positional=positional_names(model), defaults=defaults_of(model),
         )  # fmt: skip
         self.program.switches = switches_of(self.program.named(*self._call()))
         self.program.shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
@@ -86,7 +87,31 @@ class Analysis:
         return any(type(value) in (bool, int, float, str) for value in leaves)
 
     def _first_difference(self, glue: int) -> int:
-        """Position of the first block behind a glue whose arguments need more than what came before the glue."""
+        """Position of the first block behind a glue whose arguments need more than what came before the glue.
+
+        Values that earlier glue computed from parameters are computed again.
+        """
+        first = self.program.run_of(glue)[0]
+        names = [name for name in self.program.parameters() if name not in self.program.members[glue]]
+        if (position := self._reached(glue)) == first and names:
+            own = self._members.by_gap.setdefault(first, [])
+            own += names
+            for name in names:
+                own.remove(name)
+                self._spread_members()
+                if self._reached(glue) == first:
+                    own.append(name)
+            self._spread_members()
+            position = self._reached(glue)
+        if position == first:
+            raise ConfigurationError(
+                f"{class_name(self._model)} calls {self.program.blocks[position]} with other values when its forward"
+                " is run again: what a layer takes must follow from the model's arguments and its layers alone"
+            )
+        return position
+
+    def _reached(self, glue: int) -> int:
+        """Position of the first block behind a glue that is not called with what it should be."""
         run = self.program.run_of(glue)
         replay, table = self._replay(glue, *self._before(glue))
         try:
@@ -98,10 +123,10 @@ class Analysis:
         except Exception:  # of code that cannot compute with what stands for outputs to come
             if not self.program.in_place:
                 self.program.in_place = True
-                return self._first_difference(glue)
+                return self._reached(glue)
         if replay.outcome.changes_taken:
             self.program.changes_taken = True
-            return self._first_difference(glue)
+            return self._reached(glue)
         arguments = replay.outcome.arguments
         for position, packed in zip(run, arguments):
             lacks = self._drew and position > run[0] and self._computes_unknown(position, replay.outcome)
@@ -111,11 +136,6 @@ class Analysis:
             position = run[0] + len(arguments)
         if replay.outcome.changed_since is not None:  # the block has to run before the code behind it does
             position = min(position, replay.outcome.changed_since + 1)
-        if position == run[0]:
-            raise ConfigurationError(
-                f"{type(self._model).__name__} calls {self.program.blocks[position]} with other values when its forward"
-                " is run again: what a layer takes must follow from the model's arguments and its layers alone"
-            )
         return position
 
     def _computes_unknown(self, position: int, outcome: Outcome) -> bool:
@@ -205,7 +225,7 @@ class Analysis:
         run = self.program.run_of(glue - 1) if glue else range(0)
         where = f"behind its layer {self.program.blocks[run[-1]]}" if run else "before its layers"
         return (
-            f"the code of {type(self._model).__name__} {where} comes to other results where its layers run apart: it"
+            f"the code of {class_name(self._model)} {where} comes to other results where its layers run apart: it"
             " needs what they leave behind beside their outputs (router logits, attentions, hidden states that are"
             " collected); switch that off in the model's configuration, or give the model pipeline_layers()"
         )
@@ -245,6 +265,7 @@ class Analysis:
         try:
             outcome = self._run(replay, *self._call(blank))
             self.program.changes_inputs |= outcome.changes_inputs
+            self.program.changes_outputs |= outcome.changes_outputs
         except UnknownValueError:
             return False
         except ConfigurationError:

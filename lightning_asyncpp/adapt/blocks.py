@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _SHOWN = 4  # lists in a message
@@ -62,7 +63,7 @@ def find_blocks(
         return sorted(names, key=calls.order.index)
     if not chosen:
         raise ConfigurationError(
-            f"no layers were found in {type(model).__name__}: a ModuleList or Sequential with two layers or more of a"
+            f"no layers were found in {class_name(model)}: a ModuleList or Sequential with two layers or more of a"
             " kind, each called once and in order, or else submodules that the forward calls once each, with most of"
             f" the weights; its lists are {list(lists)}. {_way_on(irregular, lists)}"
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 Context = tuple[bool, tuple[tuple[str, bool, str], ...]]
@@ -38,5 +39,13 @@ def is_checkpointed() -> bool:
     """Whether code runs in a checkpoint that will run it again for gradients, and records none (use_reentrant=True)."""
     code, frame = CheckpointFunction.forward.__code__, sys._getframe()
     while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def runs_again() -> bool:
+    """Whether code runs in a checkpoint of either kind."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None

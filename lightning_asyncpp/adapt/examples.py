@@ -42,6 +42,15 @@ def _positional(model: nn.Module, required: bool = False) -> list[inspect.Parame
     return [parameter for parameter in found if parameter.default is parameter.empty] if required else found
 
 
+def defaults_of(model: nn.Module) -> dict[str, Any]:
+    """Numbers, switches and strings that arguments of a model's forward are where they do not come."""
+    try:
+        parameters = inspect.signature(type(called_by_steps(model)).forward).parameters.values()
+    except ValueError:
+        return {}
+    return {p.name: p.default for p in parameters if isinstance(p.default, (bool, int, float, str))}
+
+
 def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
     """Arguments that the model may change in place."""
     return map_tensors(Tensor.clone, tuple(args)), map_tensors(Tensor.clone, dict(kwargs))

@@ -17,6 +17,7 @@ from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Shell
 from lightning_asyncpp.adapt.unknown import UnknownValueError
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_tensors, tensors_of
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.cut.units import is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.wire.header import DTYPES
@@ -60,7 +61,7 @@ class PipelineLayers:
         self._look_at_weights()
         if missing := [name for name in self.program.blocks if not _is_there(self.model, name)]:
             raise ConfigurationError(
-                f"{', '.join(missing)}: no longer in the {type(self.model).__name__} that pipelined() was called with;"
+                f"{', '.join(missing)}: no longer in the {class_name(self.model)} that pipelined() was called with;"
                 " change its layers before"
             )
         layers: list[Any] = []
@@ -87,13 +88,14 @@ class PipelineLayers:
     def _glue(self, glue: int, members: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if glue == 0:
             kwargs = with_switches(self.model, kwargs)
-            self.program.check_call(args, kwargs, type(self.model).__name__)
+            self.program.check_call(args, kwargs, class_name(self.model))
             table = TensorTable(constants=self.program.constants)
-            call = table.pack([list(args), kwargs], type(self.model).__name__)
+            call = table.pack([list(args), kwargs], class_name(self.model))
             self._unknown.device = _device_of(table.tensors)
-            earlier = Earlier()
+            earlier, given = Earlier(), list(table.tensors)
         else:
             carried = args[0]
+            given = [carried["tensors"], carried["env"], carried["outputs"]]
             self._unknown.device = _device_of([carried["outputs"], carried["tensors"], carried["env"]])
             table = TensorTable(
                 [self._restored(t, f"argument {n}") for n, t in enumerate(carried["tensors"])], self.program.constants
@@ -109,18 +111,24 @@ class PipelineLayers:
             earlier = Earlier({_read(key): value for key, value in carried["outputs"].items()}, known, seeds)
         if self.program.changes_inputs:  # which the next glue is to find as they came
             args, kwargs = map_tensors(Tensor.clone, [list(args), dict(kwargs)])
+        before = len(table.tensors)
         outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
-        if outcome.changes_inputs and not self.program.changes_inputs:
-            raise ConfigurationError(
-                f"forward of {type(self.model).__name__} changes its arguments in place, which it did not with the"
-                " example that pipelined(model, example) was given: give an example that is like the batches"
-            )
-        if outcome.changes_taken or outcome.changed_since is not None:
-            raise ConfigurationError(
-                f"forward of {type(self.model).__name__} changes in place what a layer takes, which it did not"
-                " with the example that pipelined(model, example) was given: give an example that is like the batches"
-            )
-        if other := [what for what in sorted(outcome.unknown) if (glue, what) not in self.program.mixed]:
+        for what, is_changed, is_expected in (
+            ("its arguments", outcome.changes_inputs, self.program.changes_inputs),
+            ("what its layers returned", outcome.changes_outputs, self.program.changes_outputs),
+            ("what its layers take", outcome.changes_taken or outcome.changed_since is not None, False),
+        ):
+            if is_changed and not is_expected:
+                raise ConfigurationError(
+                    f"forward of {class_name(self.model)} changes {what} in place, which it did not with the example"
+                    " that pipelined(model, example) was given: give an example that is like the batches"
+                )
+        other = [what for what in sorted(outcome.unknown) if (glue, what) not in self.program.mixed]
+        if outcome.unknown and not other:  # what comes to the same with the example may not do so now
+            results = outcome.output if glue == self.program.tail else table.tensors[before:]
+            if _holds_nan(results) and not _holds_nan(given):
+                other = sorted(outcome.unknown)
+        if other:
             raise UnknownValueError(
                 f"the code around the model's layers computes {other[0]}, but that is on another pipeline stage, as"
                 " with the example that pipelined(model, example) was given it did not: give an example that is like"
@@ -257,6 +265,10 @@ def _shape_of(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return {"@": "blank", "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+
+
+def _holds_nan(values: Any) -> bool:
+    return any(bool(tensor.isnan().any()) for tensor in tensors_of(values))
 
 
 def _device_of(values: Any) -> torch.device:

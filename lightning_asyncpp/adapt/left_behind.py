@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.unknown import Unknown
 from lightning_asyncpp.pipeline.batches.tree import children_of, leaves_of
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps, class_name
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "pow", "matmul", "radd", "rsub", "rmul", "rtruediv", "rpow", "neg", "abs",
@@ -56,13 +57,13 @@ def replace_left_behind(model: nn.Module, names: Sequence[str], unknown: Unknown
         unknown: knows the stand-ins of this forward.
     """
     for name in names:
-        attributes = vars(model.get_submodule(name))
+        attributes = vars(called_by_steps(model.get_submodule(name)))
         for key, value in attributes.items():
             if key in _OTHERS or not _holds_tensors(value):
                 continue
             tensors = [leaf for leaf in leaves_of(value) if type(leaf) is Tensor]
             if what := unknown.source_of(tensors):
-                attributes[key] = LeftBehind(f"{name or type(model).__name__}.{key}", what)
+                attributes[key] = LeftBehind(f"{name or class_name(model)}.{key}", what)
 
 
 def _holds_tensors(value: Any) -> bool:

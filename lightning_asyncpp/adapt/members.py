@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.state import Changes
 from lightning_asyncpp.adapt.trace import Trace
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 
@@ -81,7 +82,7 @@ class Members:
         if changed:
             places = ", ".join(f"{name}.{key}".lstrip(".") for name, keys in changed.items() for key in keys)
             raise ConfigurationError(
-                f"forward of {type(model).__name__} changes {places} around its layers, each time that it runs; on"
+                f"forward of {class_name(model)} changes {places} around its layers, each time that it runs; on"
                 " every stage it runs again for each part of the code around the layers: change that in a layer, in a"
                 " submodule that is called once, or in the step, or give the model pipeline_layers()"
             )

@@ -12,6 +12,7 @@ from lightning_asyncpp.adapt.examples import call_of, copied, examples_of
 from lightning_asyncpp.adapt.layers import with_switches
 from lightning_asyncpp.adapt.pipelined import is_adapted, is_small, looked_at, problems_of_adapting
 from lightning_asyncpp.adapt.state import as_before
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps, class_name
 from lightning_asyncpp.pipeline.cut.parts import KEPT_AS
 from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers, is_placeholder
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -54,7 +55,7 @@ def _remark(model: nn.Module, example: Any, name: str) -> str:
                     raise ConfigurationError(_differs(model, name))
                 return ""
     return (
-        f"{name} is a {type(model).__name__} with a forward of its own. A pipeline does not run that, but its layers"
+        f"{name} is a {class_name(model)} with a forward of its own. A pipeline does not run that, but its layers"
         " one after the other: whether both give the same was not compared. Let forward be `return"
         " lightning_asyncpp.apply_layers(self, *args, **kwargs)`, run check_model(module, batches) once, or set"
         " example_input_array (in Fabric an argument of the strategy), with which they are compared at every start"
@@ -63,7 +64,7 @@ def _remark(model: nn.Module, example: Any, name: str) -> str:
 
 def _differs(model: nn.Module, name: str) -> str:
     return (
-        f"{name}: forward of {type(model).__name__} gives something else than its layers, applied one after the other,"
+        f"{name}: forward of {class_name(model)} gives something else than its layers, applied one after the other,"
         " which is all that a pipeline runs: move what forward does beside calling them into a layer, or into a layer's"
         " function in pipeline_layers() (check_model(module, batches) says by how much they differ)"
     )
@@ -71,7 +72,8 @@ def _differs(model: nn.Module, name: str) -> str:
 
 def _is_known(model: nn.Module) -> bool:
     """Whether its forward is its layers by how it is made."""
-    forward = getattr(type(model).forward, "__wrapped__", type(model).forward)
+    forward = type(called_by_steps(model)).forward
+    forward = getattr(forward, "__wrapped__", forward)
     if is_adapted(model) or forward is nn.Sequential.forward:
         return True
     names = getattr(getattr(forward, "__code__", None), "co_names", ())

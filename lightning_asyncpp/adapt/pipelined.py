@@ -20,6 +20,7 @@ from lightning_asyncpp.adapt.modes import layers_of
 from lightning_asyncpp.adapt.packing import same
 from lightning_asyncpp.adapt.state import as_before, changed_by_forwards
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.cut.parts import KEPT_AS
 from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -78,12 +79,12 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     if getattr(getattr(model, "config", None), "use_cache", False):
         model.config.use_cache = False  # type: ignore[union-attr]  # which may change what a model computes
         rank_zero_info(
-            f"{type(model).__name__}: config.use_cache=False, as a training needs no cache of keys and values"
+            f"{class_name(model)}: config.use_cache=False, as a training needs no cache of keys and values"
             " (generate() has a switch of its own)"
         )
     if (most := layers.program.most_crossing()) > _MANY:
         rank_zero_warn(
-            f"{type(model).__name__} puts together what its layers return in its own forward, so that up to {most} of"
+            f"{class_name(model)} puts together what its layers return in its own forward, so that up to {most} of"
             " their results cross a cut, and not one: do that inside of layers (x = x + ... in the layer's forward), or"
             " give the model pipeline_layers()"
         )
@@ -119,7 +120,7 @@ def problems_of_adapting(model: nn.Module, example: Any = None, name: str = "sel
             pipelined(model, given)
     except ConfigurationError as error:
         return [
-            f"{name} is a {type(model).__name__}, which the pipeline cannot cut by itself: {error}."
+            f"{name} is a {class_name(model)}, which the pipeline cannot cut by itself: {error}."
             " pipeline_layers() is a method that returns its layers in the order in which they are applied"
         ]
     return []
@@ -153,12 +154,12 @@ class Costs:
 def _refuse_unfit(model: nn.Module) -> None:
     if "forward" in vars(model):
         raise ConfigurationError(
-            f"forward of this {type(model).__name__} was replaced in the object, and pipelined() runs that of the"
+            f"forward of this {class_name(model)} was replaced in the object, and pipelined() runs that of the"
             " class: call pipelined() before anything wraps the model's forward"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigurationError(
-            f"{type(model).__name__} is on the meta device, and pipelined() runs it once: build it with real weights"
+            f"{class_name(model)} is on the meta device, and pipelined() runs it once: build it with real weights"
         )
 
 
@@ -176,7 +177,7 @@ def _working_example(model: nn.Module, example: Example | None) -> tuple[tuple, 
             problems.append(f"{type(error).__name__}: {error}")
     said = f" (tried: {problems[-1][:200]})" if problems else ""
     raise ConfigurationError(
-        f"it is not known how {type(model).__name__} is called{said}; give an example of its arguments, as (x, mask) or"
+        f"it is not known how {class_name(model)} is called{said}; give an example of its arguments, as (x, mask) or"
         " {'input_ids': ids, 'labels': ids}: in the LightningModule's example_input_array, in Fabric the strategy's, or"
         " in pipelined(model, example). Or give the model pipeline_layers()"
     )
@@ -184,7 +185,7 @@ def _working_example(model: nn.Module, example: Example | None) -> tuple[tuple, 
 
 def _given_example(model: nn.Module, example: Example) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a user's example, with which the model was called once."""
-    name = type(model).__name__
+    name = class_name(model)
     if not isinstance(example, (Tensor, tuple, list, Mapping)):
         raise ConfigurationError(f"pipelined({name}): the example is of type {type(example).__name__}; {_AN_EXAMPLE}")
     args, kwargs = call_of(example)
@@ -228,13 +229,13 @@ def _check(model: nn.Module, call: Call, blocks: Sequence[str], with_gradients: 
     found, theirs = _result(model, apply_layers, call, blocks, with_gradients)
     if not same(expected, found):
         raise ConfigurationError(
-            f"{type(model).__name__}, cut into layers, gives another output than its own forward: something that"
+            f"{class_name(model)}, cut into layers, gives another output than its own forward: something that"
             " its layers leave behind for the code after them (router logits, attentions, hidden states that are"
             " collected) would be lost; switch that off in its configuration, or give the model pipeline_layers()"
         )
     if name := other_gradient(gradients, theirs) if gradients else "":
         raise ConfigurationError(
-            f"{type(model).__name__}, cut into layers, gives another gradient of {name} than its own forward:"
+            f"{class_name(model)}, cut into layers, gives another gradient of {name} than its own forward:"
             " something of the code around its layers that shows in the backward alone (hooks on gradients, an"
             " autograd.Function) would be lost; move it into a layer, or give the model pipeline_layers()"
         )

@@ -61,8 +61,10 @@ class Program:
         in_place: whether code around the blocks changes in place what they return.
         changes_taken: whether code around the blocks changes in place what they took.
         changes_inputs: whether code around the blocks changes tensors of the call in place.
+        changes_outputs: whether it so changes what blocks or submodules returned.
         draws_on_host: whether code around the blocks draws random numbers of Python or NumPy.
         positional: names of the arguments of the forward that may come by position, in order.
+        defaults: of arguments that may be left out.
         switches: the call's arguments that are no tensors, as :func:`switches_of` gives them.
         shapes: name -> shape and dtype, of parameters that glue uses by themselves.
     """
@@ -87,8 +89,10 @@ class Program:
     in_place: bool = False
     changes_inputs: bool = False
     changes_taken: bool = False
+    changes_outputs: bool = False
     draws_on_host: bool = False
     positional: list[str] = field(default_factory=list)
+    defaults: dict[str, Any] = field(default_factory=dict)
     switches: list[Any] = field(default_factory=list)
     shapes: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
 
@@ -128,9 +132,9 @@ class Program:
         return list(dict.fromkeys(name for members in self.members for name in members if name not in modules))
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """A call's arguments by name, also those that come by position."""
+        """A call's arguments by name, also those that come by position or not at all."""
         names = [*self.positional, *(f"argument {i}" for i in range(len(self.positional), len(args)))]
-        return {**dict(zip(names, args)), **kwargs}
+        return {**self.defaults, **dict(zip(names, args)), **kwargs}
 
     def tensor_names(self, call: Any) -> dict[int, set[str]]:
         """Number of a tensor of a call -> name of the argument, and place in it.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed
+from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed, runs_again
 from lightning_asyncpp.adapt.draws import host_as_before, seed_host
 from lightning_asyncpp.adapt.left_behind import replace_left_behind
 from lightning_asyncpp.adapt.packing import (
@@ -27,6 +27,7 @@ from lightning_asyncpp.adapt.packing import (
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.shells import Shell, in_place_of
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.randomness import derive
 
@@ -66,6 +67,7 @@ class Outcome:
         changes_inputs: whether its own code changed tensors of the call in place.
         changes_taken: whether its own code changed in place what an earlier block took.
         changed_since: position of the first block behind it of which it changed in place what that is to take.
+        changes_outputs: whether it so changed what blocks or submodules returned.
         seed: of the random numbers that its own code drew, if it drew some.
         output: of the model, behind the last glue.
     """
@@ -78,6 +80,7 @@ class Outcome:
     changes_inputs: bool = False
     changes_taken: bool = False
     changed_since: int | None = None
+    changes_outputs: bool = False
     seed: int | None = None
     output: Any = None
 
@@ -104,6 +107,7 @@ class Replay:
         self._unknown = next(iter(shells.values())).unknown
         self._position = 0  # of the next block
         self._calls = 0
+        self._noted: list[tuple[Tensor, int]] = []  # of what came, in which version
         self._draws: Counter[int] = Counter()  # by glue
         self.outcome = Outcome()
         self._kept: dict[int, list[int]] = {}  # of what blocks took, by position
@@ -129,6 +133,8 @@ class Replay:
             modules[name].answer = self._block(position)
         for name in program.modules():
             modules[name].answer = self._submodule(name, self._model.get_submodule(name))
+        for name, shell in modules.items():
+            shell.hide(self._model.get_submodule(name))
         try:
             with in_place_of(self._model, modules, self._parameters()), self._host_preserved(), self._unknown:
                 self._seed_host()
@@ -147,6 +153,7 @@ class Replay:
             self._unknown.forget()
             for shell in modules.values():
                 shell.answer = None
+                shell.hide(None)
         if self._run or self._position != len(program.blocks):
             raise self._other_way("the end")
         return self.outcome
@@ -162,7 +169,7 @@ class Replay:
                 raise self._other_way(self._program.blocks[position])
             if self._context[0] and not torch.is_grad_enabled() and is_checkpointed():
                 raise ConfigurationError(
-                    f"forward of {type(self._model).__name__} calls {self._program.blocks[position]} in a"
+                    f"forward of {class_name(self._model)} calls {self._program.blocks[position]} in a"
                     " torch.utils.checkpoint with use_reentrant=True, through which no gradient of another pipeline"
                     " stage comes: use use_reentrant=False, or switch it off"
                 )
@@ -173,7 +180,7 @@ class Replay:
             if position in self._kept:
                 self._restore_taken(position, args, kwargs)
             leaves = [
-                self._earlier.outputs[position, leaf]
+                self._given(self._earlier.outputs[position, leaf])
                 if (position, leaf) in self._earlier.outputs
                 else self._nothing(position, args, kwargs, alike)
                 for leaf, alike in enumerate(self._program.alike[position])
@@ -227,7 +234,8 @@ class Replay:
             if (name, self._position) != expected:
                 raise self._other_way(name)
             if self._program.glue_at(self._position) != self._glue:
-                return filled(self._program.call_templates[number], self._earlier.calls[number])
+                given = [self._given(leaf) for leaf in self._earlier.calls[number]]
+                return filled(self._program.call_templates[number], given)
             self._unknown.refuse_drawn([args, kwargs], f"what {name} takes")
             self._compare_inputs()
             self._unknown.seed_of_draw = None
@@ -237,13 +245,20 @@ class Replay:
             self._unknown.seed_of_draw = self._seed_of_draw
             self._note_inputs()  # what a submodule changes it changes once
             check_structure(self._program.call_templates[number], output, name)
-            self.outcome.calls.append(list(leaves_of(output)))
+            self.outcome.calls.append([self._given(leaf) for leaf in leaves_of(output)])
+            self._noted += [(tensor, version_of(tensor)) for tensor in tensors_of(output)]
             return output
 
         return partial(self._unknown.set_aside, answer)
 
     def _seed_of_draw(self) -> int | None:
         """So that code that runs again, on another stage, draws what it drew the first time."""
+        if runs_again():  # in the backward, where nobody tells it what to draw
+            raise ConfigurationError(
+                f"forward of {class_name(self._model)} draws random numbers in a torch.utils.checkpoint around its"
+                " layers, and would draw others when that runs again for gradients: leave this checkpoint out, put it"
+                " into a layer, or give the model pipeline_layers()"
+            )
         glue = self._program.glue_at(self._position)
         self._draws[glue] += 1
         seed = self._seed_of(glue)
@@ -267,10 +282,20 @@ class Replay:
     def _host_preserved(self) -> AbstractContextManager[None]:
         return host_as_before() if self._program.draws_on_host else nullcontext()
 
+    def _given(self, value: Any) -> Any:
+        """A value that comes from elsewhere, of which other code is to find what came."""
+        if not isinstance(value, Tensor) or self._unknown.source_of(value):
+            return value
+        if self._program.changes_outputs:
+            return value.clone()
+        self._noted.append((value, version_of(value)))
+        return value
+
     def _note_inputs(self) -> None:
         self._versions = [version_of(tensor) for tensor in self._inputs]
 
     def _compare_inputs(self) -> None:
+        self.outcome.changes_outputs |= any(version_of(tensor) != version for tensor, version in self._noted)
         self.outcome.changes_inputs |= self._versions != [version_of(tensor) for tensor in self._inputs]
 
     def _look_at(self, values: Any, what: str) -> None:
@@ -283,7 +308,7 @@ class Replay:
         blocks = self._program.blocks
         expected = blocks[self._position] if self._position < len(blocks) else "the end"
         return ConfigurationError(
-            f"forward of {type(self._model).__name__} came to {name} where it came to {expected} with the example that"
+            f"forward of {class_name(self._model)} came to {name} where it came to {expected} with the example that"
             " pipelined(model, example) was given: it must call its layers in the same order for every batch; give an"
             " example that is like the batches (the same arguments, and in training the same switches)"
         )

@@ -10,19 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.unknown import Unknown
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps
 
 Answer = Callable[[tuple, dict[str, Any]], Any]
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
+_OF_PLACEHOLDERS = ("name", "stage", "num_stages", "home", "whole", "no_state_dict")
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class Shell(nn.Module):
     """Looks like a module from outside, holds no weights, and returns what it is told.
 
-    It has the module's plain attributes and its configuration, shells of its children, and for its parameters tensors
-    of their shapes that hold nothing but NaN: forwards read such attributes of layers that they go on to call.
+    ``isinstance`` takes it for one of the module's class. It has the module's plain attributes and its configuration,
+    shells of its children, and for its parameters tensors of their shapes that hold nothing but NaN: forwards read
+    such attributes of layers that they go on to call. Hooks may set attributes and modes while a model is trained:
+    they are asked of what is there in its place.
 
     Args:
         module: what it looks like.
@@ -32,12 +36,33 @@ class Shell(nn.Module):
 
     def __init__(self, module: nn.Module, name: str, unknown: Unknown) -> None:
         super().__init__()
-        self.stands_for, self.unknown = name, unknown
+        self.stands_for, self.unknown, self.kind = name, unknown, type(module)
         self.answer: Answer | None = None
+        self.hides: nn.Module | None
+        self.hide(None)
         del self.training  # asked of the model, which may be in another mode by then
         self.look_at(module)
         for key, child in module.named_children():
             self.add_module(key, Shell(child, f"{name}.{key}", unknown))
+
+    def hide(self, module: nn.Module | None) -> None:
+        """Stand in the place of a module for a while, or no longer.
+
+        Args:
+            module: it, or what a stage has in its place.
+        """
+        vars(self)["hides"] = module  # no submodule
+        for key, shell in self.named_children():
+            if isinstance(shell, Shell):
+                shell.hide(None if module is None else vars(module)["_modules"].get(key))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """What ``isinstance`` goes by, beside the type."""
+        return vars(self).get("kind", Shell)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (), dict(vars(self))
 
     def look_at(self, module: nn.Module) -> None:
         """Take over what a module says of itself, and its children of themselves.
@@ -62,10 +87,12 @@ class Shell(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
+        now = {} if own.get("hides") is None else vars(own["hides"])
         if name == "training":
-            return own["unknown"].training
+            return now.get(name, own["unknown"].training)
         if name in own.get("facts", ()):
-            return own["facts"][name]
+            given = own["facts"][name]
+            return now.get(name, given) if _is_plain(given) and not _is_of_placeholder(now, name) else given
         if name in own.get("tensors", ()):
             shape, dtype = own["tensors"][name]
             return own["unknown"].nothing(f"{own['stands_for']}.{name}", shape, dtype)
@@ -76,6 +103,10 @@ class Shell(nn.Module):
             raise AttributeError(
                 f"{where}.{name} is read by code outside of {where}, which may be on another pipeline stage"
             ) from None
+
+
+def _empty() -> Shell:
+    return Shell.__new__(Shell)
 
 
 @contextmanager
@@ -107,10 +138,15 @@ def in_place_of(model: nn.Module, modules: Mapping[str, nn.Module], values: Mapp
                 vars(parent)[key] = found
 
 
+def _is_of_placeholder(attributes: Mapping[str, Any], name: str) -> bool:
+    """Whether an attribute is one that tells what a placeholder stands for."""
+    return "num_stages" in attributes and name in _OF_PLACEHOLDERS
+
+
 def _parents(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
     """Name -> the module that holds it, and its name there."""
     places = {name: name.rpartition(".")[::2] for name in names}
-    holders = {path: model.get_submodule(path) for path in {path for path, _ in places.values()}}
+    holders = {path: called_by_steps(model.get_submodule(path)) for path in {path for path, _ in places.values()}}
     return {name: (holders[path], key) for name, (path, key) in places.items()}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.adapt.draws import SameDraws
 from lightning_asyncpp.adapt.packing import same
 from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps, class_name
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -28,17 +29,22 @@ def as_before(model: nn.Module, kept: Sequence[str] = ()) -> Iterator[None]:
         model: forwards of it are run meanwhile.
         kept: names of its attributes that may stay.
     """
-    noted = [(module, dict(vars(module)), _buffers_of(module)) for module in model.modules()]
-    copies = [{key: buffer.clone() for key, buffer in buffers.items()} for _, _, buffers in noted]
+    modules = [called_by_steps(module) for module in model.modules()]
+    noted = [(module, dict(vars(module)), _tensors_of(module)) for module in modules]
+    copies = [{key: tensor.detach().clone() for key, tensor in tensors.items()} for _, _, tensors in noted]
+    containers = [(value, value.copy()) for module in modules for value in _containers_of(module).values()]
     try:
         yield
     finally:
-        for (module, attributes, buffers), values in zip(noted, copies):
-            for key, buffer in buffers.items():
-                if not same(buffer, values[key]):
-                    buffer.copy_(values[key])
-                if getattr(module, key, None) is not buffer:
-                    setattr(module, key, buffer)
+        for container, content in containers:
+            _fill(container, content)
+        for (module, attributes, tensors), values in zip(noted, copies):
+            for key, tensor in tensors.items():
+                if not same(tensor, values[key]):
+                    with torch.no_grad():
+                        tensor.copy_(values[key])
+                if getattr(module, key, None) is not tensor:
+                    setattr(module, key, tensor)
             for key in [key for key in vars(module) if key not in _INTERNAL and key not in kept]:
                 if key not in attributes:
                     del vars(module)[key]
@@ -91,12 +97,12 @@ def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 def _refuse_memories(model: nn.Module, memories: Changes, output: Any, args: Any, kwargs: Any) -> None:
     for name, keys in memories.items():
         for key in keys:
-            tensor = vars(model.get_submodule(name))[key]
-            vars(model.get_submodule(name))[key] = torch.full_like(tensor, float("nan"))
+            attributes = vars(called_by_steps(model.get_submodule(name)))
+            attributes[key] = torch.full_like(attributes[key], float("nan"))
     if not same(_run(model, args, kwargs), output):
         places = ", ".join(f"{name}.{key}".lstrip(".") for name, keys in memories.items() for key in keys)
         raise ConfigurationError(
-            f"forward of {type(model).__name__} computes with what the forward before left in {places}: stages run"
+            f"forward of {class_name(model)} computes with what the forward before left in {places}: stages run"
             " forwards of several micro-batches at a time; give it as an argument, or give the model pipeline_layers()"
         )
 
@@ -126,14 +132,30 @@ class _State:
     """Buffers and plain attributes of a module at one moment."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._buffers = {key: buffer.clone() for key, buffer in _buffers_of(module).items()}
+        self._tensors = {key: tensor.detach().clone() for key, tensor in _tensors_of(module).items()}
         self._attributes = _attributes_of(module)
+        self._contents = {key: value.copy() for key, value in _containers_of(module).items()}
 
     def changes(self, module: nn.Module) -> list[str]:
-        """Names of buffers that have other values by now, and of numbers that were assigned anew."""
-        now = _attributes_of(module)
+        """Names of tensors that have other values by now, of numbers that were assigned anew, and of what grew."""
+        now, buffers = _attributes_of(module), dict(module.named_buffers(recurse=False))
         numbers = [key for key, value in now.items() if type(value) in _NUMBERS and not self._has(key, value)]
-        return [key for key, b in _buffers_of(module).items() if not same(self._buffers.get(key), b)] + numbers
+        written = [
+            key
+            for key, tensor in _tensors_of(module).items()
+            if (key in buffers or self._attributes.get(key) is tensor) and not same(self._tensors.get(key), tensor)
+        ]
+        containers = _containers_of(module).items()
+        grown = [key for key, value in containers if value is self._attributes.get(key) and self._counts(key, value)]
+        return written + numbers + grown
+
+    def _counts(self, key: str, value: Any) -> bool:
+        """Whether a list or a dictionary has more entries by now, or other numbers."""
+        before = self._contents[key]
+        if len(value) > len(before):
+            return True
+        pairs = zip(_values(value), _values(before))
+        return any(type(now) in _NUMBERS and now != then for now, then in pairs)
 
     def new_tensors(self, module: nn.Module) -> list[str]:
         """Names of attributes that hold other tensors by now, which may be NaN."""
@@ -149,9 +171,24 @@ class _State:
         return before is value or (type(value) is not float and type(before) is type(value) and before == value)
 
 
-def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_buffers(recurse=False))
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and tensors in plain attributes."""
+    plain = {key: value for key, value in _attributes_of(module).items() if isinstance(value, Tensor)}
+    return dict(module.named_buffers(recurse=False)) | plain
+
+
+def _containers_of(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in _attributes_of(module).items() if type(value) in (list, dict)}
+
+
+def _values(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _fill(container: Any, content: Any) -> None:
+    container.clear()
+    container.update(content) if isinstance(container, dict) else container.extend(content)
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+    return {key: value for key, value in vars(called_by_steps(module)).items() if key not in _INTERNAL}

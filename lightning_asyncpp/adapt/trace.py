@@ -16,6 +16,7 @@ from lightning_asyncpp.adapt.draws import SameDraws
 from lightning_asyncpp.adapt.packing import Output, TensorTable, taken, template_of, tensor_numbers_in
 from lightning_asyncpp.adapt.state import as_before
 from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_tensors, tensors_of
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _FACTS = frozenset(
@@ -157,7 +158,7 @@ def record(model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs:
     """
     table = TensorTable()
     trace = Trace(list(blocks), table, operations=([], []))
-    trace.call = table.pack([list(args), dict(kwargs)], type(model).__name__)
+    trace.call = table.pack([list(args), dict(kwargs)], class_name(model))
     trace.keep_values()
     counter = FlopCounterMode(display=False)
     recorder = _Recorder(model, trace, counter)

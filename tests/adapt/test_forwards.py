@@ -68,6 +68,17 @@ class Mixed(Net):
         return self.out(x)
 
 
+class Positioned(Net):
+    """Positions, computed from a parameter, are added in front of every block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.scales.tanh().mean()
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x + positions)
+        return self.out(x) * positions
+
+
 class Between(Net):
     """Modules between blocks."""
 
@@ -171,7 +182,7 @@ class Noted(Net):
         return self.out(x) + sum(block.kept for block in self.blocks)
 
 
-FORWARDS = (Net, Skipping, Mixed, Between, Ladder, InPlace, Scaled, Tied, Sized, Embedded, Unused, Noted)
+FORWARDS = (Net, Skipping, Mixed, Positioned, Between, Ladder, InPlace, Scaled, Tied, Sized, Embedded, Unused, Noted)
 
 
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
@@ -454,14 +465,34 @@ class ByLength(Net):
         return self.out(torch.where(torch.ones(DIM) > 2 * (len(x) < 4), first, x))
 
 
+def test_a_choice_that_comes_out_otherwise_than_with_the_example() -> None:
+    """It was NaN."""
+    model = pipelined(ByLength(), (torch.randn(2, DIM),))
+    with pytest.raises(ConfigurationError, match=r"computes the model's output from what entry returned, .* give an"):
+        apply_layers(model, torch.randn(8, DIM))
+    assert torch.equal(apply_layers(model, torch.randn(2, DIM) * float("nan")).isnan(), torch.ones(2, 1) == 1)
+    mended = pipelined(ByLength(), (torch.randn(8, DIM),))
+    assert check_model(Trained(mended), [{"x": torch.randn(8, DIM)}], stages=2).bitwise
+
+
+class ByType(Net):
+    """Looks at its blocks: by their class they are those of the model, by their type they are not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x) + float(isinstance(block, Block))
+            x = x * 2 if len(x) > 2 and type(block) is Block else x
+        return self.out(x)
+
+
 def test_another_forward_than_with_the_example_is_told_with_what_to_do() -> None:
     """Nobody who calls pipelined() has written pipeline_layers()."""
-    model = pipelined(ByLength(), (torch.randn(2, DIM),))
+    model = pipelined(ByType(), (torch.randn(2, DIM),))
+    assert torch.equal(apply_layers(model, torch.ones(2, DIM)), model(torch.ones(2, DIM)))
     with pytest.raises(ConfigurationError) as refused:
         check_model(Trained(model), [{"x": torch.randn(8, DIM)}], stages=2)
     said = str(refused.value)
     assert "self.model(...) and its layers, applied one after the other, are not the same" in said
     assert "give it one like the batches, `self.model = lightning_asyncpp.pipelined(model, example=" in said
     assert "forward() of" not in said
-    mended = pipelined(ByLength(), (torch.randn(8, DIM),))
-    assert check_model(Trained(mended), [{"x": torch.randn(8, DIM)}], stages=2).bitwise

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp import ConfigurationError, apply_layers, check_model, pipelined
+from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from tests.adapt.models import Trained
 from tests.adapt.test_forwards import DIM, Block, Net
@@ -91,6 +92,18 @@ class Hooked(Net):
         self.blocks[1].register_forward_hook(lambda _, args, output: output * 3)
 
 
+class InPlace(Net):
+    """Changes in place what layers returned, and needs it once more later, as U-Nets with ``ReLU(inplace=True)`` do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.entry(x)
+        first *= 2
+        second = self.blocks[0](first)
+        second += 1
+        third = self.blocks[1](second).relu_()
+        return self.out(self.blocks[2](third) + first + second + third)
+
+
 class Masking(Net):
     """Changes an argument in place, once or on every call."""
 
@@ -132,6 +145,14 @@ def test_arguments_that_are_changed_in_place() -> None:
     expected = gradients(model, lambda: model(x, numbers.clone()))
     found = gradients(model, lambda: apply_layers(model, x, numbers.clone()))
     assert all(torch.equal(g, found[name]) for name, g in expected.items() if g is not None)  # type: ignore[arg-type]
+
+
+def test_what_layers_returned_is_changed_in_place() -> None:
+    """It was changed once more by each part of the code that came to it."""
+    model, x = pipelined(InPlace(), (torch.randn(SHORT),)), torch.randn(LONG)
+    assert torch.equal(apply_layers(model, x), model(x))
+    assert not other_gradient(*(gradients_of(model, call(model, x)) for call in (InPlace.forward, apply_layers)))
+    assert check_model(Trained(model.train()), [{"x": torch.randn(4, 3, DIM)}], stages=3, micro_batches=4).bitwise
 
 
 def test_strings_and_numbers_may_differ_from_the_examples() -> None:
@@ -187,6 +208,48 @@ class Initialised(Net):
 def test_the_example_sets_nothing_up() -> None:
     model = pipelined(Initialised(), (torch.randn(SHORT) + 5,))
     assert (model.shift, model.ready) == (0.0, False)
+
+
+class Scaled(Net):
+    """Takes a number and a switch that may be left out."""
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, is_plain: bool = True) -> Tensor:
+        return super().forward(x * scale if is_plain else x)
+
+
+def test_a_number_that_the_example_leaves_out() -> None:
+    model, x = pipelined(Scaled(), (torch.randn(SHORT),)), torch.randn(LONG)
+    assert_same(model, x, 0.5)
+    assert torch.equal(apply_layers(model, x, scale=0.5, is_plain=True), model(x, 0.5))
+    with pytest.raises(ConfigurationError, match="was called with is_plain="):
+        apply_layers(model, x, is_plain=False)
+
+
+class Weighed(Net):
+    """Reads attributes of its blocks, and their modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.weight = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x) * block.weight if block.training else block(x)
+        return self.out(x)
+
+
+def test_attributes_and_modes_of_blocks_that_hooks_set_later() -> None:
+    """What they were when the model was cut was kept."""
+    model, x = pipelined(Weighed(), (torch.randn(SHORT),)).train(), torch.randn(LONG)
+    units = pipeline_units(model)
+    model.blocks[0].weight, model.blocks[1].weight = 0.5, 2.0
+    model.blocks[1].eval()
+    found = x
+    for unit in units:
+        found = unit.apply((found,), {})
+    assert torch.equal(found, model(x))
 
 
 class Shared(Net):
@@ -304,7 +367,55 @@ class Scaling(Net):
         return self.out(x)
 
 
+class KeepingMean(Net):
+    """Keeps what it changes in place in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.mean((0, 1)))
+        return super().forward(x)
+
+
+class Collected(Net):
+    """Counts in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [KeepingMean, Collected])
+def test_who_is_refused_is_left_as_it_was(kind: type[Net]) -> None:
+    """It counted in every run, and mixed in what stands for values."""
+    model, fresh = kind(), kind()
+    with pytest.raises(ConfigurationError, match=r"changes (mean|counts) around its layers, each time that it runs"):
+        pipelined(model, (torch.randn(SHORT),))
+    assert str(vars(model)) == str(vars(fresh)) or torch.equal(model.mean, fresh.mean)
+
+
+class Recomputed(Net):
+    """Drops out in a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return checkpoint(self.end, x, use_reentrant=False)
+
+    def end(self, x: Tensor) -> Tensor:
+        return self.out(nn.functional.dropout(x, 0.5, self.training))
+
+
 REFUSED = {
+    Recomputed: "forward of Recomputed draws random numbers in a torch\\.utils\\.checkpoint around its layers",
     Counting: "forward of Counting changes calls around its layers, each time that it runs",
     Averaging: "forward of Averaging changes mean around its layers",
     Remembering: "forward of Remembering computes with what the forward before left in before",
@@ -372,6 +483,16 @@ class LongSkip(Net):
         return x + first if x.shape[1] > 4 else x
 
 
+class Rest(Net):
+    """Takes what is beyond the example's length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x + first[:, 4:].sum(1, keepdim=True))
+
+
 class Reentrant(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -391,6 +512,7 @@ OTHERWISE = {
     Sized: r"blocks\.0 returned torch\.float32 \[2, 4, 8\] for torch\.float32 \[2, 7, 8\], and with the example",
     Sometimes: r"blocks\.0 returned something else than with the example",
     LongSkip: "computes the model's output from what entry returned, but that is on another pipeline stage",
+    Rest: "computes the model's output from what entry returned, but that is on another pipeline stage",
     Reentrant: r"calls blocks\.0 in a torch\.utils\.checkpoint with use_reentrant=True",
     Changing: "forward of Changing changes its arguments in place, which it did not with the example",
 }

@@ -10,11 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp import DelayedGradientStrategy, check_model
+from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy, check_model, pipelined
+from lightning_asyncpp.pipeline.cut.module_as_network import class_name
 from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in
 from lightning_asyncpp.pytorch import AsyncPipelineStrategy
 from tests.trainer.pool import Pools, impatient
@@ -74,6 +76,7 @@ def fit(
     saved: str = "",
     resumed: str | None = None,
     epochs: int = 1,
+    callbacks: Any = None,
 ) -> tuple[dict[str, Any], float]:
     """Weights, of this stage in a pipeline, and the last validation loss."""
     L.seed_everything(1, verbose=False)
@@ -84,6 +87,7 @@ def fit(
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=stages or 1, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        callbacks=callbacks,
     )  # fmt: skip
     trainer.fit(module, ckpt_path=resumed)
     if saved:
@@ -109,6 +113,47 @@ def test_checkpoints_have_its_own_names(pools: Pools, tmp_path: Path) -> None:
     assert_equal_weights(arrays(dict(module.named_parameters())), joined_parts([weights for weights, _ in whole]))
 
 
+class Plain(Classifier):
+    """Without anything of its own: once it is cut, a single attribute may be what is on another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks, self.scale
+        self.last_loss = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def test_once_cut_it_is_the_network_still(pools: Pools, tmp_path: Path) -> None:
+    whole = pools.run(2, fit, 2, Plain, str(tmp_path / "whole.ckpt"), None, 2)
+    pools.run(2, fit, 2, Plain, str(tmp_path / "half.ckpt"))
+    resumed = pools.run(2, fit, 2, Plain, "", str(tmp_path / "half.ckpt"), 2)
+    assert_equal_weights(*(joined_parts([weights for weights, _ in results]) for results in (resumed, whole)))
+    for outcome in pools.outcomes(2, impatient, fit, 2, Noting):
+        assert "self.last_loss was set in the step" in outcome.message
+
+
+def averaged(stages: int) -> tuple[dict[str, Any], float]:
+    """With averaged weights in the end; all of them are trained."""
+    average = WeightAveraging(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.5))
+    return fit(stages, Plain, callbacks=average)
+
+
+def test_averages_are_cut_as_it_is(pools: Pools) -> None:
+    expected, loss = averaged(0)
+    results = pools.run(2, averaged, 2)
+    assert_equal_weights(joined_parts([weights for weights, _ in results]), expected)
+    assert results[0][1] == pytest.approx(loss, rel=1e-6)
+
+
+class Noting(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last_loss = float(loss)
+        return loss
+
+
 class SetsWhatForwardReads(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.factor = self.factor * 0.5
@@ -128,6 +173,128 @@ def test_refused(pools: Pools, kind: Any, says: str) -> None:
     outcomes = pools.outcomes(3, impatient, fit, 3, kind)
     assert all(outcome.error for outcome in outcomes)
     assert any(says in outcome.message for outcome in outcomes), outcomes
+
+
+class Keeping(Classifier):
+    """Its step reads what forward kept, on another stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.hidden = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.hidden.square().mean()
+
+
+class Counting(Classifier):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+class Remembering(Classifier):
+    before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        found = found if self.before is None else found + self.before.mean()
+        self.before = found.detach()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Keeping, r"Keeping\.hidden was kept by forward, but is computed from what first returned"),
+        (Counting, "forward of Counting changes calls around its layers"),
+        (Remembering, "forward of Remembering computes with what the forward before left in before"),
+    ],
+)
+def test_what_forward_sets_in_the_module(kind: Any, says: str) -> None:
+    """It was not looked at: the loss was NaN, its gradient was not."""
+    with pytest.raises(ConfigurationError, match=says):
+        check_model(kind(), batches(), stages=3)
+
+
+class OfItsOwn(Classifier):
+    """Says itself where to cut it."""
+
+    def pipeline_layers(self) -> list[Any]:
+        return [
+            (self.first, lambda first, x: self.dropout(first(x).relu())),
+            *((block, lambda block, x: x + block(x)) for block in self.blocks),
+            ([self.last, self.scale], lambda _, x: (self.last(x) * self.scale + self.shift) * self.factor),
+        ]
+
+
+def test_it_may_say_where_to_cut_it() -> None:
+    report = check_model(OfItsOwn(), batches()[:2], stages=3)
+    assert report.ok, str(report)
+    assert [name for stage in report.stages for name in stage][:2] == ["first", "blocks.0"]
+
+
+class Eval(Plain):
+    """Reads modes of layers that were set before the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.first.training else 1.0)
+
+
+def test_modes_of_layers_on_other_stages(pools: Pools) -> None:
+    weights = [weights for weights, _ in pools.run(2, fit, 2, Eval)]
+    assert_equal_weights(joined_parts(weights), fit(0, Eval)[0])
+
+
+class Initialised(Classifier):
+    """Sets itself up by its first batch."""
+
+    def forward(self, x: Tensor, is_first: bool = False) -> Tensor:
+        if self.factor == 1.0:
+            self.factor = float(x.mean())
+        return super().forward(x)
+
+
+def test_the_example_sets_nothing_up() -> None:
+    module = Initialised()
+    network = pipelined(network_in(module), torch.randn(2, DIM))  # type: ignore[type-var]
+    assert module.factor == 1.0
+    assert network.pipeline_layers.program.positional == ["x", "is_first"]
+
+
+class Derived(Classifier):
+    """A value that is computed from a parameter of its own goes to the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale * 2
+        x = self.first(x * scale.mean())
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * scale
+
+
+class Sharing(Classifier):
+    """Its steps share one, which a class further up may have."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.share(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.share(batch)
+
+    def share(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("kind", [Derived, Sharing, type("SharingToo", (Sharing,), {})])
+def test_trains_as_a_single_process_does(kind: Any) -> None:
+    report = check_model(kind(), batches()[:2], stages=3)
+    assert report.ok, str(report)
 
 
 class Parts(Classifier):
@@ -168,4 +335,4 @@ def test_a_copy_is_a_network_of_its_own() -> None:
     sent = pickle.loads(pickle.dumps(module))
     assert list(network_in(sent).state_dict()) == list(module.state_dict())
     assert network_in(sent).of is sent
-    assert type(network).__name__ == "Classifier"
+    assert class_name(network) == "Classifier"

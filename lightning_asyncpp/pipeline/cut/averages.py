@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps
 from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.pipeline.untouched import Untouched
 
@@ -45,7 +46,7 @@ class Averages:
     """
 
     def __init__(self, model: nn.Module, root: nn.Module | None, others: Iterable[AveragedModel] = ()) -> None:
-        self._model = model
+        self._model = model = called_by_steps(model)
         signature = _signature(model)
         names = {} if root is None else dict(root.named_modules())
         inside = [f"{n}.module" for n, m in names.items() if m is not model and _averages(m, model, signature)]

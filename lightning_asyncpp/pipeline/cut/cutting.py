@@ -81,7 +81,8 @@ def cut(
         for name, module in unit.submodules.items() if position not in own else ():
             # A member of several layers may be gone already, or be one of this stage's.
             if unit.members is None or (module not in inside and model.get_submodule(name) is module):
-                model.set_submodule(name, OtherStage(name, stage_of_unit[position], num_stages, whole))
+                place = OtherStage(name, stage_of_unit[position], num_stages, whole)
+                model.set_submodule(name, place.train(module.training))
     leave_placeholders(
         around, inside.__contains__, homes, lambda name, home: OtherStage(name, home.stage, num_stages, whole, home)
     )

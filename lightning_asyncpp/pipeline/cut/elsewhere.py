@@ -175,7 +175,7 @@ def leave_placeholders(
         held = [tensor for m in inside for _, tensor in saved_tensors(m)]
         goes = path and not isinstance(module, _COLLECTIONS) and held and all(tensor in homes for tensor in held)
         if goes and not any(kept(m) or _stands_in(m) for m in inside):
-            root.set_submodule(path, other(path, homes[held[0]]))
+            root.set_submodule(path, other(path, homes[held[0]]).train(module.training))
             gone += (f"{path}.",)
             continue
         for key, tensor in saved_tensors(module):

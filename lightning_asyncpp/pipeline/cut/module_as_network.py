@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-_CLASSES: dict[Any, type[OwnForward]] = {}
+_OF_CUTS = ("pipeline_layers", "pipeline_costs")
 _TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
@@ -40,29 +40,20 @@ class OwnForward(nn.Module):
     def training(self, mode: bool) -> None:
         self.of.training = mode
 
+    def __getattr__(self, name: str) -> Any:
+        """Where to cut it, the module may say."""
+        return getattr(vars(self)["of"], name) if name in _OF_CUTS else super().__getattr__(name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's class computes, whatever stands as ``forward`` in the object."""
         return type(self.of).forward(self.of, *args, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unfilled, (type(self.of),), self.__dict__
-
-
-def _class_of(module: type[nn.Module]) -> type[OwnForward]:
-    """With the name of the module's class, for messages."""
-    return _CLASSES.setdefault(module, type(module.__name__, (OwnForward,), {}))
-
-
-def _unfilled(module: type[nn.Module]) -> OwnForward:
-    kind = _class_of(module)
-    return kind.__new__(kind)
-
-
-def network_of_itself(module: nn.Module) -> OwnForward:
-    """A network that is the module."""
-    return _class_of(type(module))(module)
-
 
 def called_by_steps(network: nn.Module) -> nn.Module:
-    """What a step calls when it calls a network."""
+    """What a step calls when it calls a network; its attributes are those that ``forward`` reads and sets."""
     return network.of if isinstance(network, OwnForward) else network
+
+
+def class_name(network: nn.Module) -> str:
+    """The name of the class that the user wrote."""
+    return type(called_by_steps(network)).__name__

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.cut.module_as_network import OwnForward, network_of_itself
+from lightning_asyncpp.pipeline.cut.module_as_network import OwnForward
 
 USUAL = "model"
 _KEPT_AS = "_pipeline_network"
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _CALLS_ITSELF = r"\b{0}\s*\(|\b{0}\.forward\s*\("
 
 
@@ -39,12 +38,13 @@ def network_in(module: nn.Module | None) -> nn.Module | None:
     """The network itself; None where there is none."""
     if module is None:
         return None
-    network = getattr(module, network_name(module), None)
+    own: nn.Module | None = vars(module).get(_KEPT_AS)
+    # Also when it is cut, and there is but one attribute left, or one of another stage, or all others were frozen.
+    network = getattr(module, network_name(module) if own is None else USUAL, None)
     if isinstance(network, nn.Module):
         return network
-    if _KEPT_AS not in vars(module) and _is_network(module):
-        vars(module)[_KEPT_AS] = network_of_itself(module)
-    own: nn.Module | None = vars(module).get(_KEPT_AS)
+    if own is None and _is_network(module):
+        own = vars(module)[_KEPT_AS] = OwnForward(module)
     return own
 
 
@@ -83,15 +83,23 @@ def _is_own(method: Callable[..., Any]) -> bool:
 
 
 def _calls_itself(module: nn.Module) -> bool:
-    """Whether a step says ``self(...)``; True if the source of none can be read."""
+    """Whether a step, or what it may call, says ``self(...)``; True if the source of none can be read."""
     answers = []
-    for step in filter(_is_own, (getattr(type(module), name, nn.Module.forward) for name in _STEPS)):
+    for method in _own_methods(type(module)):
         try:
-            itself = next(iter(inspect.signature(step).parameters))
-            answers.append(re.search(_CALLS_ITSELF.format(re.escape(itself)), inspect.getsource(step)) is not None)
-        except (OSError, TypeError, StopIteration):  # made at a prompt, or no function
+            itself = next(iter(inspect.signature(method).parameters))
+            answers.append(re.search(_CALLS_ITSELF.format(re.escape(itself)), inspect.getsource(method)) is not None)
+        except (OSError, TypeError, StopIteration):  # made at a prompt, or a function of nothing
             continue
     return any(answers) or not answers
+
+
+def _own_methods(kind: type) -> Iterator[Callable[..., Any]]:
+    """The methods that users wrote, also of classes that theirs derives from: steps often share one, ``_step``."""
+    for name in {name for part in kind.__mro__ for name in vars(part)} - {"forward"}:
+        method = inspect.getattr_static(kind, name)
+        if inspect.isfunction(method) and _is_own(method):
+            yield method
 
 
 def _children(module: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:

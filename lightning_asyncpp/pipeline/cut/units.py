@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps
+from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps, class_name
 from lightning_asyncpp.pipeline.cut.partition import uniform
 from lightning_asyncpp.pipeline.cut.parts import Parts, parts_of
 from lightning_asyncpp.pipeline.errors import ConfigurationError
@@ -145,7 +145,7 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
             problems.append(str(error))
     if problems:
         raise ConfigurationError(
-            f"{type(model).__name__}.pipeline_layers() must return distinct submodules of the model in order:"
+            f"{class_name(model)}.pipeline_layers() must return distinct submodules of the model in order:"
             f" {' and '.join(problems)}"
         )
     return units
