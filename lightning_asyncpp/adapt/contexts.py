@@ -49,3 +49,18 @@ def runs_again() -> bool:
     while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Attention has a fast path in evaluation, which rounds otherwise, and asks masks for their values to pack padding.
+
+    The code around blocks does without: what it gives to blocks is the same in a forward that is looked into, where
+    torch does not take that path, and in one that is not.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.blocks import find_blocks
+from lightning_asyncpp.adapt.contexts import without_fast_path
 from lightning_asyncpp.adapt.draws import SameDraws, host_as_before
 from lightning_asyncpp.adapt.examples import Call, call_of, copied, examples_of
 from lightning_asyncpp.adapt.gradients import Gradients, gradients_of, other_gradient
@@ -63,10 +64,10 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
         return model
     _refuse_unfit(model)
     asked = [blocks] if isinstance(blocks, str) else list(blocks)
-    with looked_at(model), as_before(model, ("pipeline_layers", KEPT_AS)):
+    with looked_at(model) as own_modes, as_before(model, ("pipeline_layers", KEPT_AS)):
         args, kwargs = _working_example(model, example)
         names = find_blocks(model, *copied(args, kwargs), asked)
-        changed = changed_by_forwards(model, names, args, kwargs)
+        changed = changed_by_forwards(model, names, args, kwargs, own_modes)
         layers = layers_of(model, names, (args, kwargs), changed)
         model.pipeline_layers = layers  # type: ignore[assignment]
         try:
@@ -264,20 +265,14 @@ def _result(
 
 
 @contextmanager
-def looked_at(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, with the generators and the modes as before afterwards.
-
-    Attention has a fast path in evaluation that rounds otherwise, and that no forward takes which is looked into.
-    """
+def looked_at(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
+    """In evaluation mode, with the generators and the modes, which it gives, as before afterwards."""
     modes = {module: module.training for module in model.modules()}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    with torch.random.fork_rng(), host_as_before(), torch.no_grad():
+    with torch.random.fork_rng(), host_as_before(), torch.no_grad(), without_fast_path():
         torch.manual_seed(0)
         model.eval()
         try:
-            yield
+            yield modes
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
             for module, mode in modes.items():
                 module.training = mode

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed, runs_again
+from lightning_asyncpp.adapt.contexts import Context, context_now, is_checkpointed, runs_again, without_fast_path
 from lightning_asyncpp.adapt.draws import host_as_before, seed_host
 from lightning_asyncpp.adapt.left_behind import replace_left_behind
 from lightning_asyncpp.adapt.packing import (
@@ -136,7 +136,12 @@ class Replay:
         for name, shell in modules.items():
             shell.hide(self._model.get_submodule(name))
         try:
-            with in_place_of(self._model, modules, self._parameters()), self._host_preserved(), self._unknown:
+            with (
+                in_place_of(self._model, modules, self._parameters()),
+                self._host_preserved(),
+                without_fast_path(),
+                self._unknown,
+            ):
                 self._seed_host()
                 output = type(self._model).forward(self._model, *args, **kwargs)
             output = self.outcome.output = self._unknown.replaced(output)

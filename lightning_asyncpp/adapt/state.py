@@ -53,8 +53,9 @@ def as_before(model: nn.Module, kept: Sequence[str] = ()) -> Iterator[None]:
 
 
 def changed_by_forwards(
-    model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Changes:
+    model: nn.Module, blocks: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any],
+    modes: Mapping[nn.Module, bool],
+) -> Changes:  # fmt: skip
     """What each forward changes again, even with the same arguments, as a cache would not; in training mode.
 
     Args:
@@ -62,13 +63,15 @@ def changed_by_forwards(
         blocks: names of its blocks, in which numbers that are assigned count as changed, whatever they are.
         args: of an example.
         kwargs: of an example.
+        modes: of its modules, as the user left them: whether they are in training mode.
 
     Raises:
-        ConfigurationError: it computes with a tensor that an earlier forward left in an attribute.
+        ConfigurationError: it computes with a tensor that an earlier forward left in an attribute, or sets modes.
     """
     model.train()
     try:
         _run(model, args, kwargs)
+        _refuse_modes(model, modes)
         before = {name: _State(module) for name, module in model.named_modules()}
         inside = [m for name in blocks for m in model.get_submodule(name).modules()]
         with _marked(inside) as assigned:
@@ -86,6 +89,17 @@ def changed_by_forwards(
     finally:
         model.eval()
     return {name: keys for name, keys in found.items() if keys}
+
+
+def _refuse_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
+    """Refuse a forward that has put submodules into evaluation mode that the user had left in training mode."""
+    others = [name for name, module in model.named_modules() if modes.get(module, False) and not module.training]
+    if others:
+        raise ConfigurationError(
+            f"forward of {class_name(model)} puts {others[0] or 'the model'} into evaluation mode, of which layers on"
+            " other stages would not know: call eval() on it in __init__ instead, or in on_train_epoch_start, after"
+            " which it stays so"
+        )
 
 
 def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -532,3 +532,42 @@ def test_layers_that_were_removed() -> None:
     del model.blocks[2]
     with pytest.raises(ConfigurationError, match=r"blocks\.2: no longer in the Net that pipelined\(\) was called with"):
         apply_layers(model, torch.randn(2, DIM))
+
+
+class PutsInEval(Net):
+    """A frozen part, in the way of transfer learning."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[1].eval()
+        return super().forward(x)
+
+
+def test_a_forward_that_sets_modes_is_refused_unless_they_are_so() -> None:
+    with pytest.raises(ConfigurationError, match=r"puts blocks\.1 into evaluation mode, .* in __init__ instead"):
+        pipelined(PutsInEval(), (torch.randn(2, DIM),))
+    model = PutsInEval()
+    model.blocks[1].eval()
+    pipelined(model, (torch.randn(2, DIM),))
+    assert not model.blocks[1].training
+    assert model.blocks[0].training
+
+
+class Padded(nn.Module):
+    """torch packs padding in evaluation, for which it asks the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(7, DIM), nn.Linear(DIM, 2)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(DIM, 2, 8, batch_first=True), 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.encoder(self.embedding(tokens), src_key_padding_mask=tokens == 0))
+
+
+def test_padding_in_an_evaluation_without_gradients() -> None:
+    model = pipelined(Padded()).eval()
+    tokens = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0], [6, 1, 2, 3]])
+    with torch.no_grad():
+        expected, found = Padded.forward(model, tokens), apply_layers(model, tokens)
+    real = tokens != 0
+    assert torch.allclose(found[real], expected[real], atol=1e-6)

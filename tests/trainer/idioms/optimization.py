@@ -302,9 +302,9 @@ IDIOMS = [
         says="the input lives on the first stage",
     ),
     Idiom(
-        "`self.backbone` and `self.head`, no `self.model`",
+        "`self.backbone` and `self.head`, called one by one in the step, no `self.model`",
         REFUSED,
-        "Put both into `self.model = nn.Sequential(...)`.",
+        "Call both in `forward`, and `self(...)` in the step; or put both into `self.model`.",
         Backbone,
         says="has no self.model",
     ),
