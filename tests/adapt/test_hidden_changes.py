@@ -15,6 +15,7 @@ from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from tests.adapt.models import Trained
 from tests.adapt.test_forwards import DIM, Block, Net
+from tests.adapt.test_modes import Told
 
 SHORT, LONG = (2, 4, DIM), (2, 7, DIM)
 
@@ -460,19 +461,12 @@ class Optional(Block):
         return super().forward(x), x.mean() if x.shape[1] > 4 else None
 
 
-class Sometimes(Net):
+class Sometimes(Told):
     """Its blocks return a second value for long batches alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Optional() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, total = self.entry(x), torch.zeros(())
-        for block in self.blocks:
-            x, more = block(x)
-            total = total if more is None else total + more
-        return self.out(x) + total
 
 
 class LongSkip(Net):
