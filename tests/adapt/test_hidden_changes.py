@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_asyncpp import ConfigurationError, apply_layers, check_model, pipelined
 from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
 from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from tests.adapt import test_modes
 from tests.adapt.models import Trained
 from tests.adapt.test_forwards import DIM, Block, Net
-from tests.adapt.test_modes import Told
 
 SHORT, LONG = (2, 4, DIM), (2, 7, DIM)
 
@@ -461,7 +461,7 @@ class Optional(Block):
         return super().forward(x), x.mean() if x.shape[1] > 4 else None
 
 
-class Sometimes(Told):
+class Sometimes(test_modes.Told):
     """Its blocks return a second value for long batches alone."""
 
     def __init__(self) -> None:

@@ -33,11 +33,11 @@ _CAUSES = (
     "Likely causes: (a) a mean over tokens, pixels or nodes of which samples have different numbers (padding, masks,"
     " targets of -100), or over class weights: define micro_batch_weight(micro_batch) on the module, which returns how"
     " many the micro-batch's loss is a mean over; (b) a loss that compares the samples of a batch with each other"
-    " (in-batch negatives, a normalisation or ranking over the batch): it sees a micro-batch alone, so enlarge the batch with as many"
-    " micro_batches, or train this loss without a pipeline; (c) a sum over the batch: loss_reduction = 'sum'; (d) a"
-    " first dimension that is not that of the samples ((time, batch), or a shared tensor with as many rows by chance):"
-    " define split_batch(batch, parts); (e) something that the step counts: it counts micro-batches, where"
-    " self.global_step counts updates"
+    " (in-batch negatives, a normalisation or ranking over the batch): it sees a micro-batch alone, so enlarge the"
+    " batch with as many micro_batches, or train this loss without a pipeline; (c) a sum over the batch:"
+    " loss_reduction = 'sum'; (d) a first dimension that is not that of the samples ((time, batch), or a shared tensor"
+    " with as many rows by chance): define split_batch(batch, parts); (e) something that the step counts: it counts"
+    " micro-batches, where self.global_step counts updates"
 )
 _STILL_RANDOM = (
     "its loss is another one each time, also in eval mode and with torch's random numbers held constant: the step draws"
