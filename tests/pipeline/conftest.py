@@ -43,7 +43,7 @@ class Pools:
             pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     with opened(Pools()) as pools:
         yield pools

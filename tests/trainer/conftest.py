@@ -10,8 +10,8 @@ from tests.trainer.pool import Pools
 from tests.workers import opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    """Of one test process: a new pool for each of a hundred modules took half a minute of processor time."""
+    """Of one module: pools that stay gather threads, and what a scenario sets in a worker would reach other tests."""
     with opened(Pools()) as pools:
         yield pools
