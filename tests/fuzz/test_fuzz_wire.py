@@ -325,4 +325,4 @@ def test_a_header_without_its_checks_would_be_noticed(monkeypatch: pytest.Monkey
 
 def _careless(numbers: tuple[int, ...]) -> header_module.TensorInfo:
     dtype, needs_gradient, _, dimensions, *shape = numbers
-    return header_module.TensorInfo(tuple(shape[:dimensions]), header_module._DTYPES[dtype], bool(needs_gradient))
+    return header_module.TensorInfo(tuple(shape[:dimensions]), header_module.DTYPES[dtype], bool(needs_gradient))

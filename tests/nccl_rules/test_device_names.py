@@ -34,7 +34,7 @@ from lightning_asyncpp.pipeline.updates.ticket import Ticket
 from lightning_asyncpp.pipeline.weights import WeightVersions, lent, writing
 from lightning_asyncpp.pipeline.wire import handover
 from lightning_asyncpp.pipeline.wire.handover import Way
-from lightning_asyncpp.pipeline.wire.header import _DTYPES, Header, TensorInfo
+from lightning_asyncpp.pipeline.wire.header import DTYPES, Header, TensorInfo
 from lightning_asyncpp.pipeline.wire.transport import Arrival
 from lightning_asyncpp.tools.plan.fake_tensors import FakeTensorMode
 
@@ -110,7 +110,7 @@ def test_devices_that_are_mixed_are_found() -> None:
         torch.zeros(2, device=CUDA) + torch.zeros(2)
 
 
-@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_messages(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(handover, "dist", Distributed())
     way = Way(1, None, CUDA, None)  # type: ignore[arg-type]
