@@ -124,9 +124,6 @@ class Analysis:
             if not self.program.in_place:
                 self.program.in_place = True
                 return self._reached(glue)
-        if replay.outcome.changes_taken:
-            self.program.changes_taken = True
-            return self._reached(glue)
         arguments = replay.outcome.arguments
         for position, packed in zip(run, arguments):
             lacks = self._drew and position > run[0] and self._computes_unknown(position, replay.outcome)
@@ -276,9 +273,6 @@ class Analysis:
             self.program.in_place = True
             return self._is_enough(glue, needs, by_luck)
         self._unknown_in = outcome.unknown
-        if outcome.changes_taken:
-            self.program.changes_taken = True
-            return self._is_enough(glue, needs, by_luck)
         return (by_luck or not (self._drew and outcome.unknown)) and self._is_right(glue, outcome, table)
 
     def _is_right(self, glue: int, outcome: Outcome, table: TensorTable) -> bool:

@@ -115,8 +115,8 @@ class PipelineLayers:
         outcome = Replay(self.model, self.program, self.shells, glue, earlier, table).run(args, kwargs)
         for what, is_changed, is_expected in (
             ("its arguments", outcome.changes_inputs, self.program.changes_inputs),
-            ("what its layers returned", outcome.changes_outputs, self.program.changes_outputs),
-            ("what its layers take", outcome.changes_taken or outcome.changed_since is not None, False),
+            ("what its layers took or returned", outcome.changes_outputs, self.program.changes_outputs),
+            ("what its layers take", outcome.changed_since is not None, False),
         ):
             if is_changed and not is_expected:
                 raise ConfigurationError(

@@ -86,7 +86,7 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     if (most := layers.program.most_crossing()) > _MANY:
         rank_zero_warn(
             f"{class_name(model)} puts together what its layers return in its own forward, so that up to {most} of"
-            " their results cross a cut, and not one: do that inside of layers (x = x + ... in the layer's forward), or"
+            " their results cross a cut, and not one: have a layer return what later ones need of those before it, or"
             " give the model pipeline_layers()"
         )
     costs = [1.0 + operations for operations in layers.program.costs]

@@ -59,9 +59,8 @@ class Program:
         costs: by unit, floating-point operations of its forward and backward.
         unused: names of parameters that the forward does not use.
         in_place: whether code around the blocks changes in place what they return.
-        changes_taken: whether code around the blocks changes in place what they took.
         changes_inputs: whether code around the blocks changes tensors of the call in place.
-        changes_outputs: whether it so changes what blocks or submodules returned.
+        changes_outputs: whether it so changes what blocks or submodules returned, or blocks took.
         draws_on_host: whether code around the blocks draws random numbers of Python or NumPy.
         positional: names of the arguments of the forward that may come by position, in order.
         defaults: of arguments that may be left out.
@@ -88,7 +87,6 @@ class Program:
     unused: list[str] = field(default_factory=list)
     in_place: bool = False
     changes_inputs: bool = False
-    changes_taken: bool = False
     changes_outputs: bool = False
     draws_on_host: bool = False
     positional: list[str] = field(default_factory=list)

@@ -65,9 +65,8 @@ class Outcome:
         asked: positions of those whose outputs it asked for shape or dtype, which it was told as those of the example.
         calls: the leaves of what its own submodules returned.
         changes_inputs: whether its own code changed tensors of the call in place.
-        changes_taken: whether its own code changed in place what an earlier block took.
         changed_since: position of the first block behind it of which it changed in place what that is to take.
-        changes_outputs: whether it so changed what blocks or submodules returned.
+        changes_outputs: whether it so changed what blocks or submodules returned, or earlier blocks took.
         seed: of the random numbers that its own code drew, if it drew some.
         output: of the model, behind the last glue.
     """
@@ -78,7 +77,6 @@ class Outcome:
     asked: set[int] = field(default_factory=set)
     calls: list[Leaves] = field(default_factory=list)
     changes_inputs: bool = False
-    changes_taken: bool = False
     changed_since: int | None = None
     changes_outputs: bool = False
     seed: int | None = None
@@ -151,7 +149,6 @@ class Replay:
             return self.outcome
         finally:
             self._compare_inputs()
-            self.outcome.changes_taken = not program.changes_taken and self._unknown.changed_in_place()
             self.outcome.changed_since = self._changed_since()
             blocks = {f"what {program.blocks[position]} returned": position for position in self._run}
             self.outcome.asked = {blocks[what] for what in self._unknown.asked if what in blocks}
@@ -200,8 +197,7 @@ class Replay:
         for number in self._kept[position]:
             if number not in tensors:
                 raise self._other_way(self._program.blocks[position])
-            kept = self._earlier.outputs[position, number]
-            self._unknown.replace(tensors[number], kept.clone() if self._program.changes_taken else kept)
+            self._unknown.replace(tensors[number], self._given(self._earlier.outputs[position, number]))
 
     def _changed_since(self) -> int | None:
         inputs = len(self._inputs)

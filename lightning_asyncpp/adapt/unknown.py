@@ -64,7 +64,7 @@ class Unknown(TorchDispatchMode):
         self.changed: set[str] = set()
         self._drawn: dict[int, Any] = {}  # storages by address
         self._storages: dict[int, tuple[Any, str]] = {}  # by address; held, so that no other gets it
-        self._replaced: dict[int, tuple[Tensor, Tensor, int]] = {}  # by identity
+        self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by identity
         self._reads = _Reads(self)
 
     def __enter__(self) -> Unknown:
@@ -108,20 +108,11 @@ class Unknown(TorchDispatchMode):
 
     def replace(self, tensor: Tensor, value: Tensor) -> None:
         """Have functions of torch take a known value from now on, where the model's code gives them a tensor."""
-        self._replaced[id(tensor)] = tensor, value, value._version
-
-    @property
-    def has_replaced(self) -> bool:
-        """Whether there is one."""
-        return bool(self._replaced)
+        self._replaced[id(tensor)] = tensor, value
 
     def replaced(self, given: Any) -> Any:
         """The same with values in the places of tensors for which they are known."""
         return map_tensors(self._known, given) if self._replaced else given
-
-    def changed_in_place(self) -> bool:
-        """Whether the model's code has changed a value that took a tensor's place."""
-        return any(value._version != version for _, value, version in self._replaced.values())
 
     def _known(self, tensor: Tensor) -> Tensor:
         return self._replaced[id(tensor)][1] if id(tensor) in self._replaced else tensor
@@ -245,8 +236,7 @@ class _Reads(TorchFunctionMode):
         self._unknown = unknown
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._unknown.has_replaced:
-            args, kwargs = self._unknown.replaced(args), self._unknown.replaced(kwargs)
+        args, kwargs = self._unknown.replaced((args, kwargs))
         if (kind := _KINDS.get(func)) is None:
             kind = _KINDS[func] = _kind_of(func)
         if kind == "read":

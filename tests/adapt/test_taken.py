@@ -142,5 +142,5 @@ class Changing(Added):
 def test_what_the_example_left_alone_stays_alone() -> None:
     model = pipelined(Changing(), (torch.randn(2, DIM),))
     model.changes = True
-    with pytest.raises(ValueError, match="changes what its layers take in place"):
+    with pytest.raises(ValueError, match="changes what its layers took or returned in place"):
         apply_layers(model, torch.randn(2, DIM))
