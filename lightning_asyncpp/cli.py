@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import (
     READ_RECIPES,
     find_own_modules,
@@ -19,7 +20,6 @@ from lightning_asyncpp.lightning_cli.ending import end_with, refuse
 from lightning_asyncpp.lightning_cli.nearest import advice
 from lightning_asyncpp.lightning_cli.overview import FULL_HELP, GROUPS, SUBCOMMANDS, help_of, overview
 from lightning_asyncpp.lightning_cli.startup import say
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.version import __version__
 

@@ -192,7 +192,7 @@ def _fit_machines(plan: Plan, config: dict[str, Any]) -> None:
 
 def pipeline_problems(config: dict[str, Any], world_size: int) -> list[str]:
     """What is wrong with so many devices for the strategy and the model of a recipe."""
-    from lightning_asyncpp.pipeline.settings import PipelineSettings
+    from lightning_asyncpp.core.settings import PipelineSettings
 
     strategy = config["trainer"].get("strategy")
     name = strategy if isinstance(strategy, str) else (strategy or {}).get("class_path", "")

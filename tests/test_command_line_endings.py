@@ -12,13 +12,13 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_asyncpp import cli
 from lightning_asyncpp.cli import main
+from lightning_asyncpp.core.ranks.alike import TRACEBACK, raised_alike
 from lightning_asyncpp.data import DataError
+from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError
 from lightning_asyncpp.lightning_cli.ending import is_refusal
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.optional_packages import optional_package
-from lightning_asyncpp.pipeline.errors import BatchMismatchError, ConfigurationError
-from lightning_asyncpp.pipeline.ranks.alike import TRACEBACK, raised_alike
 
 RECIPE = str(Path(__file__).parents[1] / "recipes/quickstart.yaml")
 HINT = f"({TRACEBACK}=1 shows where)"

@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_asyncpp import GPTModule, cli
 from lightning_asyncpp.cli import TOOLS, main, read_configuration
+from lightning_asyncpp.errors import PeerLostError
 from lightning_asyncpp.lightning_cli.arguments import refuse_without_recipe
-from lightning_asyncpp.pipeline.errors import PeerLostError
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["--config", str(ROOT / "recipes/quickstart_moe.yaml")]

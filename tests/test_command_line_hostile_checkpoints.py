@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.cli import AsyncppCLI, main, run
 from lightning_asyncpp.data import TextDataModule
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.resumed_model import saved_hyper_parameters
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from tests import test_command_line_checkpoints as beside
 from tests.test_command_line_checkpoints import SIZES, asked, checkpoint, hyper_parameters, refusal
 

@@ -10,9 +10,9 @@ import torch
 import yaml
 from torch import nn
 
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.cut.cutting import cut
-from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from tests.optim.test_optim_memory import allocated
 from tests.test_recipes import ROOT, run
 

@@ -15,9 +15,9 @@ import torch
 import yaml
 
 from lightning_asyncpp.cli import AsyncppCLI, main, make_cli
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
 from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
 from lightning_asyncpp.tools.parsers import prepare_parser

@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_asyncpp import fabric, pytorch
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.arguments import _CHECKS as CHECKS
 
 STRATEGIES = [

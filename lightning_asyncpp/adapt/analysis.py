@@ -22,8 +22,8 @@ from lightning_asyncpp.adapt.shells import Shell
 from lightning_asyncpp.adapt.state import Changes, as_before
 from lightning_asyncpp.adapt.trace import Trace
 from lightning_asyncpp.adapt.unknown import Unknown, UnknownValueError
-from lightning_asyncpp.pipeline.cut.module_as_network import class_name
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.errors import ConfigurationError
 
 
 class Analysis:

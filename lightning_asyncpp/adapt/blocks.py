@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_asyncpp.pipeline.batches.tree import tensors_of
-from lightning_asyncpp.pipeline.cut.module_as_network import class_name
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.batches.tree import tensors_of
+from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.errors import ConfigurationError
 
 _SHOWN = 4  # lists in a message
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.core.batches.tree import tensors_of
 
 _ROUNDING = 1e-3
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # its documented place
 
-from lightning_asyncpp.pipeline.randomness import derive, seeded
+from lightning_asyncpp.core.randomness import derive, seeded
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.batches.tree import tensors_of
+from lightning_asyncpp.core.batches.tree import tensors_of
 
 Gradients = dict[str, Tensor]
 _ROUNDING = 1e-3  # sums over several uses of a value may come in another order

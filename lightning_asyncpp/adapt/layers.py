@@ -16,11 +16,11 @@ from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
 from lightning_asyncpp.adapt.shells import Shell
 from lightning_asyncpp.adapt.unknown import UnknownValueError
-from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_tensors, tensors_of
-from lightning_asyncpp.pipeline.cut.module_as_network import class_name
-from lightning_asyncpp.pipeline.cut.units import is_placeholder
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.wire.header import DTYPES
+from lightning_asyncpp.core.batches.tree import leaves_of, map_tensors, tensors_of
+from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.core.cut.units import is_placeholder
+from lightning_asyncpp.core.wire.header import DTYPES
+from lightning_asyncpp.errors import ConfigurationError
 
 Carried = dict[str, Any]
 """What one layer returns and the next one takes: ``tensors`` of the call, and ``env``, those that glue has made, with

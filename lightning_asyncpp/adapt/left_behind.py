@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.unknown import Unknown
-from lightning_asyncpp.pipeline.batches.tree import children_of, leaves_of
-from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps, class_name
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.batches.tree import children_of, leaves_of
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
+from lightning_asyncpp.errors import ConfigurationError
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "pow", "matmul", "radd", "rsub", "rmul", "rtruediv", "rpow", "neg", "abs",
               "getitem", "len", "iter", "bool", "float", "int", "lt", "le", "gt", "ge", "array")  # fmt: skip

@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.state import Changes
 from lightning_asyncpp.adapt.trace import Trace
-from lightning_asyncpp.pipeline.cut.module_as_network import class_name
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.errors import ConfigurationError
 
 
 class Call(NamedTuple):

@@ -12,7 +12,7 @@ from lightning_asyncpp.adapt.layers import PipelineLayers
 from lightning_asyncpp.adapt.shells import Shell
 from lightning_asyncpp.adapt.state import Changes
 from lightning_asyncpp.adapt.trace import record
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 
 MOST_RUNS = 16
 

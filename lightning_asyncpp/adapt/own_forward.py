@@ -12,10 +12,10 @@ from lightning_asyncpp.adapt.examples import call_of, copied, examples_of
 from lightning_asyncpp.adapt.layers import with_switches
 from lightning_asyncpp.adapt.pipelined import is_adapted, is_small, looked_at, problems_of_adapting
 from lightning_asyncpp.adapt.state import as_before
-from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps, class_name
-from lightning_asyncpp.pipeline.cut.parts import KEPT_AS
-from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers, is_placeholder
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
+from lightning_asyncpp.core.cut.parts import KEPT_AS
+from lightning_asyncpp.core.cut.units import apply_layers, has_layers, is_placeholder
+from lightning_asyncpp.errors import ConfigurationError
 
 
 def problems_of_layers(model: nn.Module, example: Any = None, name: str = "self.model") -> list[str]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.tree import children_of, leaves_of, map_leaves, tensors_of
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.batches.tree import children_of, leaves_of, map_leaves, tensors_of
+from lightning_asyncpp.errors import ConfigurationError
 
 _MARK = "@"
 _PLAIN = (type(None), bool, int, float, str)

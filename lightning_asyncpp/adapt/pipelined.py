@@ -20,11 +20,11 @@ from lightning_asyncpp.adapt.layers import PipelineLayers, with_switches
 from lightning_asyncpp.adapt.modes import layers_of
 from lightning_asyncpp.adapt.packing import same
 from lightning_asyncpp.adapt.state import as_before, changed_by_forwards
-from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.cut.module_as_network import class_name
-from lightning_asyncpp.pipeline.cut.parts import KEPT_AS
-from lightning_asyncpp.pipeline.cut.units import apply_layers, has_layers
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.core.cut.parts import KEPT_AS
+from lightning_asyncpp.core.cut.units import apply_layers, has_layers
+from lightning_asyncpp.errors import ConfigurationError
 
 Model = TypeVar("Model", bound=nn.Module)
 Example = Tensor | Sequence[Any] | Mapping[str, Any]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_asyncpp.adapt.packing import Output, tensor_numbers_in
-from lightning_asyncpp.pipeline.batches.tree import tensors_of
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.batches.tree import tensors_of
+from lightning_asyncpp.errors import ConfigurationError
 
 
 def switches_of(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -26,10 +26,10 @@ from lightning_asyncpp.adapt.packing import (
 )
 from lightning_asyncpp.adapt.program import Program
 from lightning_asyncpp.adapt.shells import Shell, in_place_of
-from lightning_asyncpp.pipeline.batches.tree import leaves_of, tensors_of
-from lightning_asyncpp.pipeline.cut.module_as_network import class_name
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.randomness import derive
+from lightning_asyncpp.core.batches.tree import leaves_of, tensors_of
+from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.errors import ConfigurationError
 
 Leaves = list[Any]
 

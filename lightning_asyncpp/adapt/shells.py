@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.unknown import Unknown
-from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps
 
 Answer = Callable[[tuple, dict[str, Any]], Any]
 

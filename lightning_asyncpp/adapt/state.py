@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.draws import SameDraws
 from lightning_asyncpp.adapt.packing import same
-from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.cut.module_as_network import called_by_steps, class_name
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
+from lightning_asyncpp.errors import ConfigurationError
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _NUMBERS = (bool, int, float, str)

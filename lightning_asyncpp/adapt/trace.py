@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_asyncpp.adapt.draws import SameDraws
 from lightning_asyncpp.adapt.packing import Output, TensorTable, taken, template_of, tensor_numbers_in
 from lightning_asyncpp.adapt.state import as_before
-from lightning_asyncpp.pipeline.batches.tree import leaves_of, map_tensors, tensors_of
-from lightning_asyncpp.pipeline.cut.module_as_network import class_name
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.batches.tree import leaves_of, map_tensors, tensors_of
+from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.errors import ConfigurationError
 
 _FACTS = frozenset(
     getattr(Tensor, name)

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # its documented place
 
 from lightning_asyncpp.adapt.draws import drawn_from, draws
-from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.errors import ConfigurationError
 
 T = TypeVar("T")
 # Functions that take no values of a tensor, but its shape and dtype.

@@ -10,8 +10,8 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import Precision
 from torch import nn
 
-from lightning_asyncpp.pipeline.batches.user_hooks import BY_NAME
-from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
+from lightning_asyncpp.core.batches.user_hooks import BY_NAME
+from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.strategy_parts.arguments import DDPArguments, PipelineArguments
 
 SplitBatch = Callable[[Any, int], list[Any]]

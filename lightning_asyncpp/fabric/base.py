@@ -16,25 +16,25 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
+from lightning_asyncpp.core.batches.batch_output import NanLosses, or_nan
+from lightning_asyncpp.core.batches.tree import merge_outputs
+from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
+from lightning_asyncpp.core.cut.partition_choice import example_of
+from lightning_asyncpp.core.cut.units import has_layers
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.core.optimizers import described
+from lightning_asyncpp.core.optimizers.configured import EmptyOptimizers, trains_nothing
+from lightning_asyncpp.core.ranks.agreement import agree_on_problems
+from lightning_asyncpp.core.updates.clipping import check_norm_type
+from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.arguments import FabricArguments, FabricsDDPArguments
 from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
 from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
 from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
-from lightning_asyncpp.pipeline.batches.batch_output import NanLosses, or_nan
-from lightning_asyncpp.pipeline.batches.tree import merge_outputs
-from lightning_asyncpp.pipeline.batches.user_hooks import Step, UserHooks
-from lightning_asyncpp.pipeline.cut.partition_choice import example_of
-from lightning_asyncpp.pipeline.cut.units import has_layers
-from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.host_copies import Reading
-from lightning_asyncpp.pipeline.optimizers import described
-from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers, trains_nothing
-from lightning_asyncpp.pipeline.ranks.agreement import agree_on_problems
-from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
-from lightning_asyncpp.pipeline.updates.mini_batch import Update
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
 from lightning_asyncpp.strategy_parts.identity import described_model
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
@@ -47,7 +47,7 @@ StepFunction = Callable[[Any], Any]
 class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
-    The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
+    The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
     to Fabric's calls. Arguments: :class:`~lightning_asyncpp.fabric.arguments.FabricArguments`.
 
     Attributes:

@@ -14,11 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.fabric import refusals
-from lightning_asyncpp.fabric.clipping import MiniBatchNote
-from lightning_asyncpp.fabric.crossed import told_who_wrote_it
-from lightning_asyncpp.fabric.private import converted_state
-from lightning_asyncpp.pipeline.checkpoint.apart import (
+from lightning_asyncpp.core.checkpoint.apart import (
     APART,
     Names,
     cannot_be_assigned,
@@ -26,9 +22,9 @@ from lightning_asyncpp.pipeline.checkpoint.apart import (
     own_entries,
     unite_entries,
 )
-from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
-from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
-from lightning_asyncpp.pipeline.checkpoint.state import (
+from lightning_asyncpp.core.checkpoint.origin import PIPELINE
+from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
+from lightning_asyncpp.core.checkpoint.state import (
     facts,
     gather_model_state,
     gather_optimizer_state,
@@ -39,10 +35,14 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_optimizer_state,
     stage_pipeline_state,
 )
-from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.cut.tied_state import check_copies
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.tied_state import check_copies
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.fabric import refusals
+from lightning_asyncpp.fabric.clipping import MiniBatchNote
+from lightning_asyncpp.fabric.crossed import told_who_wrote_it
+from lightning_asyncpp.fabric.private import converted_state
 from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, ranks_of
 
 

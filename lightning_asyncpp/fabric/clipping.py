@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.host_copies import Reading
-from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.updates.clipping import clip_values
+from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.updates.clipping import clip_values
+from lightning_asyncpp.errors import ConfigurationError
 
 
 @dataclass(frozen=True)

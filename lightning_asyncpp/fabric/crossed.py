@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from lightning_asyncpp.pipeline.checkpoint.origin import FABRIC, TRAINER, WEIGHTS, Origin, origin_of
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.checkpoint.origin import FABRIC, TRAINER, WEIGHTS, Origin, origin_of
+from lightning_asyncpp.errors import ConfigurationError
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_asyncpp.core.checkpoint.origin import DELAYED_GRADIENT
+from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric.checkpoint import entries_to_load
 from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.fabric.refusals import reserved
-from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
-from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, processes_of
 
 

@@ -14,20 +14,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.core.batches.batch_output import or_nan
+from lightning_asyncpp.core.batches.micro_batch import checked_weight
+from lightning_asyncpp.core.batches.tree import merge_outputs
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.partition_choice import Example, example_of
+from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
+from lightning_asyncpp.core.optimizers.steps import OneGradient
+from lightning_asyncpp.core.updates.clipping import check_norm_type
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import delayed_refusals as refusals
 from lightning_asyncpp.fabric.arguments import DelayArguments, FabricsDDPArguments
 from lightning_asyncpp.fabric.delayed_checkpoint import DelayedCheckpoints
 from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
-from lightning_asyncpp.pipeline.batches.batch_output import or_nan
-from lightning_asyncpp.pipeline.batches.micro_batch import checked_weight
-from lightning_asyncpp.pipeline.batches.tree import merge_outputs
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.partition_choice import Example, example_of
-from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.optimizers.steps import OneGradient
-from lightning_asyncpp.pipeline.updates.clipping import check_norm_type
 from lightning_asyncpp.strategy_parts.arguments import check_arguments, for_ddp, takes
 from lightning_asyncpp.strategy_parts.delayed_mixin import DelayedStrategyMixin
 

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.failures.progress_watch import ProgressWatch
+from lightning_asyncpp.core.failures.progress_watch import ProgressWatch
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, differences, problems_with_place
 from lightning_asyncpp.strategy_parts.resumable_loader import (
     ResumableLoader,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.batches.user_hooks import problems_of_reduction
-from lightning_asyncpp.pipeline.cut.units import model_problems
-from lightning_asyncpp.pipeline.optimizers.configured import is_placeholder
-from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import problems_of_precision, problems_of_weight_dtype
-from lightning_asyncpp.pipeline.step.own_gradients import parameter_hook_problems
+from lightning_asyncpp.core.batches.user_hooks import problems_of_reduction
+from lightning_asyncpp.core.cut.units import model_problems
+from lightning_asyncpp.core.optimizers.configured import is_placeholder
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
+from lightning_asyncpp.core.step.own_gradients import parameter_hook_problems
 
 JOINT_SETUP = (
     "fabric.setup(model, optimizer): the optimizer was made for the whole model, but every rank keeps only its own"

@@ -8,9 +8,9 @@ import re
 import sys
 from collections.abc import Sequence
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.overview import SUBCOMMANDS
 from lightning_asyncpp.lightning_cli.recipe_names import with_recipe_paths
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 STRATEGIES = {
     "async_pipeline": "lightning_asyncpp.AsyncPipelineStrategy",

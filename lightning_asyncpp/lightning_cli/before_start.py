@@ -11,14 +11,14 @@ from jsonargparse import Namespace
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from lightning_asyncpp.core.cut.network import network_in
+from lightning_asyncpp.core.cut.partition import check_given, uniform
+from lightning_asyncpp.core.cut.units import has_parameters, pipeline_units
+from lightning_asyncpp.core.settings import PipelineSettings, problems_of_partition
 from lightning_asyncpp.data import DataError, TextDataModule
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.nearest import advice
 from lightning_asyncpp.models import GPT
-from lightning_asyncpp.pipeline.cut.network import network_in
-from lightning_asyncpp.pipeline.cut.partition import check_given, uniform
-from lightning_asyncpp.pipeline.cut.units import has_parameters, pipeline_units
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.settings import PipelineSettings, problems_of_partition
 from lightning_asyncpp.trainer import GPTModule
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.refusals import trainer_problems

@@ -21,6 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short names)
 from lightning_asyncpp.data import DataError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
 from lightning_asyncpp.lightning_cli.before_start import (
     check_start,
@@ -41,7 +42,6 @@ from lightning_asyncpp.lightning_cli.resumed_model import (
 )
 from lightning_asyncpp.lightning_cli.startup import say, say_what_is_logged
 from lightning_asyncpp.lightning_cli.yaml_limits import limit_yaml
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.trainer.callbacks.progress_bar import PipelineProgressBar
 

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError, PeerLostError
-from lightning_asyncpp.pipeline.ranks.alike import TRACEBACK, is_alike
+from lightning_asyncpp.core.ranks.alike import TRACEBACK, is_alike
+from lightning_asyncpp.errors import ConfigurationError, PeerLostError
 
 _PACKAGE = "lightning_asyncpp."
 _ARGUMENTS = (ValueError, TypeError, ImportError)

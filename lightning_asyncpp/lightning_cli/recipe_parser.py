@@ -14,11 +14,11 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from jsonargparse import ArgumentParser, Namespace, get_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import class_of_strategy
 from lightning_asyncpp.lightning_cli.explained import explained
 from lightning_asyncpp.lightning_cli.mistakes import Mistake, Mistaken, is_collecting, recipe_without_mistakes
 from lightning_asyncpp.lightning_cli.nearest import advice
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _DEBUG = "JSONARGPARSE_DEBUG"  # has jsonargparse raise what it found
 

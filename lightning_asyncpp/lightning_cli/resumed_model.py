@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError, local_path
 from lightning_asyncpp.storage.sharded import is_sharded

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.schedule import Staleness
-from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.core.schedule import Staleness
+from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.private_names import UntestedVersionWarning, untested_versions
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
 

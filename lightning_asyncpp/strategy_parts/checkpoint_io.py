@@ -16,8 +16,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, exchange
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
+from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError, local_path
 from lightning_asyncpp.storage.opened import Opened, open_checkpoint

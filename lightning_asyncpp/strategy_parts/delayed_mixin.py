@@ -10,17 +10,17 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_asyncpp.adapt import problems_of_adapting
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.cut.partition import Partition
-from lightning_asyncpp.pipeline.cut.partition_choice import Example, choose_partition, problem_of_cutting
-from lightning_asyncpp.pipeline.cut.units import has_layers
-from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
-from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
-from lightning_asyncpp.pipeline.emulator.micro_batch_gradient import MicroBatchGradient
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.randomness import seed_of_run
-from lightning_asyncpp.pipeline.ranks.agreement import broadcast_tensor
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.partition import Partition
+from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition, problem_of_cutting
+from lightning_asyncpp.core.cut.units import has_layers
+from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
+from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
+from lightning_asyncpp.core.emulator.micro_batch_gradient import MicroBatchGradient
+from lightning_asyncpp.core.randomness import seed_of_run
+from lightning_asyncpp.core.ranks.agreement import broadcast_tensor
+from lightning_asyncpp.errors import ConfigurationError
 
 _NOT_CUT = (
     "no pipeline with stages={} could cut this model, so its parameters, in their order, are spread evenly over the"

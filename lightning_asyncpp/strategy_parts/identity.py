@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
 from lightning_asyncpp.version import __version__

@@ -14,17 +14,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.pipeline.checkpoint.resumed import SEED
-from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
-from lightning_asyncpp.pipeline.cut.partition import Partition
-from lightning_asyncpp.pipeline.cut.partition_choice import Example, choose_partition
-from lightning_asyncpp.pipeline.errors import lost_peers
-from lightning_asyncpp.pipeline.randomness import seed_of_run
-from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, broadcast
-from lightning_asyncpp.pipeline.ranks.interfaces import use_interface
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.ranks.process_groups import unbind_default_group
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.core.checkpoint.resumed import SEED
+from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
+from lightning_asyncpp.core.cut.partition import Partition
+from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition
+from lightning_asyncpp.core.randomness import seed_of_run
+from lightning_asyncpp.core.ranks.agreement import agree_on_error, broadcast
+from lightning_asyncpp.core.ranks.interfaces import use_interface
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.ranks.process_groups import unbind_default_group
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.errors import lost_peers
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
 from lightning_asyncpp.strategy_parts.identity import SEED_OF_RANK_0, arguments_of, seed_section, versions

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 
 QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 

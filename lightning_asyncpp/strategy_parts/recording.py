@@ -17,15 +17,15 @@ from pathlib import Path
 
 import torch
 
-from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, exchange
-from lightning_asyncpp.pipeline.recording.clock_offsets import clock_offset, host_name
-from lightning_asyncpp.pipeline.recording.clocks import Moment
-from lightning_asyncpp.pipeline.recording.trace import Beside, Follower, Recorded, Trace, Wait, take_ended
-from lightning_asyncpp.pipeline.recording.trace_file import PATTERN, Meta, SpanFile, file_name
-from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.settings import is_whole
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
+from lightning_asyncpp.core.recording.clock_offsets import clock_offset, host_name
+from lightning_asyncpp.core.recording.clocks import Moment
+from lightning_asyncpp.core.recording.trace import Beside, Follower, Recorded, Trace, Wait, take_ended
+from lightning_asyncpp.core.recording.trace_file import PATTERN, Meta, SpanFile, file_name
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.settings import is_whole
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.version import __version__
 
 WRITE_EVERY = 0.25

@@ -15,7 +15,7 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 
 from lightning_asyncpp.data.replica import classes_of_litdata, leave_where_it_was, set_epoch_before, with_own_place
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, Plain, differing, keeps_place, loader_identity
 from lightning_asyncpp.strategy_parts.shuffling import sampler_inside, wrapper_of
 from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront

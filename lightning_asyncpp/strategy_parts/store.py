@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore, default_pg_timeout  # type: ignore[attr-defined]
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.ranks.interfaces import addresses_of_all
+from lightning_asyncpp.core.ranks.interfaces import addresses_of_all
+from lightning_asyncpp.errors import ConfigurationError
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_asyncpp.pipeline.recording.trace import Span
-from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
+from lightning_asyncpp.core.recording.trace import Span
+from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 
 Duration: TypeAlias = float | Callable[[int, int], float]
 """A time, the same everywhere, or a function of the stage and of the micro-batch counted over the run."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.recipe_names import package_recipes, unknown_recipe
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.parsers import recipes_parser
 
 _WIDTH = 120

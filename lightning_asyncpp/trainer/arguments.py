@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 
-from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
+from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.strategy_parts.arguments import DDPArguments, PipelineArguments
 
 

@@ -18,19 +18,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
-from lightning_asyncpp.pipeline.batches.batch_output import or_nan
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.averages import averages_in
-from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in
-from lightning_asyncpp.pipeline.cut.partition_choice import Example
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.optimizers import described
-from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers
-from lightning_asyncpp.pipeline.optimizers.steps import OneGradient
-from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, agree_on_problems
-from lightning_asyncpp.pipeline.updates.clipping import clip_values
-from lightning_asyncpp.pipeline.updates.mini_batch import Update
+from lightning_asyncpp.core.batches.batch_output import or_nan
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.averages import averages_in
+from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.network import name_in_steps, network_in
+from lightning_asyncpp.core.cut.partition_choice import Example
+from lightning_asyncpp.core.optimizers import described
+from lightning_asyncpp.core.optimizers.configured import EmptyOptimizers
+from lightning_asyncpp.core.optimizers.steps import OneGradient
+from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.core.updates.clipping import clip_values
+from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
 from lightning_asyncpp.strategy_parts.identity import described_model
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
@@ -89,7 +89,7 @@ class PipelineStrategy(
 ):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
-    The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.pipeline`; this class connects them
+    The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
     to the Trainer's hooks. Arguments: :class:`~lightning_asyncpp.trainer.arguments.TrainerArguments`.
 
     Attributes:

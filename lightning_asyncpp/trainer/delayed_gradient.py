@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.pipeline.batches.batch_output import or_nan
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.checkpoint.resumed import go_on_from
-from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in
-from lightning_asyncpp.pipeline.cut.partition_choice import Example
-from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
-from lightning_asyncpp.pipeline.optimizers import described
-from lightning_asyncpp.pipeline.optimizers.steps import OneGradient, StepGuard
-from lightning_asyncpp.pipeline.randomness import derive
+from lightning_asyncpp.core.batches.batch_output import or_nan
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.checkpoint.resumed import go_on_from
+from lightning_asyncpp.core.cut.network import name_in_steps, network_in
+from lightning_asyncpp.core.cut.partition_choice import Example
+from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
+from lightning_asyncpp.core.manifest import MANIFEST, Manifest
+from lightning_asyncpp.core.optimizers import described
+from lightning_asyncpp.core.optimizers.steps import OneGradient, StepGuard
+from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.strategy_parts.arguments import check_arguments, for_ddp, takes
 from lightning_asyncpp.strategy_parts.delayed_mixin import DelayedStrategyMixin

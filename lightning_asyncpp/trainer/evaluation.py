@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.batches.tree import merge_outputs
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.core.batches.tree import merge_outputs
+from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 
 

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.auxiliary import Collected, collecting
+from lightning_asyncpp.core.emulator.mini_batch_counts import MiniBatchCounts
+from lightning_asyncpp.core.optimizers.steps import watch_steps
 from lightning_asyncpp.models import GPT, GPTConfig, start_from
 from lightning_asyncpp.models.execution import ActivationCheckpointing, execution_problems
 from lightning_asyncpp.models.opening import start_problems
-from lightning_asyncpp.pipeline.emulator.mini_batch_counts import MiniBatchCounts
-from lightning_asyncpp.pipeline.optimizers.steps import watch_steps
 from lightning_asyncpp.trainer.checkpoint.plain_loading import LoadsPlainValues
 from lightning_asyncpp.trainer.learning_rate import Decay, last_step, learning_rate_factor, schedule_problems
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule

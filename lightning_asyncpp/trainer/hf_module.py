@@ -19,7 +19,7 @@ from lightning_asyncpp.adapt import pipelined
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import fetch_tokenizer
 from lightning_asyncpp.data.tokenizer import Tokenizer, tokenizer_of_definition
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer.checkpoint.plain_loading import LoadsPlainValues
 from lightning_asyncpp.trainer.gpt_module import default_optimizer
 from lightning_asyncpp.trainer.hf.loading import (

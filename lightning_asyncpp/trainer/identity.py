@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from torch.utils.data import DistributedSampler
 
+from lightning_asyncpp.core.optimizers.described import schedule
 from lightning_asyncpp.data.resumable_data_loader import DealtOut
-from lightning_asyncpp.pipeline.optimizers.described import schedule
 from lightning_asyncpp.storage.names import local_path
 from lightning_asyncpp.strategy_parts.loader_identity import HELD
 

@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
 from lightning_asyncpp.trainer.identity import known_beside, trainer_section

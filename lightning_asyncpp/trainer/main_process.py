@@ -27,11 +27,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_asyncpp.pipeline.cut.materialize import materialize
-from lightning_asyncpp.pipeline.cut.network import network_in
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.randomness import preserved_generators
+from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.network import network_in
+from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.randomness import preserved_generators
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.module_facts import allow_state_dict, last_saved
 

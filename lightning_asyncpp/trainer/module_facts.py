@@ -18,19 +18,19 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, device, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.cut.network import network_in, network_name
-from lightning_asyncpp.pipeline.cut.partition_choice import Example, example_of
-from lightning_asyncpp.pipeline.cut.stage import Stage
-from lightning_asyncpp.pipeline.cut.ties import names_on
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.optimizers.by_position import (
+from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.network import network_in, network_name
+from lightning_asyncpp.core.cut.partition_choice import Example, example_of
+from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.cut.ties import names_on
+from lightning_asyncpp.core.optimizers.by_position import (
     asked_again,
     may_go_by_position,
     options_of,
     position_problems,
 )
-from lightning_asyncpp.pipeline.step.model_call import ModelCall
+from lightning_asyncpp.core.step.model_call import ModelCall
+from lightning_asyncpp.errors import ConfigurationError
 
 
 def modules_example(

@@ -8,10 +8,10 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.pipeline.batches.user_hooks import IS_DEFAULT
-from lightning_asyncpp.pipeline.cut.materialize import materialize
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.core.batches.user_hooks import IS_DEFAULT
+from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.units import pipeline_units
 
 
 class PipelineModule(L.LightningModule):

@@ -21,14 +21,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.batches.user_hooks import problems_of_reduction
-from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in, no_network
-from lightning_asyncpp.pipeline.cut.units import model_problems
-from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
-from lightning_asyncpp.pipeline.optimizers.configured import is_placeholder, trains_nothing
-from lightning_asyncpp.pipeline.settings import problems_of_precision, problems_of_weight_dtype
-from lightning_asyncpp.pipeline.step.own_gradients import parameter_hook_problems
+from lightning_asyncpp.core.batches.user_hooks import problems_of_reduction
+from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.network import name_in_steps, network_in, no_network
+from lightning_asyncpp.core.cut.units import model_problems
+from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
+from lightning_asyncpp.core.optimizers.configured import is_placeholder, trains_nothing
+from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
+from lightning_asyncpp.core.step.own_gradients import parameter_hook_problems
 from lightning_asyncpp.trainer import private
 
 ONE_OPTIMIZER = (

@@ -13,11 +13,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.progress import PROGRESS
-from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.core.progress import PROGRESS
+from lightning_asyncpp.core.ranks.agreement import agree_on_error
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.watched_loops import EVALUATION

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.core.session import PipelineSession
 
 TRAINING, EVALUATION = "training", "evaluation"
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from lightning_asyncpp import pipelined
-from lightning_asyncpp.pipeline.cut.cutting import cut
+from lightning_asyncpp.core.cut.cutting import cut
 
 RANKS = 2
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 8}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_asyncpp import pipelined
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.core.cut.units import pipeline_units
 from tests.adapt.models import TRANSFORMERS, batches_for, of_transformers
 
 ROUNDS = 200

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp import pipelined
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 
 DIM = 4
 

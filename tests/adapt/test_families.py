@@ -10,7 +10,7 @@ import torch
 
 from lightning_asyncpp import apply_layers, check_model, pipelined
 from lightning_asyncpp.adapt.packing import same
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.core.cut.units import pipeline_units
 from tests.adapt.models import MODELS, SLOW, Trained, batches_for, example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp import ConfigurationError, apply_layers, check_model, pipelined
-from lightning_asyncpp.pipeline.batches.tree import tensors_of
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.core.batches.tree import tensors_of
+from lightning_asyncpp.core.cut.units import pipeline_units
 from tests.adapt.models import Trained
 
 DIM = 8

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp import ConfigurationError, apply_layers, check_model, pipelined
 from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.core.cut.units import pipeline_units
 from tests.adapt import test_modes
 from tests.adapt.models import Trained
 from tests.adapt.test_forwards import DIM, Block, Net

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp import ConfigurationError, apply_layers, check_model, pipelined
 from lightning_asyncpp.adapt.draws import SameDraws, host_as_before
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.core.cut.units import pipeline_units
 from tests.adapt.models import Trained
 from tests.adapt.test_forwards import DIM, Block, Net
 

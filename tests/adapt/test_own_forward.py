@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_asyncpp import apply_layers, pipelined
 from lightning_asyncpp.adapt import problems_of_layers
 from tests.adapt.test_forwards import DIM, Net
-from tests.pipeline.cases import DIM as INPUT
+from tests.core.cases import DIM as INPUT
 from tests.trainer.failures.test_mistakes import assert_refused, refusals
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net as Module

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp import pipelined
-from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.reference import train_reference
 from tests.adapt.models import MODELS, batches_for
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights

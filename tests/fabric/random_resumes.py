@@ -8,10 +8,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
-from lightning_asyncpp.pipeline.schedule import largest_lookahead
-from tests.pipeline.cases import Case
-from tests.pipeline.random_cases import draw_from, is_exact, other_cut
+from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.schedule import largest_lookahead
+from tests.core.cases import Case
+from tests.core.random_cases import draw_from, is_exact, other_cut
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy
-from tests.pipeline.cases import make_model
+from tests.core.cases import make_model
 from tests.trainer.checkpoint.resumable import training_loader
 from tests.trainer.logging.evaluations import may_have_children
 from tests.trainer.runs import Net, Run

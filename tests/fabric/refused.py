@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_asyncpp.errors import NonFiniteGradientError
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, SyncPipelineStrategy
-from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
+from tests.core.cases import DIM, Case, make_model
 from tests.fabric.runs import Run, make_fabric
-from tests.pipeline.cases import DIM, Case, make_model
 
 CASE = Case(4)
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, SyncPipelineStrategy
 from lightning_asyncpp.fabric.strategy import PipelineStrategy
-from tests.pipeline.cases import Case, make_model
+from tests.core.cases import Case, make_model
 
 
 def world_size() -> int:

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy
+from tests.core.cases import DIM, make_model
 from tests.fabric.runs import make_fabric
-from tests.pipeline.cases import DIM, make_model
 from tests.trainer.pool import Pools
 
 CONTEXTS = {

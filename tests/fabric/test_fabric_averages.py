@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from tests.core.cases import Case, make_model
 from tests.fabric.runs import Run
-from tests.pipeline.cases import Case, make_model
 from tests.trainer.pool import Pools
 
 

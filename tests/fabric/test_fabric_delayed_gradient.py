@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp import ConfigurationError
+from lightning_asyncpp.errors import NonFiniteGradientError
 from lightning_asyncpp.fabric import DelayedGradientStrategy
 from lightning_asyncpp.optim import ErrorFeedback
-from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
-from tests.pipeline.cases import Case, make_model
-from tests.pipeline.runs import run_oracle
+from tests.core.cases import Case, make_model
+from tests.core.runs import run_oracle
 from tests.trainer.pool import Pools
 
 STEPS = 6

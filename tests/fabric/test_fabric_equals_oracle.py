@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.schedule import Slack, Staleness
+from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.storage.nested import merged
+from tests.core.cases import Case
+from tests.core.compare import assert_same_norms, assert_same_weights, weights_of
+from tests.core.runs import run_oracle
 from tests.fabric import runs
-from tests.pipeline.cases import Case
-from tests.pipeline.compare import assert_same_norms, assert_same_weights, weights_of
-from tests.pipeline.runs import run_oracle
 from tests.trainer.pool import Pools
 
 STAGES = (1, 2, 3)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from tests.pipeline.cases import DIM, make_model
+from tests.core.cases import DIM, make_model
 from tests.trainer.launching.main_process import outcome_of, run
 from tests.trainer.runs import arrays
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from tests.core.compare import assert_same_norms, weights_of
+from tests.core.runs import run_oracle
 from tests.fabric.random_resumes import Leg, chains, expected_case
 from tests.fabric.runs import go_through
-from tests.pipeline.compare import assert_same_norms, weights_of
-from tests.pipeline.runs import run_oracle
 from tests.trainer.checkpoint.test_random_resumes import assert_same_rows, drawn
 from tests.trainer.pool import Pools
 

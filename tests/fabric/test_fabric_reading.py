@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import loader as loader_module
 from lightning_asyncpp.fabric.loader import FabricLoader
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader
 from tests.fabric.read_runs import EPOCHS, RUN, read_and_train
 from tests.trainer.checkpoint.resumable import training_loader, write_litdata

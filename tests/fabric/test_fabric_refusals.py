@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.pipeline.schedule import Staleness
+from lightning_asyncpp.core.schedule import Staleness
+from tests.core.cases import Case
 from tests.fabric import refused
 from tests.fabric.runs import train
-from tests.pipeline.cases import Case
 from tests.trainer.pool import Outcome, Pools
 from tests.trainer.reference import assert_equal_weights
 

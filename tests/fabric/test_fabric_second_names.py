@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.core.cases import Case
+from tests.core.runs import run_oracle
 from tests.fabric.runs import Run
-from tests.pipeline.cases import Case
-from tests.pipeline.runs import run_oracle
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights
 from tests.trainer.runs import arrays

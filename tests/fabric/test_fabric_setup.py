@@ -10,11 +10,11 @@ import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 
 import lightning_asyncpp  # noqa: F401  (registers the names)
+from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.models import GPT
-from lightning_asyncpp.pipeline.cut.materialize import materialize
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from tests.core.compare import assert_same_weights, weights_of
 from tests.fabric import refused, setups
-from tests.pipeline.compare import assert_same_weights, weights_of
 from tests.trainer.pool import Pools
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from lightning_asyncpp.core.recording.trace import Beside, Wait
+from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from lightning_asyncpp.pipeline.recording.trace import Beside, Wait
-from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.tools.trace.recorded_run import read_run
 from lightning_asyncpp.tools.trace.run_summary import summarise
+from tests.core.cases import Case
 from tests.fabric.runs import Run, make_fabric, train
-from tests.pipeline.cases import Case
 from tests.trainer.pool import Pools
 
 CASE = Case(micro_batches=4, batch_sizes=(8,) * 6)

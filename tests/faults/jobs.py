@@ -12,9 +12,9 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
+from tests.core.cases import Case
 from tests.fabric.runs import Run as FabricRun
 from tests.faults.places import Places, watch_layers
-from tests.pipeline.cases import Case
 from tests.trainer.checkpoint.resumable import NumberedSamples, Showing, fit_showing
 from tests.trainer.runs import ListLogger, Run
 

@@ -18,16 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.structure import MAX_STRUCTURE_BYTES, flatten, unflatten
-from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
-from lightning_asyncpp.pipeline.ranks import rendezvous
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.ranks.rendezvous import Listener, call
-from lightning_asyncpp.pipeline.wire import header as header_module
-from lightning_asyncpp.pipeline.wire import transport as transport_module
-from lightning_asyncpp.pipeline.wire.header import BEGINNING_BYTES, Header, describe
-from lightning_asyncpp.pipeline.wire.link import Link, Neighbours
-from lightning_asyncpp.pipeline.wire.transport import Transport
+from lightning_asyncpp.core.batches.structure import MAX_STRUCTURE_BYTES, flatten, unflatten
+from lightning_asyncpp.core.ranks import rendezvous
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.ranks.rendezvous import Listener, call
+from lightning_asyncpp.core.wire import header as header_module
+from lightning_asyncpp.core.wire import transport as transport_module
+from lightning_asyncpp.core.wire.header import BEGINNING_BYTES, Header, describe
+from lightning_asyncpp.core.wire.link import Link, Neighbours
+from lightning_asyncpp.core.wire.transport import Transport
+from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 LIMIT = 4096  # of an activation, in bytes
 SECONDS = 5.0

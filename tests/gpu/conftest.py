@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pipeline.conftest import pools
+from tests.core.conftest import pools
 
 __all__ = ["pools"]
 

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.recording.clocks import clock_of
-from lightning_asyncpp.pipeline.recording.trace import Trace, Wait
-from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.core.recording.clocks import clock_of
+from lightning_asyncpp.core.recording.trace import Trace, Wait
+from lightning_asyncpp.core.schedule import Kind
 
 DEVICE = torch.device("cuda", 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_asyncpp.pipeline.cut.partition_choice import Example, choose_partition
+from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition
 
 
 def test_the_layer_that_computes_longest_is_the_dearest() -> None:

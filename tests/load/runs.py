@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp import AsyncPipelineStrategy, PipelineMonitor
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncPipelineStrategy
+from tests.core.cases import make_model
 from tests.load.probe import Probe, Sample, watched_works
 from tests.load.turns import Turns
-from tests.pipeline.cases import make_model
 from tests.trainer.modules import MetricNet
 from tests.trainer.runs import Run, Samples
 

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_asyncpp.core.cut.partition import Partition
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig
 from lightning_asyncpp.models.cost import (
     attention_flops,
@@ -19,8 +21,6 @@ from lightning_asyncpp.models.cost import (
     mlp_flops,
     unit_flops,
 )
-from lightning_asyncpp.pipeline.cut.partition import Partition
-from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
 
 SMALL: dict[str, Any] = {"vocab_size": 100, "context_length": 16, "num_layers": 3, "dim": 8, "num_heads": 4}
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.auxiliary import collecting
+from lightning_asyncpp.core.optimizers.steps import watch_steps
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.models.router import SigmoidRouter
-from lightning_asyncpp.pipeline.optimizers.steps import watch_steps
 from lightning_asyncpp.trainer.gpt_module import GPTModule
 
 MOE = MoEConfig(

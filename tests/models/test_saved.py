@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.models import GPT, GPTConfig, WeightsError, open_saved, start_from
-from lightning_asyncpp.pipeline.cut.materialize import materialize
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
 from lightning_asyncpp.tools.checkpoint.checkpoint import main
 from lightning_asyncpp.trainer.gpt_module import GPTModule
 from tests.models.hf_cases import CASES, exported, make_model, tokens_of

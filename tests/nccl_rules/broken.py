@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.wire import handover
-from lightning_asyncpp.pipeline.wire.handover import Inbox, Outbox, Way
-from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
-from lightning_asyncpp.pipeline.wire.transport import Transport
+from lightning_asyncpp.core.wire import handover
+from lightning_asyncpp.core.wire.handover import Inbox, Outbox, Way
+from lightning_asyncpp.core.wire.header import Header, TensorInfo
+from lightning_asyncpp.core.wire.transport import Transport
 from tests.nccl_rules import emulated
 
 SECONDS = 1.5

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp import AsyncPipelineStrategy, GPTModule, PipelineMonitor, SyncPipelineStrategy, TokensPerSecond
+from lightning_asyncpp.core.wire import transport
+from lightning_asyncpp.core.wire.transport import Arrival, Transport
 from lightning_asyncpp.models import GPTConfig, MoEConfig
-from lightning_asyncpp.pipeline.wire import transport
-from lightning_asyncpp.pipeline.wire.transport import Arrival, Transport
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, put_on_device
 from tests.trainer.runs import ListLogger, Net, Run, loader
 

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_asyncpp.pipeline.runner.common import StageRunner
-from lightning_asyncpp.pipeline.updates import reduction
-from lightning_asyncpp.pipeline.wire import handover
-from lightning_asyncpp.pipeline.wire.device_tensors import DeviceTensors
-from lightning_asyncpp.pipeline.wire.header import TensorInfo
+from lightning_asyncpp.core.runner.common import StageRunner
+from lightning_asyncpp.core.updates import reduction
+from lightning_asyncpp.core.wire import handover
+from lightning_asyncpp.core.wire.device_tensors import DeviceTensors
+from lightning_asyncpp.core.wire.header import TensorInfo
 
 HANG_SECONDS = 20.0
 _SLOWEST_SECONDS = 0.002

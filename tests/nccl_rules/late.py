@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from lightning_asyncpp.pipeline.host_copies import Reading
-from lightning_asyncpp.pipeline.updates.update_queue import UpdateQueue
+from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 from tests.nccl_rules.emulated import emulate
 
 _SHARE_THERE = 0.15

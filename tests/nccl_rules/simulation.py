@@ -21,7 +21,7 @@ import itertools
 from collections import defaultdict, deque
 from typing import NamedTuple
 
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule, Slack, Staleness, StalenessRule
+from lightning_asyncpp.core.schedule import Kind, Schedule, Slack, Staleness, StalenessRule
 from tests.nccl_rules.devices import Clock, Meeting, Operation, Queues, Signal, Thread
 from tests.nccl_rules.directions import Direction, Process, Waits
 

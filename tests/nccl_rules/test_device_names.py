@@ -16,26 +16,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
+from lightning_asyncpp.core import foreach
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.runner.common import Flight, Task
+from lightning_asyncpp.core.runner.stages import stage_runner
+from lightning_asyncpp.core.updates import mini_batch, reduction
+from lightning_asyncpp.core.updates.clipping import clip_values
+from lightning_asyncpp.core.updates.control_message import StopFlags
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch
+from lightning_asyncpp.core.updates.reduction import Reduction, plan_buckets, squares
+from lightning_asyncpp.core.updates.ticket import Ticket
+from lightning_asyncpp.core.weights import WeightVersions, lent, writing
+from lightning_asyncpp.core.wire import handover
+from lightning_asyncpp.core.wire.handover import Way
+from lightning_asyncpp.core.wire.header import DTYPES, Header, TensorInfo
+from lightning_asyncpp.core.wire.transport import Arrival
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, symmetric
-from lightning_asyncpp.pipeline import foreach
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.cutting import cut
-from lightning_asyncpp.pipeline.cut.stage import Stage
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner.common import Flight, Task
-from lightning_asyncpp.pipeline.runner.stages import stage_runner
-from lightning_asyncpp.pipeline.updates import mini_batch, reduction
-from lightning_asyncpp.pipeline.updates.clipping import clip_values
-from lightning_asyncpp.pipeline.updates.control_message import StopFlags
-from lightning_asyncpp.pipeline.updates.mini_batch import MiniBatch
-from lightning_asyncpp.pipeline.updates.reduction import Reduction, plan_buckets, squares
-from lightning_asyncpp.pipeline.updates.ticket import Ticket
-from lightning_asyncpp.pipeline.weights import WeightVersions, lent, writing
-from lightning_asyncpp.pipeline.wire import handover
-from lightning_asyncpp.pipeline.wire.handover import Way
-from lightning_asyncpp.pipeline.wire.header import DTYPES, Header, TensorInfo
-from lightning_asyncpp.pipeline.wire.transport import Arrival
 from lightning_asyncpp.tools.plan.fake_tensors import FakeTensorMode
 
 CUDA = torch.device("cuda", 0)
@@ -52,7 +52,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(fake, "tolist", lambda self: [1.0] * self.numel())
         monkeypatch.setattr(fake, "__bool__", lambda self: False, raising=False)
         monkeypatch.setattr(symmetric, "_may_have_kernel", lambda *_: False)
-        for module in [m for n, m in sys.modules.items() if n.startswith("lightning_asyncpp.pipeline")]:
+        for module in [m for n, m in sys.modules.items() if n.startswith("lightning_asyncpp.core")]:
             for name in ("seed_generators", "generator_states", "set_generator_states"):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, lambda *_: None)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import PeerLostError, ProtocolError
-from lightning_asyncpp.pipeline.wire.handover import Inbox, Outbox, Way
-from lightning_asyncpp.pipeline.wire.header import TensorInfo
-from lightning_asyncpp.pipeline.wire.link import NO_TIMEOUT, Link
+from lightning_asyncpp.core.wire.handover import Inbox, Outbox, Way
+from lightning_asyncpp.core.wire.header import TensorInfo
+from lightning_asyncpp.core.wire.link import NO_TIMEOUT, Link
+from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 SECONDS = 5.0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.host_copies import Reading
+from lightning_asyncpp.core.host_copies import Reading
 from tests.nccl_rules.counted_runs import MICRO_BATCHES, Counted, Found, count
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, is_on_device
 from tests.trainer.pool import Pools

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.core.compare import assert_same_norms, assert_same_weights
+from tests.core.conftest import Pools
+from tests.core.runs import run_oracle
+from tests.core.test_random_cases import check
 from tests.nccl_rules.late import read_late
 from tests.nccl_rules.test_engine_by_the_rules import CASES
-from tests.pipeline.compare import assert_same_norms, assert_same_weights
-from tests.pipeline.conftest import Pools
-from tests.pipeline.runs import run_oracle
-from tests.pipeline.test_random_cases import check
 from tests.workers import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from lightning_asyncpp.pipeline.schedule import Slack, Staleness, largest_lookahead
+from lightning_asyncpp.core.schedule import Slack, Staleness, largest_lookahead
 from tests.nccl_rules import directions, simulation
 from tests.nccl_rules.devices import Clock, Device, Meeting, Operation, Queues, Thread
 from tests.nccl_rules.directions import Direction, Process, Waits

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_asyncpp.cli import main
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.resumed_model import saved_hyper_parameters
 from lightning_asyncpp.models import WeightsError, open_saved
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
 from tests.storage.saves import save_sharded

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.process_group import backend_of, queue_warning
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts import store
 from lightning_asyncpp.strategy_parts.store import store_listening_on
 from tests.trainer.launching.sockets import listening_addresses

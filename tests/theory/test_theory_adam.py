@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.reference import train_reference
 from tests.theory.iterations import Adam, Method
 from tests.theory.problems import LeastSquares, adam_floor, adam_floors, measured_radius
 from tests.theory.spectra import stability_limit

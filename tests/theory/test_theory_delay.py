@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_asyncpp.core.schedule import Kind, Schedule
 from lightning_asyncpp.optim import ErrorFeedback
-from lightning_asyncpp.pipeline.oracle import train_reference
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule
+from lightning_asyncpp.reference import train_reference
 from tests.theory.iterations import Method, Rule, run_method
 from tests.theory.problems import LeastSquares
 from tests.theory.spectra import best, delay_limit, rate, stability_limit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.reference import train_reference
 from tests.theory.bounds import descent_bound, largest_step, squared_gradient_bound, tuned_momentum
 from tests.theory.iterations import Array, Method, nuclear_norm, polar, run_method
 from tests.theory.problems import LeastSquares, MatrixLeastSquares, StagedQuadratic, logistic_gradient

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_asyncpp.pipeline.recording.trace import Span, utilisation
-from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.core.recording.trace import Span, utilisation
+from lightning_asyncpp.core.schedule import Kind
 
 
 def steady_utilisation(

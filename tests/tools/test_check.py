@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_asyncpp import GPTModule, check_model
+from lightning_asyncpp.core.batches.micro_batch import split_batch
+from lightning_asyncpp.core.schedule import Slack, Staleness
+from lightning_asyncpp.core.wire.header import TensorInfo
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.optim import MuonAdamW
-from lightning_asyncpp.pipeline.batches.micro_batch import split_batch
-from lightning_asyncpp.pipeline.schedule import Slack, Staleness
-from lightning_asyncpp.pipeline.wire.header import TensorInfo
 from lightning_asyncpp.tools.check import check
-from tests.pipeline.cases import DIM, make_model
+from tests.core.cases import DIM, make_model
 from tests.trainer.modules import BatchNormNet, KeywordNet, NoisyNet, SummingNet, WeighingNet
 from tests.trainer.runs import Net, Run
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from lightning_asyncpp import ConfigurationError, apply_layers, check_model
 from lightning_asyncpp.optim import DelayCompensation, MuonAdamW
-from lightning_asyncpp.pipeline.oracle import train_reference
-from tests.pipeline.cases import DIM, make_model
+from lightning_asyncpp.reference import train_reference
+from tests.core.cases import DIM, make_model
 from tests.tools.test_check import Layer, Named, around_a_cut, batches, linear, step
 from tests.trainer.failures.mistakes import (
     CallsTwice,

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp import ConfigurationError, check_model
-from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.reference import train_reference
 from lightning_asyncpp.tools.check import CheckReport
 from lightning_asyncpp.tools.check.weights import possible_weights
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.tools.test_check import batches
 from tests.trainer.failures.mistakes import Manual, ParameterOutside, SeveralEvaluationsPerStep, TwoOptimizers
 from tests.trainer.modules import BatchNormNet, NoisyNet, WeighingNet

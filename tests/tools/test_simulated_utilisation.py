@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_asyncpp.pipeline import schedule as schedules
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
+from lightning_asyncpp.core import schedule as schedules
+from lightning_asyncpp.core.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.tools.bench.harness.stage_layers import jitter_factor
 from lightning_asyncpp.tools.ideal import Duration, simulate
 from tests.tools.steady import steady_utilisation

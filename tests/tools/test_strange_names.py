@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lightning_asyncpp.cli import main
+from lightning_asyncpp.core.checkpoint.origin import PIPELINE
 from lightning_asyncpp.data import DataError, tokenizer_of_definition
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.tools.text import escaped

@@ -13,7 +13,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_asyncpp import GPTModule, apply_layers
 from lightning_asyncpp.models import GPTConfig
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.runs import Net, Run
 
 

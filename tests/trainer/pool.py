@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_asyncpp.pipeline.failures import failure_watch
-from lightning_asyncpp.pipeline.ranks.mesh import destroy_retired
+from lightning_asyncpp.core.failures import failure_watch
+from lightning_asyncpp.core.ranks.mesh import destroy_retired
 from tests.workers import end_with_parent, free_port, worker_context
 
 Scenario = Callable[..., Any]

@@ -13,9 +13,9 @@ from typing import Any
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_asyncpp.pipeline.cut.units import has_parameters, pipeline_units
-from lightning_asyncpp.pipeline.schedule import largest_lookahead
-from tests.pipeline.cases import make_model
+from lightning_asyncpp.core.cut.units import has_parameters, pipeline_units
+from lightning_asyncpp.core.schedule import largest_lookahead
+from tests.core.cases import make_model
 from tests.trainer.checkpoint.random_data import SAVES, Data, data
 from tests.trainer.checkpoint.resumable import DrawnNet
 from tests.trainer.runs import BASES, CORRECTIONS, Run

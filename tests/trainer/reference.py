@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.reference import train_reference
 from tests.trainer.runs import DATASETS, Run, Samples, arrays, make_scheduler
 
 

@@ -36,7 +36,7 @@ from lightning_asyncpp.optim import (
     WeightPrediction,
 )
 from lightning_asyncpp.trainer.module_facts import with_state_dict
-from tests.pipeline.cases import DIM, make_model
+from tests.core.cases import DIM, make_model
 
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9)),

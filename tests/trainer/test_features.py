@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from torch import nn
 
 from lightning_asyncpp import ConfigurationError
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.modules import BatchNormNet, NormFirstNet, StopsOnOneRank
 from tests.trainer.pool import Pools
 from tests.trainer.reference import (

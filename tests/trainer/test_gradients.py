@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
-from lightning_asyncpp.pipeline.oracle import train_reference
-from tests.pipeline.cases import DIM
+from lightning_asyncpp.errors import NonFiniteGradientError
+from lightning_asyncpp.reference import train_reference
+from tests.core.cases import DIM
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
 from tests.trainer.runs import Net, Run, Samples, arrays, fit, make_trainer

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
-from lightning_asyncpp.pipeline.step.own_gradients import parameter_hook_problems
-from lightning_asyncpp.pipeline.updates.clipping import ClippingGuard
+from lightning_asyncpp.core.step.own_gradients import parameter_hook_problems
+from lightning_asyncpp.core.updates.clipping import ClippingGuard
 from lightning_asyncpp.private_names import PrivateNameError
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, fit
@@ -106,6 +106,6 @@ def test_missing_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ClippingGuard("").begin([])
     model = torch.nn.Linear(1, 1)
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        monkeypatch.setattr("lightning_asyncpp.pipeline.step.own_gradients._KINDS", (f"{name}_gone",))
+        monkeypatch.setattr("lightning_asyncpp.core.step.own_gradients._KINDS", (f"{name}_gone",))
         with pytest.raises(PrivateNameError, match=name):
             parameter_hook_problems(model)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp import ConfigurationError, apply_layers, check_model
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
+from lightning_asyncpp.core.cut.units import pipeline_units
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_parts, mini_batches_of, oracle
 from tests.trainer.runs import DIM, Net, Run, Samples, fit

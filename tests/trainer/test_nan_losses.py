@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy
-from tests.pipeline.cases import DIM, make_model
+from tests.core.cases import DIM, make_model
 from tests.trainer.pool import Pools
 from tests.trainer.runs import ListLogger
 

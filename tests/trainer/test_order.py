@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy
-from tests.pipeline.cases import DIM, make_model
+from tests.core.cases import DIM, make_model
 from tests.trainer.pool import Pools
 
 COUNT = 12

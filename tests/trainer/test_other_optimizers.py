@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from tests.pipeline.cases import DIM
-from tests.pipeline.optimizers.test_optimizers_examined import Sam
+from tests.core.cases import DIM
+from tests.core.optimizers.test_optimizers_examined import Sam
 from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.failures import mistakes as m
 from tests.trainer.pool import Pools

@@ -21,7 +21,7 @@ from lightning_asyncpp.tools.trace.recorded_run import read_run
 from lightning_asyncpp.tools.trace.run_summary import summarise
 from lightning_asyncpp.tools.trace.run_table import table
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle
 from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from lightning_asyncpp import apply_layers
 from lightning_asyncpp.tools.check.model_check import check_model
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.checkpoint.test_checkpoints import ResumableNet, saving
 from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.failures.test_mistakes import assert_refused, refusals

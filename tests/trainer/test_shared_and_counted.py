@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.pipeline.cases import make_model
-from tests.pipeline.random_layers import make
+from tests.core.cases import make_model
+from tests.core.random_layers import make
 from tests.trainer.checkpoint.test_checkpoints import TRAINER, ResumableNet, saving
 from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.modules import small_gpt

@@ -14,8 +14,8 @@ from typing import TextIO
 
 from jsonargparse import Namespace
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.recipe_names import recipe_path
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.recipe.cell_config import LEFT_OUT
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
 from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe, read_recipe

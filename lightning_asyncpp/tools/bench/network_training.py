@@ -22,10 +22,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
+from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
 from lightning_asyncpp.tools.bench.names import ONE_F_ONE_B, STALENESS, SYNC
 from lightning_asyncpp.tools.processes import end_with_parent
 from lightning_asyncpp.trainer import AsyncPipelineStrategy, PipelineTrace, SyncPipelineStrategy

@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from lightning_asyncpp.pipeline.schedule import Slack, Staleness
+from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_FABRIC,

@@ -31,9 +31,9 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.lightning_cli.arguments import recipes_first
 from lightning_asyncpp.lightning_cli.recipe_names import recipe_path
-from lightning_asyncpp.pipeline.settings import PipelineSettings
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.bench.harness.comparison import machine
 from lightning_asyncpp.tools.bench.harness.hosts import wait_for

@@ -11,9 +11,9 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import recipes_first, written_out
 from lightning_asyncpp.lightning_cli.command import make_cli
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.tools.check.model_check import check_model
 from lightning_asyncpp.tools.parsers import check_parser
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.wire.header import TensorInfo
+from lightning_asyncpp.core.wire.header import TensorInfo
+from lightning_asyncpp.errors import ConfigurationError
 
 _EQUAL = "all weights and buffers equal those of a single process to the last bit, which ran the same micro-batches"
 _WHERE_FIRST = (

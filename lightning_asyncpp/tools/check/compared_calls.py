@@ -12,10 +12,10 @@ from lightning_asyncpp.adapt import drawing_alike, is_adapted
 from lightning_asyncpp.adapt.differences import difference_of, kind_of
 from lightning_asyncpp.adapt.gradients import gradients_of, other_gradient
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.cut.units import pipeline_units
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.step.own_gradients import named_arguments
+from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.step.own_gradients import named_arguments
+from lightning_asyncpp.errors import ConfigurationError
 
 _OF_FORWARD = (
     "A pipeline runs the layers alone, so forward() of {} must do nothing before, between and after them: move what it"

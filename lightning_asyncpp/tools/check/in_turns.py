@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import PeerLostError
-from lightning_asyncpp.pipeline.host_copies import HostCopy
-from lightning_asyncpp.pipeline.randomness import generator_states, preserved_generators, set_generator_states
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.wire.link import Link, Neighbours
+from lightning_asyncpp.core.host_copies import HostCopy
+from lightning_asyncpp.core.randomness import generator_states, preserved_generators, set_generator_states
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.wire.link import Link, Neighbours
+from lightning_asyncpp.errors import PeerLostError
 
 T = TypeVar("T")
 _PAUSE_SECONDS = 1e-3

@@ -10,25 +10,25 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
-from lightning_asyncpp.pipeline.cut.cutting import cut
-from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
-from lightning_asyncpp.pipeline.cut.units import pipeline_units, telling
-from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
-from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.errors import ConfigurationError, NonFiniteGradientError
-from lightning_asyncpp.pipeline.oracle import Held, train_reference
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.schedule import Slack, Staleness, agrees_first
-from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings, is_whole
-from lightning_asyncpp.pipeline.step.model_call import ModelCall
-from lightning_asyncpp.pipeline.step.own_gradients import refuse_input_gradients
-from lightning_asyncpp.pipeline.updates.clipping import clip_by_norm
-from lightning_asyncpp.pipeline.updates.mini_batch import Update
-from lightning_asyncpp.pipeline.updates.ticket import TicketOffice
-from lightning_asyncpp.pipeline.wire.header import Header, TensorInfo
-from lightning_asyncpp.pipeline.wire.link import Neighbours
-from lightning_asyncpp.pipeline.wire.transport import Transport
+from lightning_asyncpp.core.batches.user_hooks import loss_of
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.cut.partition_choice import Asked, choose_partition
+from lightning_asyncpp.core.cut.units import pipeline_units, telling
+from lightning_asyncpp.core.cut.whole_model import WholeModel
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.schedule import Slack, Staleness, agrees_first
+from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings, is_whole
+from lightning_asyncpp.core.step.model_call import ModelCall
+from lightning_asyncpp.core.step.own_gradients import refuse_input_gradients
+from lightning_asyncpp.core.updates.clipping import clip_by_norm
+from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.ticket import TicketOffice
+from lightning_asyncpp.core.wire.header import Header, TensorInfo
+from lightning_asyncpp.core.wire.link import Neighbours
+from lightning_asyncpp.core.wire.transport import Transport
+from lightning_asyncpp.errors import ConfigurationError, NonFiniteGradientError
+from lightning_asyncpp.reference import Held, train_reference
 from lightning_asyncpp.tools.check.check_report import CheckReport, WholeBatches, difference_in_change, is_loud
 from lightning_asyncpp.tools.check.compared_calls import compare_calls
 from lightning_asyncpp.tools.check.in_turns import run_in_turns
@@ -80,7 +80,7 @@ def check_model(
     """Train a model for a few updates in a pipeline, in this process, and compare it with a single process's training.
 
     The pipeline is the real one, its engine, its messages and two versions of the weights, with a thread for each
-    stage. It is compared with :func:`lightning_asyncpp.pipeline.oracle.train_reference`, which runs the whole model.
+    stage. It is compared with :func:`lightning_asyncpp.reference.train_reference`, which runs the whole model.
     Nothing that is given is changed. The module's hooks around batches and updates are called on both sides, as far as
     they need no Trainer; the report names those that are not. Then every batch is run as a whole, too: where its loss
     is not the weighted mean over its micro-batches, or not finite, the report has a finding, and its ``ok`` is False.

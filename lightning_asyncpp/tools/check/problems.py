@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.adapt import problems_of_adapting
-from lightning_asyncpp.pipeline.cut.cutting import cut
-from lightning_asyncpp.pipeline.cut.materialize import materialize
-from lightning_asyncpp.pipeline.cut.network import no_network
-from lightning_asyncpp.pipeline.cut.partition_choice import choose_partition
-from lightning_asyncpp.pipeline.cut.units import (
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.network import no_network
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
+from lightning_asyncpp.core.cut.units import (
     Unit,
     collective_problems,
     meta_problems,
@@ -25,12 +25,12 @@ from lightning_asyncpp.pipeline.cut.units import (
     ownership_problems,
     pipeline_units,
 )
-from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.optimizers.by_position import may_go_by_position, options_of, position_problems
-from lightning_asyncpp.pipeline.optimizers.configured import EmptyOptimizers, optimizers_in
-from lightning_asyncpp.pipeline.optimizers.fitness import stage_problems, version_problems
-from lightning_asyncpp.pipeline.settings import PipelineSettings, is_whole
+from lightning_asyncpp.core.cut.whole_model import WholeModel
+from lightning_asyncpp.core.optimizers.by_position import may_go_by_position, options_of, position_problems
+from lightning_asyncpp.core.optimizers.configured import EmptyOptimizers, optimizers_in
+from lightning_asyncpp.core.optimizers.fitness import stage_problems, version_problems
+from lightning_asyncpp.core.settings import PipelineSettings, is_whole
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.check.trainer_stand_in import give_trainer
 from lightning_asyncpp.tools.check.trial import StepOf, copied, name_of, network_of
 from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problems

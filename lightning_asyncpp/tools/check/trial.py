@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in, no_network
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.randomness import derive, seeded
-from lightning_asyncpp.pipeline.settings import ResolvedSettings
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.network import name_in_steps, network_in, no_network
+from lightning_asyncpp.core.randomness import derive, seeded
+from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.errors import ConfigurationError
 
 _OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _NOT_CALLED = (

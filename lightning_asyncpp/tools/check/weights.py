@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.unequal_targets import IGNORED, TARGET_NAMES
+from lightning_asyncpp.core.batches.unequal_targets import IGNORED, TARGET_NAMES
 
 
 class PossibleWeight(NamedTuple):

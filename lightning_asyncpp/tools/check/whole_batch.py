@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.pipeline.batches.user_hooks import loss_of
-from lightning_asyncpp.pipeline.randomness import seeded
+from lightning_asyncpp.core.batches.user_hooks import loss_of
+from lightning_asyncpp.core.randomness import seeded
 from lightning_asyncpp.tools.check.check_report import Comparison, WholeBatches
 from lightning_asyncpp.tools.check.fixed_draws import FixedDraws
 from lightning_asyncpp.tools.check.trial import Trial

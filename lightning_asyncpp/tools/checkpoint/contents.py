@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches import tree
-from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT, PIPELINE, TRAINER, WEIGHTS, Origin, origin_of
-from lightning_asyncpp.pipeline.checkpoint.state import MASTERS, OLDER, with_staleness
-from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
-from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
+from lightning_asyncpp.core.batches import tree
+from lightning_asyncpp.core.checkpoint.origin import DELAYED_GRADIENT, PIPELINE, TRAINER, WEIGHTS, Origin, origin_of
+from lightning_asyncpp.core.checkpoint.state import MASTERS, OLDER, with_staleness
+from lightning_asyncpp.core.manifest import MANIFEST, Manifest
+from lightning_asyncpp.core.optimizers.state_by_name import BY_PARAMETER
 from lightning_asyncpp.storage.limits import dense_parts
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.opened import opened

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_asyncpp.pipeline.ranks.interfaces import LOOPBACK
+from lightning_asyncpp.core.ranks.interfaces import LOOPBACK
 from lightning_asyncpp.tools.doctor.cases import CASES, Place, fit
 from lightning_asyncpp.tools.doctor.task import Task
 from lightning_asyncpp.tools.processes import Children, end_of, free_port, last_error, rank_environment, traced

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_asyncpp.core.emulator.gradient_delay import Delay
+from lightning_asyncpp.core.optimizers.state_by_name import BY_PARAMETER
+from lightning_asyncpp.core.schedule import Staleness
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from lightning_asyncpp.pipeline.emulator.gradient_delay import Delay
-from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
-from lightning_asyncpp.pipeline.schedule import Staleness
 from lightning_asyncpp.trainer import (
     AsyncPipelineStrategy,
     DelayedGradientStrategy,

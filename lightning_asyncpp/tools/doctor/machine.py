@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.pipeline.ranks.interfaces import LOOPBACK, address_of
+from lightning_asyncpp.core.ranks.interfaces import LOOPBACK, address_of
 from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.tools.plan.devices import GIB, host_memory_gib
 from lightning_asyncpp.tools.processes import run_limited

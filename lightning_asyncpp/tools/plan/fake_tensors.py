@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from lightning_asyncpp.core.batches.structure import stands_for_tensors
 from lightning_asyncpp.models import grouped_linear  # noqa: F401  (registers the operators)
-from lightning_asyncpp.pipeline.batches.structure import stands_for_tensors
 from lightning_asyncpp.private_names import PrivateNameError, required
 
 _PURPOSE = "run a model without memory (asyncpp plan)"

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
-from lightning_asyncpp.pipeline.schedule import Action, Kind, Schedule
+from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.tools.plan.stage_run import Profile
 
 _MINI_BATCHES = 4

@@ -15,10 +15,10 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import CONFIG, recipes_in
 from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.lightning_cli.recipe_names import recipe_path
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.private_names import PrivateNameError
 from lightning_asyncpp.tools.parsers import plan_parser
 from lightning_asyncpp.tools.plan.devices import DEVICES, Device, default_reserve, host_memory_gib

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.cut.units import telling
+from lightning_asyncpp.core.cut.units import telling
 from lightning_asyncpp.tools.plan.devices import GIB
 from lightning_asyncpp.tools.plan.in_flight import Memory
 from lightning_asyncpp.tools.plan.question import Question

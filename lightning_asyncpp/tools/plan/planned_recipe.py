@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.adapt import problems_of_adapting
+from lightning_asyncpp.core.batches.micro_batch import number_of_samples
+from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.cut.network import name_in_steps, network_in
+from lightning_asyncpp.core.cut.units import has_layers, model_problems
+from lightning_asyncpp.core.optimizers.configured import optimizers_in
+from lightning_asyncpp.core.settings import PipelineSettings, problems_of_precision
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
-from lightning_asyncpp.pipeline.batches.micro_batch import number_of_samples
-from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.cut.network import name_in_steps, network_in
-from lightning_asyncpp.pipeline.cut.units import has_layers, model_problems
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.optimizers.configured import optimizers_in
-from lightning_asyncpp.pipeline.settings import PipelineSettings, problems_of_precision
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problems, trainer_problems

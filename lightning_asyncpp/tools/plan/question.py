@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lightning_asyncpp.pipeline.schedule import Schedule, StalenessRule, largest_lookahead
-from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.core.schedule import Schedule, StalenessRule, largest_lookahead
+from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.tools.plan.devices import GIB
 from lightning_asyncpp.tools.plan.in_flight import Memory
 from lightning_asyncpp.tools.plan.planned_recipe import Recipe

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.schedule import largest_lookahead
+from lightning_asyncpp.core.schedule import largest_lookahead
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.plan.question import Question
 
 MOST_SAMPLES = 2**16

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_asyncpp.pipeline import foreach
-from lightning_asyncpp.pipeline.batches.tree import tensors_of
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.stage import Stage
-from lightning_asyncpp.pipeline.cut.ties import names_on, trained_on
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.runner.common import Flight, Task
-from lightning_asyncpp.pipeline.runner.stages import stage_runner
-from lightning_asyncpp.pipeline.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
-from lightning_asyncpp.pipeline.weights import WeightVersions, lent, writing
-from lightning_asyncpp.pipeline.wire.header import Header
-from lightning_asyncpp.pipeline.wire.transport import Arrival
+from lightning_asyncpp.core import foreach
+from lightning_asyncpp.core.batches.tree import tensors_of
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.cut.ties import names_on, trained_on
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.runner.common import Flight, Task
+from lightning_asyncpp.core.runner.stages import stage_runner
+from lightning_asyncpp.core.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
+from lightning_asyncpp.core.weights import WeightVersions, lent, writing
+from lightning_asyncpp.core.wire.header import Header
+from lightning_asyncpp.core.wire.transport import Arrival
 from lightning_asyncpp.tools.plan.fake_tensors import Meter, Reading, bytes_of
 
 
 class Loopback:
-    """Takes the place of a stage's :class:`~lightning_asyncpp.pipeline.wire.transport.Transport`.
+    """Takes the place of a stage's :class:`~lightning_asyncpp.core.wire.transport.Transport`.
 
     Args:
         arriving: header of what the stage before sends; None on the first stage.

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.partition import Partition
+from lightning_asyncpp.core.cut.partition_choice import Asked, choose_partition
+from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.cut.units import Unit, collective_problems, ownership_problems, pipeline_units
+from lightning_asyncpp.core.cut.whole_model import WholeModel
+from lightning_asyncpp.core.randomness import preserved_generators
+from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.core.wire.header import Header
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models.moe import Experts
-from lightning_asyncpp.pipeline.batches.tree import map_tensors, tensors_of
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage
-from lightning_asyncpp.pipeline.cut.partition import Partition
-from lightning_asyncpp.pipeline.cut.partition_choice import Asked, choose_partition
-from lightning_asyncpp.pipeline.cut.stage import Stage
-from lightning_asyncpp.pipeline.cut.units import Unit, collective_problems, ownership_problems, pipeline_units
-from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.randomness import preserved_generators
-from lightning_asyncpp.pipeline.settings import ResolvedSettings
-from lightning_asyncpp.pipeline.wire.header import Header
 from lightning_asyncpp.tools.plan.fake_tensors import Meter, NeedsValueError, empty_like, fake_tensors, without_memory
 from lightning_asyncpp.tools.plan.gpu_kernels import as_on_gpu, kernels_of_gpu
 from lightning_asyncpp.tools.plan.in_flight import Memory, StageSchedule, peak_of

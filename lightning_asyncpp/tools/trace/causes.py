@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Wait
-from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.core.recording.trace import Beside, Span, Wait
+from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.tools.trace.recorded_run import RankTrace
 
 Interval = tuple[float, float]

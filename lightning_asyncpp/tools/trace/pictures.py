@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lightning_asyncpp.core.recording.trace import Beside, Span, Wait
+from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.optional_packages import needed, optional_package
-from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Wait
-from lightning_asyncpp.pipeline.schedule import Kind
 from lightning_asyncpp.tools.trace.recorded_run import PER_MICRO_BATCH, RankTrace, RecordedRun, TraceError
 from lightning_asyncpp.tools.trace.run_summary import Summary
 from lightning_asyncpp.tools.trace.run_table import headline, statements

@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Wait
-from lightning_asyncpp.pipeline.recording.trace_file import BATCH, END, FORMAT, PATTERN, VERSION, Meta
-from lightning_asyncpp.pipeline.schedule import Kind, Staleness
+from lightning_asyncpp.core.recording.trace import Beside, Span, Wait
+from lightning_asyncpp.core.recording.trace_file import BATCH, END, FORMAT, PATTERN, VERSION, Meta
+from lightning_asyncpp.core.schedule import Kind, Staleness
 
 PER_MICRO_BATCH = frozenset({Kind.FORWARD, Kind.BACKWARD, Wait.ACTIVATION, Wait.GRADIENT, Beside.SEND})
 _NO_WORK = frozenset({Wait.DATA, Beside.EVALUATE, Beside.CHECKPOINT, Beside.DRAIN})  # a drain has work inside it

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_asyncpp.pipeline.recording.trace import Beside, Span, utilisation
-from lightning_asyncpp.pipeline.recording.trace_file import Meta
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule, StalenessRule
+from lightning_asyncpp.core.recording.trace import Beside, Span, utilisation
+from lightning_asyncpp.core.recording.trace_file import Meta
+from lightning_asyncpp.core.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.trace.causes import (
     WORK,

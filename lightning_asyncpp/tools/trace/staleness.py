@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_asyncpp.pipeline.recording.trace import Span
-from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.core.recording.trace import Span
+from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.tools.trace.recorded_run import RankTrace
 
 _SHOWN = 5

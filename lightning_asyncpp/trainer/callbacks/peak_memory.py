@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_asyncpp.pipeline.ranks.agreement import exchange
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.core.ranks.agreement import exchange
+from lightning_asyncpp.core.session import PipelineSession
 
 _GB = 1e9
 

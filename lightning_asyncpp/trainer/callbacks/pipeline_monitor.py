@@ -13,9 +13,9 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.recording.clocks import HOST, Clock, Moment, has_passed
-from lightning_asyncpp.pipeline.recording.trace import Follower
+from lightning_asyncpp.core.recording.clocks import HOST, Clock, Moment, has_passed
+from lightning_asyncpp.core.recording.trace import Follower
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.recording import follow
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.callbacks.peak_memory import peak_memory

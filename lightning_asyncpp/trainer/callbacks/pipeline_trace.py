@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.recording import Recorder, Window
 from lightning_asyncpp.trainer.base import PipelineStrategy
 

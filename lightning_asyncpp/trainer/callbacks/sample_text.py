@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_asyncpp.data import TextDataModule, Tokenizer
 from lightning_asyncpp.data.source import load_tokenizer
 from lightning_asyncpp.data.tokenizer import prompt_tokens
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.models.sampling import NextLogits, Sampling, generate_tokens
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 from lightning_asyncpp.trainer.gpt_module import GPTModule
 
 

@@ -11,13 +11,13 @@ from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_asyncpp.pipeline.cut.network import network_in
-from lightning_asyncpp.pipeline.cut.partition import loads_of
-from lightning_asyncpp.pipeline.cut.partition_choice import BY_SIZE
-from lightning_asyncpp.pipeline.cut.units import telling
-from lightning_asyncpp.pipeline.cut.whole_model import WholeModel
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.core.cut.network import network_in
+from lightning_asyncpp.core.cut.partition import loads_of
+from lightning_asyncpp.core.cut.partition_choice import BY_SIZE
+from lightning_asyncpp.core.cut.units import telling
+from lightning_asyncpp.core.cut.whole_model import WholeModel
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.trainer import private
 
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_asyncpp.pipeline.recording.trace import Span, Wait
-from lightning_asyncpp.pipeline.schedule import Kind, StalenessRule
+from lightning_asyncpp.core.recording.trace import Span, Wait
+from lightning_asyncpp.core.schedule import Kind, StalenessRule
 
 
 class StalenessError(RuntimeError):

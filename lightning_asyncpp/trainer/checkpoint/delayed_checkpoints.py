@@ -13,11 +13,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.checkpoint.origin import DELAYED_GRADIENT
-from lightning_asyncpp.pipeline.emulator.delay_emulator import DelayEmulator
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
-from lightning_asyncpp.pipeline.optimizers.state_by_name import BY_PARAMETER
+from lightning_asyncpp.core.checkpoint.origin import DELAYED_GRADIENT
+from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
+from lightning_asyncpp.core.manifest import MANIFEST, Manifest
+from lightning_asyncpp.core.optimizers.state_by_name import BY_PARAMETER
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, processes_of
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import TrainerCheckpoints, check_states

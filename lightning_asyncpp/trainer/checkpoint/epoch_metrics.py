@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
-from lightning_asyncpp.pipeline.batches.tree import map_tensors
+from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.private_names import required
 
 _LOGGED_PURPOSE = "go on with an epoch's metrics after a resume"

@@ -1,7 +1,7 @@
 """What the stages keep apart in a Trainer's checkpoint: states of callbacks, and what ``on_save_checkpoint`` adds.
 
 Lightning writes what rank 0 says. Where all stages say the same, so does a pipeline; where they do not, the file holds
-what one process would write, and beside it what each stage had: see :mod:`lightning_asyncpp.pipeline.checkpoint.apart`.
+what one process would write, and beside it what each stage had: see :mod:`lightning_asyncpp.core.checkpoint.apart`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.checkpoint.apart import (
+from lightning_asyncpp.core.checkpoint.apart import (
     APART,
     BELOW,
     KEYS,
@@ -25,8 +25,8 @@ from lightning_asyncpp.pipeline.checkpoint.apart import (
     own_entries,
     unite_entries,
 )
-from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.core.checkpoint.origin import PIPELINE
+from lightning_asyncpp.core.ranks.mesh import Mesh
 
 _CALLBACKS = "callbacks"
 # What Lightning itself writes beside them is the same on all ranks, or belongs to a rank's progress.

@@ -16,11 +16,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.checkpoint.apart import APART, Names
-from lightning_asyncpp.pipeline.checkpoint.gathering import gather_by_rank
-from lightning_asyncpp.pipeline.checkpoint.origin import FABRIC, PIPELINE, TRAINER, origin_of
-from lightning_asyncpp.pipeline.checkpoint.saving import CheckpointWriter
-from lightning_asyncpp.pipeline.checkpoint.state import (
+from lightning_asyncpp.core.checkpoint.apart import APART, Names
+from lightning_asyncpp.core.checkpoint.gathering import gather_by_rank
+from lightning_asyncpp.core.checkpoint.origin import FABRIC, PIPELINE, TRAINER, origin_of
+from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
+from lightning_asyncpp.core.checkpoint.state import (
     check_whole,
     facts,
     gather_model_state,
@@ -33,12 +33,12 @@ from lightning_asyncpp.pipeline.checkpoint.state import (
     stage_optimizer_state,
     stage_pipeline_state,
 )
-from lightning_asyncpp.pipeline.cut.elsewhere import OtherStage, held_here
-from lightning_asyncpp.pipeline.cut.network import prefix_of
-from lightning_asyncpp.pipeline.cut.tied_state import check_copies
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.core.cut.elsewhere import OtherStage, held_here
+from lightning_asyncpp.core.cut.network import prefix_of
+from lightning_asyncpp.core.cut.tied_state import check_copies
+from lightning_asyncpp.core.ranks.agreement import agree_on_error
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, ranks_of
 from lightning_asyncpp.trainer.checkpoint.kept_apart import Given, hand_back, unite_stages
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress

@@ -15,9 +15,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.randomness import set_random_states
+from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.randomness import set_random_states
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, differences, problems_with_place
 from lightning_asyncpp.strategy_parts.resumable_loader import (
     ResumableLoader,

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import local_path
 

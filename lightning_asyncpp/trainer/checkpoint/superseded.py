@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
-from lightning_asyncpp.pipeline.manifest import MANIFEST, Manifest
+from lightning_asyncpp.core.checkpoint.origin import PIPELINE
+from lightning_asyncpp.core.manifest import MANIFEST, Manifest
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import INDEX, StorageError
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_asyncpp.pipeline.randomness import random_states, set_random_states
+from lightning_asyncpp.core.randomness import random_states, set_random_states
 
 
 @contextmanager

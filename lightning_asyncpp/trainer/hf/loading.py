@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import hub_endpoint, hub_errors, is_hub_name
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.optional_packages import optional_package
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 Task = Literal[
     "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification"

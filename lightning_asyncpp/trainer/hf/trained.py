@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.optional_packages import optional_package
-from lightning_asyncpp.pipeline.errors import ConfigurationError
 
 _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 _TASK_TYPES = {

@@ -29,11 +29,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_asyncpp.pipeline.cut.averages import averaged_by_hand
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.randomness import derive
-from lightning_asyncpp.pipeline.ranks.agreement import exchange
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.core.cut.averages import averaged_by_hand
+from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.core.ranks.agreement import exchange
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.validation_randomness import drawing_from
 from lightning_asyncpp.trainer.hooks.module_hooks import Replacement

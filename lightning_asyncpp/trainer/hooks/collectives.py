@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.errors import PeerLostError, is_noise
+from lightning_asyncpp.errors import PeerLostError, is_noise
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 from lightning_asyncpp.trainer import private
 

@@ -9,14 +9,14 @@ import lightning as L
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_asyncpp.pipeline.batches.tree import map_tensors
-from lightning_asyncpp.pipeline.cut.averages import averaged_by_hand, copy_that_changes
-from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.ranks.agreement import exchange
-from lightning_asyncpp.pipeline.ranks.stop_rounds import StopRounds, batches_behind
-from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.untouched import Untouched
+from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.cut.averages import averaged_by_hand, copy_that_changes
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.ranks.agreement import exchange
+from lightning_asyncpp.core.ranks.stop_rounds import StopRounds, batches_behind
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.untouched import Untouched
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.epoch_metrics import load_metric_states, metric_states
 from lightning_asyncpp.trainer.checkpoint.loop_state import ResumedLoops

@@ -18,9 +18,9 @@ from lightning.pytorch import Callback, LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torchmetrics import Metric
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError, ConsequenceError
-from lightning_asyncpp.pipeline.ranks.agreement import agree_on_error, exchange
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
+from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.errors import ConfigurationError, ConsequenceError
 from lightning_asyncpp.trainer.logging.log_recorder import check_loggable, number
 
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 
-from lightning_asyncpp.pipeline.session import PipelineSession
+from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.trainer.hooks.module_hooks import Replacement
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
-from lightning_asyncpp.pipeline.host_copies import Reading
+from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.errors import ConfigurationError
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.host_copies import Reading
+from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.trainer.logging.log_recorder import Entry, Logged, Recorded, combined
 
 _HEAD = 4  # schema, loss, weight of the loss, the first micro-batch whose loss is NaN (from 1, 0 for none)

@@ -16,12 +16,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput
-from lightning_asyncpp.pipeline.batches.tree import merge_outputs
-from lightning_asyncpp.pipeline.ranks.agreement import exchange
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.updates.control_message import Payload
+from lightning_asyncpp.core.batches.batch_output import BatchOutput
+from lightning_asyncpp.core.batches.tree import merge_outputs
+from lightning_asyncpp.core.ranks.agreement import exchange
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, InEpochEnd, ModuleHooks, Replacement
 from lightning_asyncpp.trainer.logging.log_recorder import Entry, Gaps, Logged, LogRecorder, combined, number

@@ -13,11 +13,11 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_asyncpp.pipeline.batches.batch_output import BatchOutput, nan_loss_text
-from lightning_asyncpp.pipeline.ranks.agreement import exchange
-from lightning_asyncpp.pipeline.session import PipelineSession
-from lightning_asyncpp.pipeline.updates.control_message import Payload
-from lightning_asyncpp.pipeline.updates.mini_batch import Update
+from lightning_asyncpp.core.batches.batch_output import BatchOutput, nan_loss_text
+from lightning_asyncpp.core.ranks.agreement import exchange
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.updates.control_message import Payload
+from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.logging.log_recorder import Entry, Logged, Recorded
 from lightning_asyncpp.trainer.logging.payload import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.recipe.recipe import Recipe, read_recipe
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import write_yaml
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_asyncpp import DelayedGradientStrategy, GPTModule
 from lightning_asyncpp.data import TextDataModule
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.grid import CellKey
 from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml

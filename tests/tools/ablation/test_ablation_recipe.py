@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_asyncpp import GPTModule
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation import ablate
 from lightning_asyncpp.tools.ablation.recipe import cell_config as config
 from lightning_asyncpp.tools.ablation.recipe.cell_config import cell_config, cell_name, digest_of, own_sources

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.recipe.rows import Plan
 from lightning_asyncpp.tools.ablation.run.conditions import slots
 from lightning_asyncpp.tools.ablation.run.training_runner import Runner, Running

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from lightning_asyncpp.pipeline.batches.user_hooks import UserHooks
-from lightning_asyncpp.pipeline.cut.cutting import cut
-from lightning_asyncpp.pipeline.engine import Engine
-from lightning_asyncpp.pipeline.ranks.mesh import Mesh
-from lightning_asyncpp.pipeline.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.pipeline.updates.ticket import Ticket
-from lightning_asyncpp.pipeline.wire.link import Neighbours
-from lightning_asyncpp.pipeline.wire.transport import Transport
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
+from lightning_asyncpp.core.updates.ticket import Ticket
+from lightning_asyncpp.core.wire.link import Neighbours
+from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from lightning_asyncpp.tools.plan.fake_tensors import Reading
 from lightning_asyncpp.tools.plan.in_flight import StageSchedule, _Walk

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_asyncpp.pipeline.schedule import Schedule, Slack, StalenessRule
+from lightning_asyncpp.core.schedule import Schedule, Slack, StalenessRule
 from lightning_asyncpp.tools.plan.fake_tensors import Reading
 from lightning_asyncpp.tools.plan.in_flight import StageSchedule, peak_of
 from lightning_asyncpp.tools.plan.stage_run import Profile

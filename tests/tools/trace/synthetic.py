@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Wait
-from lightning_asyncpp.pipeline.recording.trace_file import Meta, SpanFile, file_name
-from lightning_asyncpp.pipeline.schedule import Kind, Schedule, Slack, Staleness, StalenessRule
+from lightning_asyncpp.core.recording.trace import Beside, Span, Wait
+from lightning_asyncpp.core.recording.trace_file import Meta, SpanFile, file_name
+from lightning_asyncpp.core.schedule import Kind, Schedule, Slack, Staleness, StalenessRule
 from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
 

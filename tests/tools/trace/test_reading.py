@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Wait
-from lightning_asyncpp.pipeline.recording.trace_file import file_name
-from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.core.recording.trace import Beside, Span, Wait
+from lightning_asyncpp.core.recording.trace_file import file_name
+from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.tools.trace.recorded_run import TraceError, find_recording, read_rank, read_run
 from lightning_asyncpp.tools.trace.run_summary import summarise
 from lightning_asyncpp.tools.trace.run_table import statements

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asyncpp.pipeline.recording.trace import Beside, Span, Wait
-from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.core.recording.trace import Beside, Span, Wait
+from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.tools.trace.causes import CAUSES, WORK, Phases, find_episodes, seconds_by_cause, underway
 from lightning_asyncpp.tools.trace.recorded_run import RankTrace, RecordedRun
 from lightning_asyncpp.tools.trace.run_summary import Summary, _schedule, summarise

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, own_state, val_loaders
 

@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp import ConfigurationError, PipelineMonitor, PipelineTrace
-from lightning_asyncpp.pipeline.recording.trace import Beside, Wait
-from lightning_asyncpp.pipeline.schedule import Kind
+from lightning_asyncpp.core.recording.trace import Beside, Wait
+from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
 from lightning_asyncpp.tools.trace.run_summary import summarise
 from lightning_asyncpp.tools.trace.run_table import table

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, W
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
-from tests.pipeline.cases import make_model
+from tests.core.cases import make_model
 from tests.trainer.logging.evaluations import may_have_children
 from tests.trainer.runs import Net, Run, Samples, make_trainer, report
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.core.checkpoint.origin import PIPELINE
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader
 from tests.trainer.checkpoint.test_checkpoints import ResumableNet, saving
 from tests.trainer.pool import Pools

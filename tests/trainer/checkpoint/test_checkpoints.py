@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights, plain_module
 from tests.trainer.runs import Net, Run, Samples, arrays, fit

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from lightning_asyncpp.core.checkpoint.origin import origin_of
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy
-from lightning_asyncpp.pipeline.checkpoint.origin import origin_of
-from tests.pipeline.cases import Case, make_model
+from tests.core.cases import Case, make_model
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, fit
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_asyncpp.pipeline.checkpoint.apart import (
+from lightning_asyncpp.core.checkpoint.apart import (
     Names,
     conflicts,
     fingerprint,

@@ -16,10 +16,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_asyncpp.core.checkpoint import resumed
+from lightning_asyncpp.core.checkpoint.origin import PIPELINE
+from lightning_asyncpp.core.manifest import Manifest, changes, in_words, plain
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from lightning_asyncpp.pipeline.checkpoint import resumed
-from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
-from lightning_asyncpp.pipeline.manifest import Manifest, changes, in_words, plain
 from lightning_asyncpp.storage import lease
 from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.storage.loading import load

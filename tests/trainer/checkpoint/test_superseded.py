@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_asyncpp.pipeline.checkpoint.origin import PIPELINE
+from lightning_asyncpp.core.checkpoint.origin import PIPELINE
 from lightning_asyncpp.trainer.checkpoint.superseded import SUPERSEDED
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.pool import Pools

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy
-from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
+from lightning_asyncpp.errors import NonFiniteGradientError
 from tests.trainer.delayed_gradient.delays import Branches, by_the_rule, delayed, train
 from tests.trainer.reference import assert_equal_weights
 from tests.trainer.runs import Net, Run, loader, val_loaders

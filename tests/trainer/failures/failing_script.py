@@ -20,7 +20,7 @@ import lightning as L
 import torch
 
 import lightning_asyncpp
-from lightning_asyncpp.pipeline.errors import PeerLostError
+from lightning_asyncpp.errors import PeerLostError
 from tests.trainer.runs import Net, Run, Samples
 
 MISTAKE = "the user's own mistake"

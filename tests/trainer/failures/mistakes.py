@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_asyncpp import GPTModule, PipelineModule
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.modules import small_gpt
 from tests.trainer.runs import Net, Run
 

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_asyncpp import AsyncPipelineStrategy
+from lightning_asyncpp.core.failures import guard
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricStrategy
-from lightning_asyncpp.pipeline.failures import guard
+from tests.core.cases import make_model
 from tests.faults.jobs import Here
-from tests.pipeline.cases import make_model
 from tests.trainer.runs import Net, Run, Samples
 
 SECONDS = 3.0

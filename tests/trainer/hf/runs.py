@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp import HFModule
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from lightning_asyncpp.pipeline.oracle import train_reference
+from lightning_asyncpp.reference import train_reference
 from tests.trainer.hf.folders import padded_batches
 from tests.trainer.runs import Run, arrays, make_trainer
 

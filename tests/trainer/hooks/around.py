@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.hooks.crossing import Codes, TooWide
 from tests.trainer.runs import Net, Run
 

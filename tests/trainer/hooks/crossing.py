@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.runs import Net, Run
 
 

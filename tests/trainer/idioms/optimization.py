@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.hooks.reads import Ema, ReadsAsModule, marked_ema
 from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
 from tests.trainer.idioms.optimizers import (

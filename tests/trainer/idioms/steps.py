@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
 from tests.trainer.runs import Net, Run
 

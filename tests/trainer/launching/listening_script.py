@@ -11,10 +11,10 @@ from typing import Any
 import lightning as L
 import torch
 
+from lightning_asyncpp.core.ranks.rendezvous import Listener
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricStrategy
-from lightning_asyncpp.pipeline.ranks.rendezvous import Listener
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
-from tests.pipeline.cases import Case, make_model
+from tests.core.cases import Case, make_model
 from tests.trainer.launching.sockets import listening_addresses
 from tests.trainer.runs import Net, Run, Samples
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 
 from lightning_asyncpp import PipelineModule
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.callbacks.test_averages import EMA, HasAverage
 from tests.trainer.checkpoint.test_checkpoints import saving
 from tests.trainer.launching.main_process import fit_from_outside, outcome_of, run, starting

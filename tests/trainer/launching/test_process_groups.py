@@ -12,8 +12,8 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
+from lightning_asyncpp.core.ranks import mesh
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from lightning_asyncpp.pipeline.ranks import mesh
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, fit
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncPipelineStrategy
-from tests.pipeline.cases import DIM, Experts, Projection, Routed
+from tests.core.cases import DIM, Experts, Projection, Routed
 from tests.trainer.runs import ListLogger, Net, Run, Samples, arrays, make_trainer, plain_metrics
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from tests.pipeline.cases import DIM
+from tests.core.cases import DIM
 from tests.trainer.runs import Net, Run, Samples, arrays, loader, make_trainer, plain_metrics
 
 CLASSES = 3

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
-from tests.pipeline.cases import DIM, make_model
+from tests.core.cases import DIM, make_model
 from tests.trainer.runs import ListLogger
 
 BATCH, BATCHES, REPLICAS = 8, 4, 2  # samples of a batch of all replicas together

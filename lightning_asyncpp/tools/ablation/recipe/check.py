@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp import cli
+from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
-from lightning_asyncpp.pipeline.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.tools.ablation.recipe.cell_config import strategy_config, training_config, with_places
 from lightning_asyncpp.tools.ablation.recipe.recipe import (
     ALONE,

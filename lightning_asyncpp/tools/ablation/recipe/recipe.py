@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.pipeline.settings import is_whole
+from lightning_asyncpp.core.settings import is_whole
 from lightning_asyncpp.tools.ablation.grid import UNCORRECTED
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import Section, read_yaml, set_at
 

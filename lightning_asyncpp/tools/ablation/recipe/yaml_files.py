@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
+from lightning_asyncpp.core.settings import is_whole
 from lightning_asyncpp.lightning_cli.yaml_limits import VALUE_ERRORS, check_yaml
 from lightning_asyncpp.models.config import is_finite
-from lightning_asyncpp.pipeline.settings import is_whole
 
 _FLOAT = re.compile(
     r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_asyncpp import cli
-from lightning_asyncpp.pipeline.errors import NonFiniteGradientError
+from lightning_asyncpp.errors import NonFiniteGradientError
 from lightning_asyncpp.tools.ablation.recipe.cell_config import own_sources
 from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.ablation.results import CellResult, thinned, write_result

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
-from lightning_asyncpp.pipeline.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.ablation.grid import CellKey, Open
 from lightning_asyncpp.tools.ablation.recipe.cell_config import (
     cell_config,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_asyncpp.pipeline.settings import PipelineSettings
+from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.tools.bench.harness.hosts import problems_of_hosts
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,

@@ -1,0 +1,225 @@
+"""Micro-batches: cutting a batch, weighing the pieces, and telling two batches apart."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_asyncpp.core.batches.tree import children_of, is_named_tuple, map_leaves, tensors_of
+from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.errors import ConfigurationError
+
+# The fingerprint looks at this many elements of a tensor per micro-batch at most, evenly spread.
+_FINGERPRINT_ELEMENTS = 1024
+
+
+def number_of_samples(batch: Any) -> int:
+    """Size of the first dimension of the first tensor that has one.
+
+    Raises:
+        ConfigurationError: no tensor of the batch has a first dimension.
+    """
+    for tensor in tensors_of(batch):
+        if tensor.ndim > 0:
+            return tensor.size(0)
+    raise ConfigurationError(
+        f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension: the pipeline cannot cut it;"
+        " define split_batch(batch, parts) and micro_batch_weight(micro_batch) on the module"
+    )
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """Cut a batch into ``parts`` slots: everything in it that has one entry per sample.
+
+    Sizes differ by one sample at most, as ``torch.tensor_split`` cuts; a slot without samples is ``None``. These are
+    cut along their first dimension, and keep their type:
+
+    * every tensor that has dimensions; the first one says how many samples there are;
+    * numpy arrays with as many rows as there are samples;
+    * lists and tuples with as many entries as there are samples, if no tensor lies anywhere inside: the strings that
+      ``default_collate`` leaves as they are, or one list, dictionary or object per sample. Of nested ones the outermost
+      is cut.
+
+    Other lists and tuples, named tuples, mappings and dataclasses are structure: what lies inside is cut by the same
+    rule. Everything else (tensors without dimensions, strings, numbers, objects, arrays of another length) is handed to
+    every micro-batch as it is. A list that belongs to the whole batch and may have as many entries as there are samples
+    is cut too: if it must not be, define ``split_batch`` on the module.
+
+    Raises:
+        ConfigurationError: the tensors of the batch have different first dimensions; or a list without tensors has as
+            many entries as there are samples, and so have all its entries, so that either may be the samples.
+    """
+    samples = number_of_samples(batch)
+    sizes = {tensor.size(0) for tensor in tensors_of(batch) if tensor.ndim > 0}
+    if sizes != {samples}:
+        raise ConfigurationError(
+            f"the tensors of a batch have different first dimensions {sorted(sizes)}: the pipeline cannot tell which of"
+            " them are batched; define split_batch(batch, parts) on the module"
+        )
+    filled = min(parts, samples)
+    refuse_ambiguous = filled > 1  # a single one holds everything, whichever way a list is cut
+
+    def is_leaf(node: Any) -> bool:
+        return _has_an_entry_per_sample(node, samples, refuse_ambiguous)
+
+    cuts: dict[int, tuple[Any, Sequence[Any]]] = {}  # id of a leaf -> the leaf, so that it lives, and its pieces
+
+    def piece(leaf: Any, slot: int) -> Any:
+        if id(leaf) not in cuts:
+            cuts[id(leaf)] = leaf, _pieces(leaf, samples, filled)
+        return cuts[id(leaf)][1][slot]
+
+    slots = [map_leaves(functools.partial(piece, slot=slot), batch, is_leaf) for slot in range(filled)]
+    return slots + [None] * (parts - filled)
+
+
+def _pieces(leaf: Any, samples: int, parts: int) -> Sequence[Any]:
+    if isinstance(leaf, Tensor) and leaf.ndim > 0:
+        return leaf.tensor_split(parts)
+    if isinstance(leaf, (list, tuple)) or _is_array_of(leaf, samples):
+        # The first samples % parts pieces hold one sample more: torch.tensor_split's rule.
+        size, longer = divmod(samples, parts)
+        starts = [part * size + min(part, longer) for part in range(parts + 1)]
+        pieces = [leaf[start:end] for start, end in itertools.pairwise(starts)]
+        return pieces if isinstance(leaf, np.ndarray) else [type(leaf)(piece) for piece in pieces]
+    return [leaf] * parts
+
+
+def _has_an_entry_per_sample(node: Any, samples: int, refuse_ambiguous: bool) -> bool:
+    if not _is_list_of(node, samples) or any(True for _ in tensors_of(node)):
+        return False
+    if refuse_ambiguous and all(_has_batch_dimension(entry, samples) for entry in node):
+        # default_collate turns two strings per sample into two lists of samples; others make a list of two per sample.
+        # A batch of two samples could be either.
+        raise ConfigurationError(
+            f"a batch of {samples} samples holds a {type(node).__name__} with {samples} entries of {samples} entries"
+            " each: the pipeline cannot tell which of them are the samples; define split_batch(batch, parts) on the"
+            " module"
+        )
+    return True
+
+
+def _has_batch_dimension(tree: Any, samples: int) -> bool:
+    if _is_list_of(tree, samples) or _is_array_of(tree, samples):
+        return True
+    children = children_of(tree)
+    return bool(children) and all(_has_batch_dimension(child, samples) for child in children)
+
+
+def _is_list_of(tree: Any, samples: int) -> bool:
+    return isinstance(tree, (list, tuple)) and not is_named_tuple(tree) and len(tree) == samples
+
+
+def _is_array_of(leaf: Any, samples: int) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.ndim > 0 and len(leaf) == samples
+
+
+NO_MARK = 0
+
+
+class Slot(NamedTuple):
+    """A micro-batch, or the place of one that is missing.
+
+    Attributes:
+        content: the micro-batch; None for an empty slot, and on stages that see no batches.
+        mark: fingerprint that the first and the last stage compare; :data:`NO_MARK` where it was not taken.
+        weight: w_k, where it was asked for.
+    """
+
+    content: Any = None
+    mark: int = NO_MARK
+    weight: float = 1.0
+
+
+def cut_batch(
+    batch: Any,
+    parts: int,
+    split: Callable[[Any, int], list[Any]],
+    weigh: Callable[[Any], float] | None = None,
+    on_host: Any = None,
+    may_wait: bool = True,
+    look: Callable[[Sequence[Any]], None] | None = None,
+) -> list[Slot]:
+    """Cut a batch into slots with their marks and weights.
+
+    One mark for the whole batch suffices where it is cut by :func:`split_batch`, which draws no random numbers: hashing
+    every micro-batch would cost more.
+
+    Args:
+        batch: the batch.
+        parts: number of slots.
+        split: cuts it.
+        weigh: micro-batch -> its weight, or a tensor with it; None: nobody asks for weights.
+        on_host: the batch where reading it waits for nothing; None: it is that itself. A ``split`` of the user's is not
+            called for it: it may draw random numbers.
+        may_wait: whether a mark is worth a wait for the GPU, where that alone has the batch.
+        look: is given the micro-batches where reading them waits for nothing, as far as that is known.
+
+    Raises:
+        ConfigurationError: ``split`` returned another number of parts, or a weight is none.
+    """
+    on_host = batch if on_host is None else on_host
+    contents = split(batch, parts)
+    if len(contents) != parts:
+        raise ConfigurationError(f"split_batch(batch, {parts}) returned {len(contents)} micro-batches")
+    is_whole = split is split_batch
+    readable = split(on_host, parts) if is_whole and on_host is not batch else contents
+    if look is not None:
+        look(readable)
+    if not may_wait and any(tensor.is_cuda for tensor in tensors_of(on_host if is_whole else contents)):
+        marks = [NO_MARK] * parts
+    else:
+        marks = [fingerprint(on_host, parts)] * parts if is_whole else list(map(fingerprint, contents))
+    if weigh is None:
+        return list(map(Slot, contents, marks))
+    return list(map(Slot, contents, marks, _weights(readable, weigh)))
+
+
+def _weights(micro_batches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[float]:
+    """Weights of micro-batches, 0 for one that is missing; what lies on a GPU is read all at once."""
+    returned: list[Any] = [0.0 if micro_batch is None else weigh(micro_batch) for micro_batch in micro_batches]
+    places = [place for place, weight in enumerate(returned) if isinstance(weight, Tensor) and weight.numel() == 1]
+    for place, (weight,) in zip(places, Reading([returned[place] for place in places]).get()):
+        returned[place] = weight
+    return list(map(checked_weight, returned))
+
+
+def checked_weight(returned: Any) -> float:
+    """What ``micro_batch_weight`` returned, as a number.
+
+    Raises:
+        ConfigurationError: it is none, or none that can be a weight.
+    """
+    is_one = returned.numel() == 1 if isinstance(returned, Tensor) else isinstance(returned, (numbers.Real, np.number))
+    if not is_one:
+        what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+        raise ConfigurationError(
+            f"micro_batch_weight(micro_batch) returned {what}: return one number, such as how many targets count"
+        )
+    weight = float(returned)
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ConfigurationError(f"micro_batch_weight(micro_batch) returned {weight}: it must be finite, 0 or more")
+    return weight
+
+
+def fingerprint(batch: Any, micro_batches: int = 1) -> int:
+    """A number of 63 bits that two different batches share with a probability of about 2**-63.
+
+    It hashes up to 1024 evenly spread elements of every tensor for each micro-batch, its shape and its dtype.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors_of(batch):
+        flat = tensor.detach().reshape(-1)
+        stride = -(-flat.numel() // (_FINGERPRINT_ELEMENTS * micro_batches)) or 1
+        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(flat[::stride].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1 or 1  # other than NO_MARK

@@ -1,0 +1,151 @@
+"""What crosses a cut: tensors, and the tuples, lists and dictionaries around them.
+
+Tensors travel as they are; what is around them is written as JSON beside them, so that nothing which comes from another
+process is executed. It has to become on the next stage what it was, so classes of the user's are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_asyncpp.core.batches.tree import is_named_tuple
+from lightning_asyncpp.errors import ConfigurationError, ProtocolError
+
+MAX_STRUCTURE_BYTES = 2**16
+# How JSON tells what an entry is; a tensor is null, since its value comes beside.
+_VALUE, _TUPLE, _LIST, _DICT = "value", "tuple", "list", "dict"
+_PLAIN = (type(None), bool, int, float, str)
+_TENSORS: set[type] = {Tensor, nn.Parameter}
+
+
+def stands_for_tensors(kind: type) -> None:
+    """Let tensors of a class of torch's own cross a cut: those without memory, which a plan runs stages on."""
+    _TENSORS.add(kind)
+
+
+def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
+    """Take what leaves a stage apart into its tensors, in their order, and the structure around them.
+
+    Args:
+        output: a tensor, or nested tuples, lists and dictionaries (with strings as keys) of tensors, ``None``, numbers,
+            strings and booleans.
+        layer: name of the layer that returned it, for messages.
+
+    Returns:
+        The tensors; and what :func:`unflatten` needs, nothing for a tensor and for a flat tuple of tensors.
+
+    Raises:
+        ConfigurationError: there is something else in it, or too much around the tensors.
+    """
+    if type(output) in _TENSORS:
+        return (output,), b""
+    if type(output) is tuple and output and all(type(entry) in _TENSORS for entry in output):
+        return output, b""
+    tensors: list[Tensor] = []
+    try:
+        structure = json.dumps(_written(output, tensors), separators=(",", ":")).encode()
+        if not tensors:
+            raise _CannotCrossError(f"{type(output).__name__} without a tensor")
+    except _CannotCrossError as found:
+        raise ConfigurationError(
+            f"a layer at a cut returned {found} (layer {layer!r}): what goes on to the next stage must be a tensor, or"
+            " tuples, lists and dictionaries (with strings as keys) of tensors, None, numbers, strings and booleans;"
+            " return its tensors so, or keep this layer and the next together in one"
+        ) from None
+    if len(structure) > MAX_STRUCTURE_BYTES:
+        raise ConfigurationError(
+            f"layer {layer!r} at a cut returned {len(structure)} bytes of names and numbers around its tensors, more"
+            f" than the {MAX_STRUCTURE_BYTES} that cross a cut: put numbers into a tensor, shorten names, or cut the"
+            " model elsewhere (partition=[...])"
+        )
+    return tuple(tensors), structure
+
+
+def unflatten(tensors: list[Tensor], structure: bytes) -> Any:
+    """Return what was taken apart: a tuple if there is no structure.
+
+    Raises:
+        ProtocolError: the structure is none, or not that of so many tensors.
+    """
+    if not structure:
+        return tuple(tensors)
+    try:
+        rest = iter(tensors)
+        whole = _read(_parsed(structure), rest)
+    except (ValueError, TypeError, AttributeError, StopIteration, RecursionError) as error:
+        raise ProtocolError(f"not the structure of {len(tensors)} tensors: {structure[:80]!r}") from error
+    if next(rest, None) is not None:
+        raise ProtocolError(f"more tensors came than their structure has room for: {structure[:80]!r}")
+    return whole
+
+
+def as_text(value: Any) -> bytes | None:
+    """Write tuples, lists and dictionaries (with strings as keys) of ``None``, numbers, strings and booleans as JSON.
+
+    Returns:
+        What :func:`from_text` reads; ``None`` if there is something else in it.
+    """
+    tensors: list[Tensor] = []
+    try:
+        text = json.dumps(_written(value, tensors), separators=(",", ":")).encode()
+    except (_CannotCrossError, RecursionError):
+        return None
+    return None if tensors else text
+
+
+def from_text(text: bytes) -> Any:
+    """Return what :func:`as_text` wrote.
+
+    Raises:
+        ProtocolError: it did not write this.
+    """
+    try:
+        return _read(json.loads(text), iter(()))
+    except (ValueError, TypeError, StopIteration, RecursionError) as error:
+        raise ProtocolError(f"not what another rank may send: {text[:80]!r}") from error
+
+
+class _CannotCrossError(Exception):
+    """Names what cannot be written."""
+
+
+def _written(node: Any, tensors: list[Tensor]) -> Any:
+    if type(node) in _TENSORS:
+        tensors.append(node)
+        return None
+    if type(node) in _PLAIN:
+        return [_VALUE, node]
+    if type(node) in (tuple, list):
+        return [_TUPLE if type(node) is tuple else _LIST, [_written(entry, tensors) for entry in node]]
+    if type(node) is dict:
+        if strangers := [key for key in node if type(key) is not str]:
+            raise _CannotCrossError(f"a dict with the key {strangers[0]!r}")
+        return [_DICT, {key: _written(entry, tensors) for key, entry in node.items()}]
+    raise _CannotCrossError(f"the named tuple {type(node).__name__}" if is_named_tuple(node) else type(node).__name__)
+
+
+@lru_cache(maxsize=64)
+def _parsed(structure: bytes) -> Any:
+    """Read JSON; nearly all messages on a link have the same structure, and nobody changes it."""
+    return json.loads(structure)
+
+
+def _read(node: Any, tensors: Iterator[Tensor]) -> Any:
+    if node is None:
+        return next(tensors)
+    if type(node) is not list or len(node) != 2:
+        raise ValueError(f"neither a tensor nor something around it: {node!r}")
+    kind, content = node
+    if kind == _VALUE and type(content) in _PLAIN:
+        return content
+    if kind == _DICT and type(content) is dict:
+        return {key: _read(entry, tensors) for key, entry in content.items()}
+    if kind not in (_TUPLE, _LIST) or type(content) is not list:
+        raise ValueError(f"unknown kind {kind!r} of {type(content).__name__}")
+    entries = [_read(entry, tensors) for entry in content]
+    return tuple(entries) if kind == _TUPLE else entries

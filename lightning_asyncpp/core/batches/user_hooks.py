@@ -1,0 +1,84 @@
+"""What the user decides about batches and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.errors import ConfigurationError
+
+Step = Callable[[Any, float], Any]
+"""The user's step, called with a micro-batch and its weight."""
+BY_NAME = ("split_batch", "micro_batch_weight", "loss_reduction")
+IS_DEFAULT = "is_default"
+"""Name of an attribute of a ``micro_batch_weight`` that counts samples because the user has said nothing."""
+
+
+def problems_of_reduction(loss_reduction: object) -> list[str]:
+    """What is wrong with how a step is said to reduce its losses."""
+    return [] if loss_reduction in ("mean", "sum") else [f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'"]
+
+
+@dataclass(frozen=True)
+class UserHooks:
+    """What the user's module decides about batches and losses.
+
+    Attributes:
+        split_batch: (batch, parts) -> that many micro-batches, ``None`` for an empty slot.
+        micro_batch_weight: micro-batch -> its weight w_k in the mini-batch's mean loss.
+        loss_reduction: ``"mean"`` if the step returns the mean over the micro-batch's weight, ``"sum"`` if the sum.
+        forward_context: entered around every forward, for the precision.
+        context_around_step: whether it covers the whole step of the user, or the layers of the model alone.
+        model_name: how the user calls the model, for messages.
+    """
+
+    split_batch: Callable[[Any, int], list[Any]] = split_batch
+    micro_batch_weight: Callable[[Any], float] = number_of_samples
+    loss_reduction: str = "mean"
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context_around_step: bool = True
+    model_name: str = "self.model"
+
+    @classmethod
+    def of(cls, module: object, given: Mapping[str, Any] | None = None, **others: Any) -> UserHooks:
+        """The user's hooks: what was given by name, else the module's attribute of that name, else the default.
+
+        Args:
+            module: may have ``split_batch``, ``micro_batch_weight`` and ``loss_reduction``.
+            given: the same names -> value, ``None`` for what was not given.
+            **others: the other attributes.
+        """
+        given = {name: value for name, value in (given or {}).items() if value is not None}
+        own = {name: getattr(module, name) for name in BY_NAME if hasattr(module, name)}
+        return cls(**{**own, **given, **others})
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether micro-batches count by their samples because the user has said nothing else."""
+        return self.micro_batch_weight is number_of_samples or hasattr(self.micro_batch_weight, IS_DEFAULT)
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the loss of a training step: the tensor itself, or the entry ``"loss"``.
+
+    Raises:
+        ConfigurationError: there is none, or it is not a single number.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
+        if isinstance(result, Mapping):
+            what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
+        mend = "" if result is not None else (
+            "; to leave a batch out return a loss of 0, such as 0.0 * self.model(...).sum(): weights stay as they are"
+            " but for momentum and decay"
+        )  # fmt: skip
+        raise ConfigurationError(
+            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}{mend}"
+        )
+    return loss.reshape(()) if loss.ndim else loss

@@ -1,0 +1,242 @@
+"""The state of a pipeline: what each stage holds, by names of the model, and how any other pipeline takes it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_asyncpp.core.checkpoint.gathering import gather_stages
+from lightning_asyncpp.core.checkpoint.resumed import go_on_from
+from lightning_asyncpp.core.cut.partition import Partition
+from lightning_asyncpp.core.cut.tied_state import keep_once
+from lightning_asyncpp.core.manifest import MANIFEST
+from lightning_asyncpp.core.optimizers.configured import name_of
+from lightning_asyncpp.core.optimizers.state_by_name import (
+    BY_PARAMETER,
+    by_parameter,
+    keep_states_once,
+    load_by_parameter,
+)
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.storage.nested import merged
+
+OLDER, MASTERS = "older_weights", "masters"
+_FORMER = "fresh_last_stage"  # the argument's name before there was a staleness
+_OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
+
+
+def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
+    """This stage's part of the model's ``state_dict``: weights that gradients are taken at, where there are masters.
+
+    Args:
+        session: the pipeline.
+        own: what the module says: what was cut, or the one around it.
+    """
+    assert session.stage is not None
+    weights = session.running().weights.shown()
+    shown = {name: weights[use] for name, use in session.stage.names.items() if use in weights}
+    return {name: shown.get(name, value) for name, value in own.items()}
+
+
+def stage_optimizer_state(session: PipelineSession, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of this stage's optimizer, by names of parameters."""
+    assert session.stage is not None
+    return by_parameter(optimizer, session.stage.parameters, session.stage.index, _cut(session))
+
+
+def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
+    """What a checkpoint of a drained pipeline holds beyond weights and optimizers.
+
+    The older weight version belongs to it: the mini-batch after the checkpoint runs on it.
+    """
+    engine = session.running()
+    return {
+        **facts(session),
+        MANIFEST: session.manifest.as_plain(),
+        "engine": engine.state_dict(),
+        OLDER: engine.weights.older() or {},
+        MASTERS: (engine.weights.masters() or {}) if engine.weights.has_masters else {},
+    }
+
+
+def facts(session: PipelineSession) -> dict[str, Any]:
+    """How the pipeline runs, as a checkpoint says it; the same on all ranks."""
+    engine = session.running()
+    return {
+        "num_stages": engine.mesh.num_stages,
+        "data_parallel_size": engine.mesh.num_replicas,
+        "placement": engine.mesh.placement,
+        "partition": list(_partition(session).counts),
+        "micro_batches": engine.settings.micro_batches,
+        "lookahead": engine.settings.lookahead,
+        "delay": engine.settings.delay,
+        "staleness": engine.settings.staleness,
+        "slack": engine.settings.slack,
+        "synchronous_start": engine.settings.synchronous_start,
+        "weight_dtype": engine.settings.weight_dtype,
+        "seed": engine.runner.seed,
+        "mini_batch": engine.mini_batch,
+        "optimizer": None if session.optimizer is None else name_of(session.optimizer),
+    }
+
+
+def with_staleness(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of a checkpoint with the staleness also where that was not called so yet, but ``fresh_last_stage=True``."""
+    rest = {name: value for name, value in saved.items() if name != _FORMER}
+    return {"staleness": "fresh_last_stage" if saved.get(_FORMER) else "uniform", "slack": 0, **rest}
+
+
+def gather_model_state(session: PipelineSession, own: dict[str, Any]) -> dict[str, Any]:
+    """The whole model's ``state_dict`` on rank 0, ``own`` elsewhere; a blocking collective on a drained pipeline.
+
+    Args:
+        session: the pipeline.
+        own: this stage's part, as the module says it.
+    """
+    return keep_once(_gathered(session, stage_model_state(session, own)), session.whole_model.same)
+
+
+def gather_optimizer_state(session: PipelineSession, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer state of all stages on rank 0, this stage's elsewhere; a blocking collective."""
+    state = _gathered(session, stage_optimizer_state(session, optimizer))
+    for tie in session.whole_model.ties:
+        keep_states_once(state, tie.names)
+    return state
+
+
+def gather_pipeline_state(session: PipelineSession) -> dict[str, Any]:
+    """:func:`stage_pipeline_state` of all stages on rank 0, of this one elsewhere; a blocking collective."""
+    state = _gathered(session, stage_pipeline_state(session))
+    for name in (OLDER, MASTERS):
+        keep_once(state[name], [tie.names for tie in session.whole_model.ties])
+    return state
+
+
+def check_whole(state: Mapping[str, Any]) -> None:
+    """Refuse facts on a pipeline that none has.
+
+    Args:
+        state: what :func:`gather_pipeline_state` gave.
+
+    Raises:
+        ConfigurationError: they are damaged.
+    """
+    counts = {name: state.get(name) for name in ("num_stages", "data_parallel_size")}
+    wrong = [f"{name}={value!r}" for name, value in counts.items() if type(value) is not int or value < 1]
+    partition = state.get("partition", [1] * (state["num_stages"] if not wrong else 0))
+    is_list = isinstance(partition, (list, tuple)) and all(type(count) is int and count > 0 for count in partition)
+    if not wrong and not (is_list and len(partition) == counts["num_stages"]):
+        wrong = [f"partition={partition!r} of {counts['num_stages']} stages"]
+    if wrong:
+        raise ConfigurationError(f"the checkpoint is damaged: it says of its pipeline {', '.join(wrong)}")
+
+
+def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
+    """Go on where a checkpoint ended; the weights were loaded before. Without a state, both versions are the weights.
+
+    Stages, replicas, micro-batches and the delay may be others than those that wrote it. A weight that had no older
+    version there (no delay, a fresh last stage) is its own older version.
+
+    Raises:
+        ConfigurationError: the weights are kept in another way.
+    """
+    engine = session.running()
+    if state is None:
+        engine.weights.restore(0, None)
+        return
+    check_whole(state)
+    if state.get("weight_dtype") != (dtype := engine.settings.weight_dtype):
+        raise ConfigurationError(
+            f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"
+            " the same, or load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
+        )
+    _say_what_changed(session, state)
+    go_on_from(session.manifest, state.get(MANIFEST))
+    find = session.whole_model.find
+    older = {
+        name: tensor if (saved := find(state[OLDER], name)) is None else saved
+        for name, tensor in (*engine.weights.parameters.items(), *engine.weights.buffers.items())
+    }
+    masters = {name: _found(find(state[MASTERS], name), name) for name in engine.weights.masters() or {}}
+    has_older = bool(state[OLDER]) and engine.weights.room > 1
+    engine.load_state_dict(state["engine"], older if has_older else None, masters)
+    session.tell_delay()  # before the optimizer's state is loaded: it keeps what it needs under its delay
+    engine.runner.seed = session.seed = int(state["seed"])
+
+
+def load_optimizer_state(session: PipelineSession, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load this stage's part of the optimizer state of a whole pipeline.
+
+    Raises:
+        ConfigurationError: no pipeline wrote it, or its optimizer had other parameters.
+    """
+    if BY_PARAMETER not in state:
+        raise ConfigurationError(
+            "the optimizer state in this checkpoint was not written by a pipeline strategy and cannot be cut into"
+            " stages; load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
+        )
+    assert session.stage is not None
+    saved = {**state, "cut": with_staleness(state["cut"])}
+    load_by_parameter(optimizer, session.stage.parameters, _cut(session), saved, session.whole_model.find)
+
+
+def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
+    """The rank of the pipeline that wrote a checkpoint whose own state this rank takes up.
+
+    The same rank; in a pipeline of other stages or replicas the last stage of its replica, or of the last replica.
+    """
+    stages, replicas, placement = state["num_stages"], state["data_parallel_size"], state["placement"]
+    if (stages, replicas, placement) == (mesh.num_stages, mesh.num_replicas, mesh.placement):
+        return mesh.rank
+    return Mesh(stages, replicas, 0, placement=placement).rank_of(stages - 1, min(mesh.replica, replicas - 1))
+
+
+def _gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
+    parts = gather_stages(session.running().mesh, part)
+    return merged(parts) if parts else part
+
+
+def _found(master: Tensor | None, name: str) -> Tensor:
+    if master is None:
+        raise ConfigurationError(
+            f"the checkpoint holds no master of {name}: it was frozen when the checkpoint was written, or the"
+            " checkpoint is another model's; train what was trained, or load only the weights: pass the model loaded"
+            " with load_state_dict, without ckpt_path"
+        )
+    return master
+
+
+def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> None:
+    now = {name: value for name, value in facts(session).items() if name not in ("seed", "mini_batch")}
+    state = with_staleness(state)
+    before = {name: state.get(name, value) for name, value in now.items()}
+    changes = {name: f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value}
+    if not changes:
+        return
+    by_stage = "uniform" not in (now["staleness"], before["staleness"]) or "staleness" in changes
+    text = f"Pipeline: going on from the checkpoint with {', '.join(changes.values())}"
+    if by_stage and not changes.keys().isdisjoint(_OF_STALENESS):
+        kept = ", ".join(f"{name}={before[name]!r}" for name in _OF_STALENESS if name in changes)
+        rank_zero_warn(
+            f"{text}; which micro-batches run on older weights goes by that, so the trajectory is another; {kept} keeps"
+            " it"
+        )
+    elif "delay" in changes:
+        rank_zero_info(f"{text}, so the trajectory is another")
+    else:
+        rank_zero_info(text)
+
+
+def _cut(session: PipelineSession) -> dict[str, Any]:
+    return {name: value for name, value in facts(session).items() if name in ("partition", "staleness", "slack")}
+
+
+def _partition(session: PipelineSession) -> Partition:
+    assert session.partition is not None, "cut() comes before a checkpoint"
+    return session.partition

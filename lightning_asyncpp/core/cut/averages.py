@@ -1,0 +1,161 @@
+"""Averages of a model's weights: they are cut like the model, so each stage averages its own layers with themselves.
+
+What updates an average walks through its parameters and the model's side by side. A copy of the whole model beside one
+stage of it would average layers with other layers, without an error where the shapes agree.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.untouched import Untouched
+from lightning_asyncpp.errors import ConfigurationError
+
+_UPDATES = ("update_parameters", "update")
+_SHAPES = re.compile(r"\b(size|shape)", re.IGNORECASE)
+
+
+class OtherStageOfAverage(OtherStage):
+    """Stands where a unit of another stage was in an average."""
+
+    def _elsewhere(self) -> str:
+        return (
+            f"layer {self.name!r} of an average of self.model lives on pipeline stage {self.stage}: an average is cut"
+            " like self.model and cannot be called. To validate with averaged weights use Lightning's"
+            " EMAWeightAveraging or WeightAveraging callback; checkpoints hold the averages of all stages"
+        )
+
+
+class Averages:
+    """The averages of a model that is about to be cut, in the module around it and elsewhere.
+
+    Args:
+        model: what is about to be cut.
+        root: the module around it.
+        others: averages that are no part of it, such as a callback's; of the model or of the module around it.
+    """
+
+    def __init__(self, model: nn.Module, root: nn.Module | None, others: Iterable[AveragedModel] = ()) -> None:
+        self._model = model = called_by_steps(model)
+        signature = _signature(model)
+        names = {} if root is None else dict(root.named_modules())
+        inside = [f"{n}.module" for n, m in names.items() if m is not model and _averages(m, model, signature)]
+        own = [n for n, m in names.items() if m is model]
+        self.networks = [names[name] for name in inside]
+        for other in others:
+            if _is_alike(other.module, model, signature):
+                self.networks.append(other.module)
+            elif type(other.module) is type(root):
+                self.networks += [other.module.get_submodule(name) for name in (*own, *inside)]
+        within = {id(m) for network in (model, *self.networks) for m in network.modules()}
+        self.copies = {
+            n: m for n, m in names.items() if n and id(m) not in within and _is_alike(m, model, signature)
+        }  # made by hand; they stay whole
+        for network in self.networks:
+            network.requires_grad_(False)  # nobody trains them
+
+    def cut(self) -> None:
+        """Replace in all of them what was replaced in the model."""
+        guard_updates()
+        for name, module in list(self._model.named_modules(remove_duplicate=False)):
+            if isinstance(module, OtherStage):
+                for network in self.networks:
+                    parent, _, child = name.rpartition(".")
+                    place = OtherStageOfAverage(module.name, module.stage, module.num_stages, module.whole)
+                    setattr(network.get_submodule(parent), child, place)
+
+    def fill(self) -> None:
+        """Give averages of a model that had no memory yet the weights that it has now."""
+        for network in self.networks:
+            for own, copy in zip(self._model.modules(), network.modules()):
+                for kind in ("named_parameters", "named_buffers"):
+                    for name, tensor in getattr(copy, kind)(recurse=False):
+                        if tensor.is_meta:
+                            value = getattr(own, name).detach().clone()
+                            is_parameter = isinstance(tensor, nn.Parameter)
+                            setattr(copy, name, nn.Parameter(value, requires_grad=False) if is_parameter else value)
+
+    def watched(self) -> Untouched | None:
+        """Tells whether somebody changes the copies that stay whole; None: there are none."""
+        held = {f"{n}.{name}": p for n, m in self.copies.items() for name, p in m.named_parameters()}
+        return Untouched(held) if held else None
+
+
+def guard_updates() -> None:
+    """From now on refuse to update an average of a whole model from a stage of it; for good, in this process."""
+    if AveragedModel.update_parameters is not _checked_update:
+        AveragedModel.update_parameters = _checked_update  # type: ignore[method-assign, assignment]
+
+
+def _checked_update(average: AveragedModel, model: nn.Module) -> None:
+    if _placeholders(model) != _placeholders(average.module):
+        raise ConfigurationError(
+            "AveragedModel.update_parameters: the average is of the whole model, and the model was cut to one stage, so"
+            " layers would be mixed; keep it in the LightningModule or in a callback, where it is cut, too, or make it"
+            " after fabric.setup_module, of model.module"
+        )
+    _update(average, model)
+
+
+_update = AveragedModel.update_parameters
+
+
+def _placeholders(module: nn.Module) -> int:
+    return sum(isinstance(part, OtherStage) for part in module.modules())
+
+
+def averages_in(holders: Iterable[Any]) -> Iterator[AveragedModel]:
+    """The averages that objects, such as callbacks, have as attributes."""
+    for holder in holders:
+        yield from (value for value in vars(holder).values() if isinstance(value, AveragedModel))
+
+
+def copy_that_changes(names: list[str]) -> str:
+    """What is wrong with a whole copy of the model that is updated, and the mend."""
+    return (
+        f"{', '.join(f'self.{name}' for name in names[:3])}: a copy of self.model that changes while it is trained."
+        " Each rank holds one stage of self.model, so an average that walks through the parameters of both would mix"
+        " layers. Make it torch.optim.swa_utils.AveragedModel(self.model), which is cut like self.model, or use"
+        " Lightning's EMAWeightAveraging callback; a copy that stays as it is may be used whole"
+    )
+
+
+def averaged_by_hand(error: BaseException, hook: str, averages: Averages | None) -> ConfigurationError | None:
+    """What an error means that tensors of two layers do not fit together, raised in a hook where averages are updated.
+
+    Args:
+        error: that the hook raised.
+        hook: its name.
+        averages: of the model; only a copy that stays whole gives the error another meaning.
+    """
+    if averages is None or not averages.copies or not isinstance(error, RuntimeError) or not _SHAPES.search(str(error)):
+        return None
+    if not any(frame.f_code.co_name == hook for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return None
+    said = f"{hook} failed ({type(error).__name__}: {error})"
+    return ConfigurationError(f"{said}. {copy_that_changes([*averages.copies])}")
+
+
+def _averages(module: nn.Module, model: nn.Module, signature: list[Any]) -> bool:
+    """Whether a module holds an average of the model as its ``module``, as torch's and timm's do."""
+    network = getattr(module, "module", None)
+    known = isinstance(module, AveragedModel) or any(callable(getattr(module, name, None)) for name in _UPDATES)
+    return known and isinstance(network, nn.Module) and _is_alike(network, model, signature)
+
+
+def _is_alike(module: nn.Module, model: nn.Module, signature: list[Any]) -> bool:
+    return module is not model and type(module) is type(model) and bool(signature) and _signature(module) == signature
+
+
+def _signature(module: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, p.shape) for name, p in module.named_parameters() if not isinstance(p, UninitializedParameter)]

@@ -1,0 +1,123 @@
+"""Which attribute of a user's module is the network that a pipeline cuts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.module_as_network import OwnForward
+
+USUAL = "model"
+_KEPT_AS = "_pipeline_network"
+_CALLS_ITSELF = r"\b{0}\s*\(|\b{0}\.forward\s*\("
+
+
+def network_name(module: nn.Module) -> str:
+    """The attribute that holds it: ``model``, or the only one with parameters, those that are trained before others.
+
+    Args:
+        module: a LightningModule; cut or whole.
+
+    Returns:
+        The name; ``model`` where none is there yet, or several could be.
+    """
+    if isinstance(usual := getattr(module, USUAL, None), nn.Module):
+        return next((name for name, child in module.named_children() if child is usual), USUAL)  # of a property's
+    for holds in (_is_cut, _trains, _has_parameters):
+        if names := _children(module, holds):
+            return names[0] if len(names) == 1 and not _own(module) else USUAL
+    return USUAL
+
+
+def network_in(module: nn.Module | None) -> nn.Module | None:
+    """The network itself; None where there is none."""
+    if module is None:
+        return None
+    own: nn.Module | None = vars(module).get(_KEPT_AS)
+    # Also when it is cut, and there is but one attribute left, or one of another stage, or all others were frozen.
+    network = getattr(module, network_name(module) if own is None else USUAL, None)
+    if isinstance(network, nn.Module):
+        return network
+    if own is None and _is_network(module):
+        own = vars(module)[_KEPT_AS] = OwnForward(module)
+    return own
+
+
+def name_in_steps(module: nn.Module) -> str:
+    """How a LightningModule's steps call its network."""
+    return "self" if isinstance(network_in(module), OwnForward) else f"self.{network_name(module)}"
+
+
+def prefix_of(module: nn.Module) -> str:
+    """What stands before the names of a network's parameters in those of its LightningModule."""
+    return "" if isinstance(network_in(module), OwnForward) else f"{network_name(module)}."
+
+
+def no_network(module: nn.Module) -> str:
+    """What to say to the user where there is none."""
+    several = _children(module, _has_parameters)
+    if several or _own(module):
+        found = ", ".join(f"self.{name}" for name in [*several, *_own(module)][:5])
+        return (
+            f"{type(module).__name__} has no self.model, and its parameters are in several attributes ({found}): call"
+            " them in its forward(), and self(...) once in every step; or put them into one network, self.model"
+        )
+    return (
+        f"{type(module).__name__} has no self.model: assign the network to it, as an nn.Sequential or a module with"
+        " pipeline_layers(), in __init__ or configure_model"
+    )
+
+
+def _is_network(module: nn.Module) -> bool:
+    """Whether it has weights and a forward of its own, which its steps call."""
+    return _is_own(type(module).forward) and _has_parameters(module) and _calls_itself(module)
+
+
+def _is_own(method: Callable[..., Any]) -> bool:
+    return method.__module__.partition(".")[0] not in ("torch", "lightning", "pytorch_lightning")
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether a step, or what it may call, says ``self(...)``; True if the source of none can be read."""
+    answers = []
+    for method in _own_methods(type(module)):
+        try:
+            itself = next(iter(inspect.signature(method).parameters))
+            answers.append(re.search(_CALLS_ITSELF.format(re.escape(itself)), inspect.getsource(method)) is not None)
+        except (OSError, TypeError, StopIteration):  # made at a prompt, or a function of nothing
+            continue
+    return any(answers) or not answers
+
+
+def _own_methods(kind: type) -> Iterator[Callable[..., Any]]:
+    """The methods that users wrote, also of classes that theirs derives from: steps often share one, ``_step``."""
+    for name in {name for part in kind.__mro__ for name in vars(part)} - {"forward"}:
+        method = inspect.getattr_static(kind, name)
+        if inspect.isfunction(method) and _is_own(method):
+            yield method
+
+
+def _children(module: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
+    return [name for name, child in module.named_children() if holds(child)]
+
+
+def _own(module: nn.Module) -> list[str]:
+    """Parameters that are held by the module itself."""
+    return [name for name, _ in module.named_parameters(recurse=False)]
+
+
+def _is_cut(child: nn.Module) -> bool:
+    return any(isinstance(part, OtherStage) for part in child.modules())
+
+
+def _trains(child: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in child.parameters())
+
+
+def _has_parameters(child: nn.Module) -> bool:
+    return next(child.parameters(), None) is not None

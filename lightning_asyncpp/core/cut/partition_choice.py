@@ -1,0 +1,246 @@
+"""Which cut a run gets, and what it goes by: what the user gave, what the model knows, what was measured, or sizes.
+
+Where nothing better is known, the forward and the backward of each unit are timed on a micro-batch, one unit after the
+other and on a copy that is dropped again: a model on the meta device needs the memory of one unit, and a real one keeps
+its weights, its buffers and its generators as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.auxiliary import collecting
+from lightning_asyncpp.core.batches.micro_batch import number_of_samples
+from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.core.cut.cutting import whole_before
+from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.partition import Partition, balanced, check_given, uniform
+from lightning_asyncpp.core.cut.units import Unit, has_parameters, pipeline_units, spread
+from lightning_asyncpp.core.randomness import seeded
+from lightning_asyncpp.core.wire.received import begin
+from lightning_asyncpp.errors import ConfigurationError
+
+RUNS = 5
+"""How often a unit is timed; the fastest counts, for what disturbs a run only ever makes it slower."""
+_WARM_UP = 2
+BY_SIZE = "numbers of parameters"
+"""What a cut goes by where nothing better is known."""
+Asked = Literal["auto", "uniform"] | Sequence[int]
+"""What the user may ask for: a cut by costs, one by numbers of layers, or the number of layers of each stage."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of the model with one micro-batch, and how its units are run.
+
+    Attributes:
+        call: returns the positional and the keyword arguments of the model.
+        device: where units run.
+        context: entered around every forward, for the precision.
+        convert: brings a unit to the run's precision.
+    """
+
+    call: Callable[[], tuple[tuple, dict[str, Any]]]
+    device: torch.device
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    convert: Callable[[nn.Module], nn.Module] = lambda module: module
+
+
+class _Costs(NamedTuple):
+    """What units cost, in any unit, how that is known, and what to warn of."""
+
+    values: tuple[float, ...]
+    source: str
+    remark: str = ""
+
+
+def choose_partition(
+    model: nn.Module, index: int, num_stages: int, asked: Asked, example: Example | None = None, seed: int = 0
+) -> Partition:
+    """Decide how many units each stage gets.
+
+    It may measure, so that two processes could decide differently: one decides for all.
+
+    Args:
+        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``; whole, or cut before.
+        index: stage of this process.
+        num_stages: number of stages.
+        asked: the user's argument ``partition``; numbers are at least 1 each, one per stage.
+        example: to measure units where the model does not know what they cost.
+        seed: of the run.
+
+    Raises:
+        ConfigurationError: the model cannot be cut so, with the numbers.
+    """
+    units = pipeline_units(model)
+    before = whole_before(units, index, num_stages)
+    heavy = [has_parameters(unit) for unit in units] if before is None else before.has_parameters
+    even = tuple(uniform(heavy, num_stages))
+    if num_stages == 1:
+        if not isinstance(asked, str):
+            check_given(asked, heavy)
+        return Partition((len(units),), even, "as the whole")
+    if before is not None and asked == "auto":
+        return Partition(before.counts, even, "as the model was cut before")
+    if asked == "auto":
+        costs = _costs(model, units, example, seed)
+        counts = balanced(costs.values, heavy, num_stages)
+        return Partition(tuple(counts), even, f"by {costs.source}", costs.values, costs.remark)
+    known = _model_costs(model, units) if before is None else None
+    values = () if known is None else known.values
+    if isinstance(asked, str):
+        return Partition(even, even, "by numbers of layers", values)
+    check_given(asked, heavy)
+    return Partition(tuple(asked), even, "as given", values)
+
+
+def problem_of_cutting(model: nn.Module, num_stages: int) -> str:
+    """Why a model has no layers for so many stages; empty if it has."""
+    try:
+        spread(pipeline_units(model), num_stages)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def example_of(
+    given: Any,
+    micro_batches: int,
+    precision: Any,
+    device: torch.device,
+    through: Callable[..., tuple[tuple, dict[str, Any]]] | None = None,
+) -> Example | None:
+    """A call of the model with an example of its arguments; None if there is no example.
+
+    Args:
+        given: the example: a tensor, a tuple of positional or a dict of keyword arguments, or None.
+        micro_batches: it counts as a batch, of which one micro-batch is taken.
+        precision: Lightning's plugin for that of the run.
+        device: where the layers run.
+        through: from the arguments in the example to those of the model; None: they are the model's.
+    """
+    if given is None:
+        return None
+
+    def call() -> tuple[tuple, dict[str, Any]]:
+        args, kwargs = arguments_in(precision.convert_input(given), micro_batches)
+        return (args, kwargs) if through is None else through(*args, **kwargs)
+
+    return Example(call, device, precision.forward_context, precision.convert_module)
+
+
+def arguments_in(example: Any, micro_batches: int) -> tuple[tuple, dict[str, Any]]:
+    """Read an example input as Lightning does: a tuple or list of positional arguments, a dict of keyword arguments.
+
+    Args:
+        example: these, or a single argument.
+        micro_batches: of a batch of this size; what has one entry per sample is cut to the first of them.
+
+    Raises:
+        ConfigurationError: it holds no tensor with a batch dimension.
+    """
+    samples = number_of_samples(example)
+    size = -(-samples // micro_batches)
+    piece = map_tensors(lambda t: t[:size] if t.ndim and len(t) == samples else t, example)
+    if isinstance(piece, dict):
+        return (), piece
+    return (tuple(piece) if isinstance(piece, (tuple, list)) else (piece,)), {}
+
+
+def unit_times(units: Sequence[Unit], example: Example, seed: int) -> list[float]:
+    """Seconds that the forward and the backward of each unit take.
+
+    Args:
+        units: of a whole model, in order; on the meta device or not.
+        example: what the first one is called with.
+        seed: meta tensors are initialised from it.
+    """
+    device, times = example.device, []
+    with torch.inference_mode(False), torch.enable_grad(), seeded(seed, device):
+        args, kwargs = map_tensors(lambda tensor: tensor.to(device), example.call())
+        for unit in units:
+            seconds, output = _time(_own_copy(unit, seed, device), args, kwargs, example)
+            times.append(seconds)
+            args, kwargs = (output,), {}
+    return times
+
+
+def _costs(model: nn.Module, units: Sequence[Unit], example: Example | None, seed: int) -> _Costs:
+    """The best that is known of what units cost."""
+    if (known := _model_costs(model, units)) is not None:
+        return known
+    sizes = _Costs(tuple(_size(unit) for unit in units), BY_SIZE)
+    if example is None:
+        return sizes
+    try:
+        return _Costs(tuple(unit_times(units, example, seed)), "measured times")
+    except Exception as error:
+        # It has no say in what is computed, and may have been written for something else: the run goes on.
+        return sizes._replace(
+            remark="partition='auto' could not run the layers on example_input_array, and goes by numbers of parameters"
+            f" instead ({type(error).__name__}: {error}): mend the example, or give partition='uniform' or the number"
+            " of layers of each stage"
+        )
+
+
+def _model_costs(model: nn.Module, units: Sequence[Unit]) -> _Costs | None:
+    """What the model's own ``pipeline_costs()`` says; None if it has none."""
+    method: Any = getattr(model, "pipeline_costs", None)
+    if not callable(method):
+        return None
+    costs = list(method())
+    wrong = [c for c in costs if isinstance(c, bool) or not isinstance(c, (int, float)) or not 0 <= c < math.inf]
+    if wrong or len(costs) != len(units) or not any(costs):
+        raise ConfigurationError(
+            f"{type(model).__name__}.pipeline_costs() must return one cost for each of the {len(units)} layers, finite"
+            f" numbers, 0 or more, and not all 0; it returned {len(costs)}: {costs}"
+        )
+    return _Costs(tuple(map(float, costs)), "pipeline_costs()")
+
+
+def _size(unit: Unit) -> float:
+    return float(sum(parameter.numel() for parameter in unit.module.parameters()))
+
+
+def _own_copy(unit: Unit, seed: int, device: torch.device) -> Unit:
+    alone = unit._replace(module=copy.deepcopy(unit.module))
+    materialize([alone], [0], seed, device)
+    alone.module.to(device)
+    return alone
+
+
+def _time(unit: Unit, args: tuple, kwargs: dict[str, Any], example: Example) -> tuple[float, Any]:
+    """The shortest time of forward and backward in seconds, and the output without its graph."""
+    unit = unit._replace(module=example.convert(unit.module).train())
+    seconds = []
+    output: Any = None
+    for _ in range(_WARM_UP + RUNS):
+        inputs, options = map_tensors(_as_received, (args, kwargs))
+        start = _now(example.device)
+        with example.context(), collecting() as said:
+            output = unit.apply(inputs, options)
+        ends = [t for t in (*tensors_of(output), *said.losses) if t.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        seconds.append(_now(example.device) - start)
+    return min(seconds[_WARM_UP:]), map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
+
+
+def _as_received(tensor: Tensor) -> Tensor:
+    # A copy: layers may change what they are given in place, and the next run needs it as it was.
+    fresh = tensor.detach().clone()
+    return begin(fresh)[0] if tensor.requires_grad else fresh
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

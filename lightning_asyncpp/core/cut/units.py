@@ -1,0 +1,305 @@
+"""The ordered units of a model: what a pipeline may cut between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
+from lightning_asyncpp.core.cut.partition import uniform
+from lightning_asyncpp.core.cut.parts import Parts, parts_of
+from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.private_names import required
+
+T = TypeVar("T")
+_ONLY_CODE = "code without weights"
+
+
+class Unit(NamedTuple):
+    """A submodule, or several, that stay together on one stage.
+
+    Attributes:
+        name: its name in the model, as in ``state_dict`` keys; of several what they are called in messages.
+        module: the submodule; it takes the output of the unit before it, the first one the arguments of the model. Of
+            several :class:`Parts`.
+        function: (module, what it takes) -> its output, where the module is not simply called; of several it gets the
+            list of them.
+        members: name -> submodule, of several; they may be parts of other units, too.
+        given: submodules and names of parameters, which the function of several gets.
+    """
+
+    name: str
+    module: nn.Module
+    function: Callable[..., Any] | None = None
+    members: Mapping[str, nn.Module] | None = None
+    given: Sequence[Any] = ()
+
+    def apply(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of the unit for these arguments."""
+        if self.function is None:
+            return self.module(*args, **kwargs)
+        if self.members is None:
+            return self.function(self.module, *args, **kwargs)
+        return self.module(self.function, self.given, *args, **kwargs)
+
+    @property
+    def submodules(self) -> Mapping[str, nn.Module]:
+        """Name in the model -> module, of all that it consists of but single parameters."""
+        return {self.name: self.module} if self.members is None else self.members
+
+    def path(self, name: str) -> str:
+        """The name in the model of what its module holds under a name."""
+        return ".".join(filter(None, ("" if isinstance(self.module, Parts) else self.name, name)))
+
+
+def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Apply the layers of a model one after the other: all that its ``forward`` may do, and all that stages do.
+
+    Args:
+        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``, whose ``forward`` may be this call.
+        args: arguments of the first layer; every other layer takes the output of the one before it.
+        kwargs: keyword arguments of the first layer.
+    """
+    for unit in pipeline_units(model):
+        args, kwargs = (unit.apply(args, kwargs),), {}
+    return args[0]
+
+
+@contextmanager
+def layer_by_layer(model: nn.Module) -> Iterator[None]:
+    """Have a call of a model apply its layers, where its own ``forward`` may run members of one apart.
+
+    Where every layer is a single submodule, nothing is changed.
+    """
+    if all(unit.members is None for unit in pipeline_units(model)):
+        yield
+        return
+    attributes = vars(called_by_steps(model))
+    own = attributes.get("forward")
+    attributes["forward"] = partial(apply_layers, model)
+    try:
+        yield
+    finally:
+        del attributes["forward"]
+        if own is not None:
+            attributes["forward"] = own
+
+
+def has_layers(model: nn.Module) -> bool:
+    """Whether a model says by itself between which layers it can be cut."""
+    return isinstance(model, nn.Sequential) or callable(getattr(model, "pipeline_layers", None))
+
+
+def pipeline_units(model: nn.Module) -> list[Unit]:
+    """Return the ordered units of an ``nn.Sequential``, or of a module with ``pipeline_layers()``.
+
+    ``pipeline_layers()`` returns submodules, or pairs (submodule, function) where a layer takes or returns something
+    else than its neighbours: the function gets the submodule and the output of the layer before, and calls it. In a
+    pair there may be a list of submodules and parameters in place of the submodule, which the function gets.
+
+    Raises:
+        ConfigurationError: the model is neither, or its layers are not distinct submodules of it.
+    """
+    layers = getattr(model, "pipeline_layers", None)
+    if callable(layers):
+        return _named_layers(model, layers)
+    if isinstance(model, nn.Sequential):
+        names = [name for name, _ in model.named_modules(remove_duplicate=False) if name and "." not in name]
+        return [Unit(name, model.get_submodule(name)) for name in names]
+    raise ConfigurationError(
+        f"the model is a {type(model).__name__}, which the pipeline cannot cut: make it an nn.Sequential, or give it"
+        " pipeline_layers(), a method that returns its layers in the order in which they are applied"
+    )
+
+
+def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list[Unit]:
+    name_of = {id(module): name for name, module in model.named_modules()}
+    pairs = [layer if isinstance(layer, tuple) and len(layer) == 2 else (layer, None) for layer in layers()]
+    single = [module for module, _ in pairs if not isinstance(module, list)]
+    problems = []
+    if not pairs:
+        problems.append("it is empty")
+    if any(not isinstance(module, nn.Module) or not name_of.get(id(module)) for module in single):
+        problems.append("it holds something that is not a submodule of the model")
+    if len({id(module) for module in single}) != len(single):
+        problems.append("it holds a layer twice")
+    if any(not (function is None or callable(function)) for _, function in pairs):
+        problems.append("the second of a pair is not a function")
+    if any(function is None and isinstance(module, list) for module, function in pairs):
+        problems.append("it holds a list without a function that runs what is in it")
+    units = []
+    if not problems:
+        try:
+            units = [
+                _unit_of_parts(model, module, function)
+                if isinstance(module, list) and function is not None
+                else Unit(name_of[id(module)], module, function)
+                for module, function in pairs
+            ]
+        except ConfigurationError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigurationError(
+            f"{class_name(model)}.pipeline_layers() must return distinct submodules of the model in order:"
+            f" {' and '.join(problems)}"
+        )
+    return units
+
+
+def _unit_of_parts(model: nn.Module, given: list[Any], function: Callable[..., Any]) -> Unit:
+    members, places, parts = parts_of(model, given)
+    held = [name for name, _ in parts.named_parameters()]
+    names = [*members, *(name for name in held if not name.startswith(tuple(f"{m}." for m in members)))]
+    name = " + ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
+    name = name or _ONLY_CODE
+    elsewhere = [module for module in members.values() if is_placeholder(module)]
+    if elsewhere and not held:  # of another stage, to which the model was cut
+        return Unit(name, elsewhere[0], function)
+    return Unit(name, parts, function, members, places)
+
+
+def telling(names: Sequence[str]) -> list[str]:
+    """Names of units that tell a reader where a stage begins and ends: without those of mere code."""
+    return [name for name in names if name != _ONLY_CODE] or list(names)
+
+
+def is_placeholder(module: nn.Module) -> bool:
+    """Whether it stands where one of another stage was."""
+    return hasattr(module, "num_stages") and hasattr(module, "whole")
+
+
+def use_names(units: Sequence[Unit]) -> Iterator[tuple[int, Unit, Callable[[str], str]]]:
+    """Position, unit, and what gives a name to each unit's use of what it holds: its path, if no unit before has that.
+
+    Args:
+        units: of a stage.
+    """
+    first: dict[str, int] = {}
+
+    def name(at: int, path: str) -> str:
+        return path if first.setdefault(path, at) == at else f"{path} in layer {at}"
+
+    for position, unit in enumerate(units):
+        yield position, unit, lambda key, at=position, unit=unit: name(at, unit.path(key))  # type: ignore[misc]
+
+
+def has_parameters(unit: Unit) -> bool:
+    """Whether there is something to train, or to keep, in a unit."""
+    return any(True for _ in unit.module.parameters())
+
+
+def spread(units: Sequence[Unit], num_stages: int) -> list[int]:
+    """Number of units on each stage, units with parameters spread evenly: see :func:`uniform`.
+
+    Raises:
+        ConfigurationError: there are fewer units with parameters than stages.
+    """
+    return uniform([has_parameters(unit) for unit in units], num_stages)
+
+
+def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, int]:
+    """Stage of every parameter of ``model``, by its name there, with ``counts`` units on each stage.
+
+    Raises:
+        ConfigurationError: the model cannot be cut.
+    """
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    return {
+        unit.path(name): stage
+        for unit, stage in zip(pipeline_units(model), stages)
+        for name, _ in unit.module.named_parameters()
+    }
+
+
+def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str = "self.model") -> list[str]:
+    """Trainable parameters that no unit holds, which no stage would train: what they are and how to mend it."""
+    owned = {id(p) for unit in units for p in unit.module.parameters()}
+    homeless = [name for name, p in root.named_parameters() if p.requires_grad and id(p) not in owned]
+    if not homeless:
+        return []
+    return [
+        f"parameters outside the layers of {model_name}: {', '.join(homeless[:8])}"
+        f"{' and more' if len(homeless) > 8 else ''}; the pipeline trains only what its layers hold: move them into a"
+        f" layer of {model_name}, or freeze them (requires_grad=False)"
+    ]
+
+
+def first_names(
+    units: Sequence[Unit], counts: Sequence[int], named: Callable[[nn.Module], Iterable[tuple[str, T]]]
+) -> dict[T, dict[int, str]]:
+    """What units hold -> stage that holds it -> its first name there, in the order of the units.
+
+    Args:
+        units: of the whole model, before it is cut.
+        counts: number of units on each stage.
+        named: module -> (name in it, what it holds), such as ``nn.Module.named_parameters``.
+    """
+    stage_of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    names: dict[T, dict[int, str]] = {}
+    for unit, stage in zip(units, stage_of_unit):
+        for name, held in named(unit.module):
+            names.setdefault(held, {}).setdefault(stage, unit.path(name))
+    return names
+
+
+def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:
+    """What no stage could make of a model, whatever its layers are, with the mend.
+
+    Args:
+        model: what is to be cut.
+        name: how the user calls it.
+    """
+    problems = []
+    if is_compiled(model):
+        problems.append(
+            f"{name} was compiled as a whole (torch.compile), but a stage runs its layers one by one: compile these"
+            " instead (layer.compile() for every layer, before the strategy gets the model)"
+        )
+    lazy = [key for key, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        problems.append(
+            f"parameters have no shape yet ({', '.join(lazy[:5])}): run one forward before training (a lazy layer gets"
+            " its shape there)"
+        )
+    return problems
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a model was given to ``torch.compile``, or ``compile()`` was called on it."""
+    required(nn.Module, "_compiled_call_impl", "refuse a model compiled as a whole")
+    is_wrapped = hasattr(model, "_orig_mod")  # as its state_dict shows
+    return is_wrapped or model._compiled_call_impl is not None
+
+
+def meta_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
+    """Tensors on the meta device that no unit holds, which no stage would give a value, with the mend."""
+    owned = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *unit.module.buffers())}
+    tensors = [*root.named_parameters(), *root.named_buffers()]
+    homeless = [name for name, t in tensors if t.is_meta and not t.requires_grad and id(t) not in owned]
+    if not homeless:
+        return []
+    return [
+        f"meta tensors outside the layers of the model: {', '.join(homeless[:8])}; no stage would give them a value:"
+        " move them into a layer that has reset_parameters(), or build the model with real weights"
+    ]
+
+
+def collective_problems(units: Sequence[Unit]) -> list[str]:
+    """Layers that would wait for ranks which hold other layers, with the mend."""
+    synchronised = [
+        unit.path(name)
+        for unit in units
+        for name, module in unit.module.named_modules()
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None
+    ]
+    if not synchronised:
+        return []
+    return [
+        f"SyncBatchNorm ({', '.join(synchronised[:4])}) synchronises over all ranks, most of which hold other layers:"
+        " use BatchNorm, whose statistics are then those of each micro-batch, or GroupNorm"
+    ]

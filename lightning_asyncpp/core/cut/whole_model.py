@@ -1,0 +1,212 @@
+"""What every stage knows of the whole model: found before it is cut, when all of it is still there.
+
+Among it is where the counts of each layer stand in the control message, and what the logger makes of their sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.core.cut.ties import Tie, find_ties, first_sharing
+from lightning_asyncpp.core.cut.units import Unit, first_names, has_parameters
+from lightning_asyncpp.core.schedule import Schedule
+from lightning_asyncpp.core.settings import ResolvedSettings
+
+_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "max": max,
+    "min": min,
+    "sum": sum,
+}
+T = TypeVar("T")
+
+
+class CountingLayer(NamedTuple):
+    """A layer that counts, as stages that do not have it know it.
+
+    Attributes:
+        name: in the model.
+        kind: its class, which turns sums of counts into metrics.
+        start: where its counts begin in the vector of all layers.
+        length: how many there are.
+    """
+
+    name: str
+    kind: type[StatisticsLayer]
+    start: int
+    length: int
+
+    def of(self, totals: Tensor) -> Tensor:
+        """This layer's part of the vector of all layers."""
+        return totals[self.start : self.start + self.length]
+
+
+class StatisticsLayout:
+    """The layers of a whole model that count, in order; the same on all stages.
+
+    Args:
+        units: of the whole model, before it is cut.
+    """
+
+    def __init__(self, units: Sequence[Unit] = ()) -> None:
+        self.layers: list[CountingLayer] = []
+        self.length = 0
+        for name, layer in counting_layers(units).items():
+            self.layers.append(CountingLayer(name, type(layer), self.length, layer.num_statistics))
+            self.length += layer.num_statistics
+
+    def pack(self, counted: Mapping[StatisticsLayer, Tensor], own: Mapping[str, StatisticsLayer]) -> Tensor:
+        """The vector of all layers, (length,) fp64 where the counts are, with this stage's in their places.
+
+        Args:
+            counted: layer -> its counts (num_statistics,).
+            own: name -> layer, of this stage.
+        """
+        device = next((counts.device for counts in counted.values()), "cpu")
+        vector = torch.zeros(self.length, dtype=torch.float64, device=device)
+        for layer in self.layers:
+            if layer.name in own and own[layer.name] in counted:
+                layer.of(vector).copy_(counted[own[layer.name]])
+        return vector
+
+    def metrics(self, totals: Tensor) -> dict[str, float]:
+        """Numbers for the logger, over all layers.
+
+        Args:
+            totals: (length,) fp64, summed over micro-batches, stages and replicas.
+        """
+        values: dict[str, list[float]] = {}
+        reductions: dict[str, str] = {}
+        for layer in self.layers:
+            reductions.update(layer.kind.metrics)
+            for name, value in layer.kind.compute_metrics(layer.of(totals)).items():
+                values.setdefault(name, []).append(value)
+        return {name: _REDUCTIONS[reductions[name]](of_layers) for name, of_layers in values.items()}
+
+
+def counting_layers(units: Sequence[Unit]) -> dict[str, StatisticsLayer]:
+    """Name in the model -> layer, of the layers in ``units`` that count; of one that has several names the first."""
+    found: dict[StatisticsLayer, str] = {}
+    for unit in units:
+        for name, module in unit.module.named_modules():
+            if isinstance(module, StatisticsLayer):
+                found.setdefault(module, unit.path(name))
+    return {name: layer for layer, name in found.items()}
+
+
+def counting_problems(units: Sequence[Unit], counts: Sequence[int]) -> list[str]:
+    """Layers that count, or keep running statistics, whose buffers would not be one model's, with the mend.
+
+    Args:
+        units: of the whole model, before it is cut.
+        counts: number of units on each stage.
+    """
+    names = first_names(units, counts, nn.Module.named_modules)
+    problems = [
+        f"{next(iter(of_stage.values()))} {_does(layer)}, and layers of the stages {list(of_stage)} share it: each"
+        " stage would count for itself, and its buffers would drift apart; use a partition that keeps these layers on"
+        " one stage, or give each a layer of its own"
+        for layer, of_stage in names.items()
+        if len(of_stage) > 1 and _does(layer)
+    ]
+    for name, layer in counting_layers(units).items():
+        kept = layer.state_dict()
+        if lost := [key for key in layer.versioned_buffers if key not in kept]:
+            problems.append(
+                f"{name} changes {', '.join(lost)} once per update (versioned_buffers), which no checkpoint would hold:"
+                " register it with register_buffer, without persistent=False"
+            )
+    return problems
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Facts of a model that all stages agree on.
+
+    Attributes:
+        counts: number of units on each stage.
+        has_parameters: of every unit, whether it holds some.
+        num_trained: numbers in parameters that are trained, of every stage; what several stages share counts on each.
+        num_parameters: the same of all parameters.
+        names: of the units, in order.
+        ties: parameters that several stages share.
+        statistics: the layers that count, and where their counts stand in the control message.
+        shared_names: name of a parameter that several layers have -> all of them.
+        same: for every parameter that has several names in the root, all of them: entries that a checkpoint must have
+            equal.
+    """
+
+    counts: tuple[int, ...] = ()
+    has_parameters: tuple[bool, ...] = ()
+    num_trained: tuple[int, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    statistics: StatisticsLayout = field(default_factory=StatisticsLayout)
+    shared_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    same: tuple[tuple[str, ...], ...] = ()
+    num_parameters: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, units: Sequence[Unit], counts: Sequence[int], root: nn.Module | None = None
+    ) -> tuple[WholeModel, list[str]]:
+        """The facts, and problems with what stages share.
+
+        Args:
+            units: of the whole model.
+            counts: number of them on each stage.
+            root: what checkpoints hold: the model, or the module around it.
+        """
+        ties, problems = find_ties(units, counts), counting_problems(units, counts)
+        return cls(
+            tuple(counts), tuple(map(has_parameters, units)), _sizes(units, counts, trained=True), tuple(ties),
+            StatisticsLayout(units), _shared_names(units), () if root is None else _same(root),
+            _sizes(units, counts, trained=False), tuple(unit.name for unit in units),
+        ), problems  # fmt: skip
+
+    def schedule(self, settings: ResolvedSettings, stage: int) -> Schedule:
+        """Order and weights of what a stage of this model runs."""
+        return settings.schedule(stage, first_sharing(stage, self.ties))
+
+    def find(self, values: Mapping[str, T], name: str) -> T | None:
+        """The value of a parameter, under this name of it or another one that another cut knows it by; or None."""
+        if name in values:
+            return values[name]
+        return next((values[other] for other in self.shared_names.get(name, ()) if other in values), None)
+
+
+def _does(layer: nn.Module) -> str:
+    """In words, if a layer changes buffers by what it sees."""
+    if isinstance(layer, StatisticsLayer):
+        return "counts"
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    moves = isinstance(layer, norms) and layer.track_running_stats and layer.training
+    return "keeps running statistics" if moves else ""
+
+
+def _sizes(units: Sequence[Unit], counts: Sequence[int], trained: bool) -> tuple[int, ...]:
+    stages = [units[end - count : end] for end, count in zip(accumulate(counts), counts)]
+    distinct = [{parameter for unit in stage for parameter in unit.module.parameters()} for stage in stages]
+    return tuple(sum(p.numel() for p in parameters if p.requires_grad or not trained) for parameters in distinct)
+
+
+def _same(root: nn.Module) -> tuple[tuple[str, ...], ...]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return tuple(tuple(several) for several in names.values() if len(several) > 1)
+
+
+def _shared_names(units: Sequence[Unit]) -> dict[str, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for unit in units:
+        for name, parameter in unit.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(unit.path(name))
+    return {name: tuple(several) for several in names.values() if len(several) > 1 for name in several}

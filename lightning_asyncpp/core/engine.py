@@ -1,0 +1,368 @@
+"""Runs the schedule on one stage: forwards, backwards, and the updates that follow them within the next mini-batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.core.batches.batch_output import BatchOutput
+from lightning_asyncpp.core.batches.host_batch import HostBatch
+from lightning_asyncpp.core.batches.micro_batch import Slot
+from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
+from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.parameter_guard import ParameterGuard
+from lightning_asyncpp.core.progress import PROGRESS
+from lightning_asyncpp.core.randomness import preserved_generators
+from lightning_asyncpp.core.ranks.agreement import agree_on_error
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.recording.trace import Beside
+from lightning_asyncpp.core.runner.common import Flight, StageBeforeFailedError, Task
+from lightning_asyncpp.core.runner.stages import stage_runner
+from lightning_asyncpp.core.schedule import Action, Kind, Schedule
+from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.core.updates.control_message import Payload
+from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.ticket import Ticket
+from lightning_asyncpp.core.updates.update_queue import UpdateQueue
+from lightning_asyncpp.core.weights import WeightVersions
+from lightning_asyncpp.core.wire.transport import Transport
+from lightning_asyncpp.errors import ConfigurationError
+
+
+class Engine:
+    """One stage of a running pipeline.
+
+    Per batch: :meth:`run`; when the mini-batch is complete (once per batch without accumulation) :meth:`close`, then
+    ``updates.apply_due()``. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
+
+    Args:
+        stage: this rank's units.
+        mesh: this rank's place, connected.
+        settings: micro-batches, lookahead, delay, policies.
+        seed: the run's seed.
+        device: where tensors live.
+        hooks: the user's side.
+        timeout: seconds that a wait for a neighbour may take; default: half an hour.
+        transport: messages with the neighbours, where they are connected already.
+
+    Attributes:
+        host_batch: to be told of batches that are moved to the device.
+        undelayed: number of mini-batches of a run without delay that this one goes on from: a checkpoint without older
+            weights is one's, where this stage has room for them.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: Mesh,
+        settings: ResolvedSettings,
+        seed: int,
+        device: torch.device,
+        hooks: UserHooks,
+        timeout: float | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self.stage, self.mesh, self.settings = stage, mesh, settings
+        self.schedule = stage.whole.schedule(settings, mesh.stage)
+        versions = self.schedule.stage_rule.num_versions
+        self.weights = WeightVersions(stage.parameters, versions, stage.uses, stage.buffers, settings.compute_dtype)
+        if transport is None and mesh.num_stages > 1:
+            transport = Transport(mesh, device, settings.max_message_bytes, timeout)
+        self.runner = stage_runner(stage, mesh, transport, hooks, seed, device)
+        self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule)
+        self.next_forward = 0
+        self.next_backward = 0
+        self.evaluated = 0
+        self.undelayed = 0
+        self.host_batch = HostBatch()
+        self._drained = 0
+        self._checked = False
+        self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
+        self._flights: dict[int, Flight] = {}
+        self._guard = ParameterGuard(stage, self.weights.parameters)
+
+    def schedules(self) -> list[Schedule]:
+        """Those of all stages, of which ``schedule`` is this one's."""
+        return [self.stage.whole.schedule(self.settings, stage) for stage in range(self.mesh.num_stages)]
+
+    @property
+    def mini_batch(self) -> int:
+        """Index t of the mini-batch that the next batch belongs to."""
+        return self.updates.open.index
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight and no update is outstanding."""
+        return self.next_backward == self.next_forward and not self.updates.closed
+
+    @property
+    def drained(self) -> bool:
+        """Whether a drain would do nothing on any stage; the last one is often :attr:`idle` while others are not."""
+        return self.idle and self._drained == self.next_forward
+
+    def ended_as_agreed(self) -> bool:
+        """Whether all ranks have agreed to end here, and nothing is in flight on this one."""
+        return self.updates.agreed.interrupted and self.idle
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether batches ran that no :meth:`close` has given an update yet."""
+        return self.next_forward > self.updates.open.first
+
+    @property
+    def at_newest(self) -> bool:
+        """See :meth:`Schedule.reaches_newest`; of the open mini-batch."""
+        return self.schedule.reaches_newest(self.mini_batch)
+
+    def run(self, batch: Any, step: Step, apply_held: Callable[[], object] | None = None) -> BatchOutput:
+        """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
+
+        Args:
+            batch: the batch, on the first and the last stage; ignored on the others.
+            step: the user's step, called with a micro-batch and its weight.
+            apply_held: called between two micro-batches, where the update of the mini-batch before is due; default:
+                ``updates.apply_held``.
+        """
+        count = self.settings.micro_batches
+        self._guard.check_there()
+        self.runner.begin()
+        slots = self._slots(batch) if self._checked else self._slots_checked(batch)
+        self._in_evaluation = {module for module in self.stage.modules() if not module.training}
+        if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
+            self.weights.adopt()
+        first = self.next_forward
+        flights: list[Flight] = []
+        if not self._checked:
+            with preserved_generators(self.runner.device):
+                flights.append(self._run_checked(first, slots[0], step))
+        done, opened = len(flights), self.updates.open
+        actions = self.schedule.batch(first + done, count - done, self.next_backward, opened.index, opened.first)
+        for part in _between_updates(actions):
+            if part[0].kind is Kind.UPDATE:
+                (apply_held or self.updates.apply_held)()
+                self.runner.around.updated()
+                continue
+            with preserved_generators(self.runner.device):
+                for action in part:
+                    if action.kind is Kind.FORWARD:
+                        flights.append(self._forward(action.index, slots[action.index - first], step))
+                    else:
+                        self._backward(action)
+                    self.updates.poll()
+        return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
+
+    def drop(self) -> None:
+        """Throw away the gradient of the batches since the last :meth:`close`: they belong to no update.
+
+        What follows runs on the weights that it would have run on anyway.
+        """
+        if self.accumulating:
+            self.updates.drop_open(self.next_forward, self.next_backward)
+
+    def close(self, ticket: Ticket, payload: Payload | None = None) -> None:
+        """Declare the mini-batch complete: the batches since the last close share one update.
+
+        Args:
+            ticket: what was set for its update.
+            payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
+                stages give counts.
+        """
+        self._guard.check_trained()
+        flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
+        self.updates.close(self.next_forward, ticket, payload)
+        if flushes:
+            self._finish_backwards()
+        self.updates.launch_complete(self.next_backward)
+
+    def drain(self) -> list[Update]:
+        """Finish everything in flight and apply every update of a complete mini-batch; collective.
+
+        Only the clock changes: the next mini-batch runs on the weights that it would have run on anyway.
+
+        Raises:
+            ProtocolError: the stage before has a further batch.
+        """
+        transport = self.runner.transport
+        with (
+            torch.inference_mode(False), torch.enable_grad(), self._modes_of_forwards(),
+            self.runner.span(Beside.DRAIN, self.mini_batch),
+        ):  # fmt: skip
+            if transport is not None:
+                transport.announce_end()  # before this stage waits for one that may be waiting for a further batch
+            self._finish_backwards()
+            self.updates.launch_complete(self.next_backward)
+            if transport is not None:
+                transport.expect_end()  # what the stage before may still need on its way there has been sent
+            updates = self.updates.apply_all()
+            if transport is not None:
+                transport.settle()
+        self._drained = self.next_forward
+        return updates
+
+    def evaluate(self, batch: Any, step: Step, purpose: str = "evaluate") -> BatchOutput:
+        """Run a batch forward on the newest weights; stages work on different micro-batches and batches at a time.
+
+        Args:
+            batch: the batch, on the first and the last stage; ignored on the others.
+            step: the user's step, called with a micro-batch and its weight.
+            purpose: what random numbers are derived from.
+        """
+        if not self.idle:
+            raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
+        self.runner.begin(purpose)
+        try:
+            slots = self._slots(batch, trains=False)
+        except Exception as error:
+            self.runner.announce_failure(self.evaluated, error)
+            raise
+        flights = []
+        self.weights.adopt()
+        weights = self.weights.for_evaluation()
+        with preserved_generators(self.runner.device):
+            for slot in slots:
+                task = Task(
+                    self.evaluated, self.weights.newest, weights, slot.content, slot.mark, step, purpose, slot.weight
+                )
+                try:
+                    flights.append(self.runner.forward(task))
+                except Exception as error:
+                    self.runner.announce_failure(task.k, error)
+                    raise
+                self.evaluated += 1
+                PROGRESS.made += 1
+        if self.runner.transport is not None:
+            # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
+            self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.micro_batches)
+        # What has samples but no weight (padding alone) has a result nevertheless, which a prediction must not lack.
+        had = [flight for flight, slot in zip(flights, slots) if slot.content is not None]
+        return BatchOutput([flight.result for flight in had], [flight.weight for flight in had])
+
+    def end_evaluation(self) -> None:
+        """Check that the stage before has evaluated the same batches; collective over the stages of a replica.
+
+        Raises:
+            ProtocolError: it has a further one.
+        """
+        if self.runner.transport is not None:
+            self.runner.transport.announce_end()
+            self.runner.transport.expect_end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters of a drained engine; the weights are the module's, the older ones :meth:`WeightVersions.older`'s."""
+        if not self.idle:
+            raise RuntimeError("the state of a pipeline can be taken only when it is drained")
+        return {
+            "mini_batch": self.mini_batch, "micro_batch": self.next_forward, "version": self.weights.newest,
+            "norm": self.updates.last_norm, "evaluated": self.evaluated,
+        }  # fmt: skip
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Take up counters, the older weights and the masters; the parameters were loaded before."""
+        self.next_forward = self.next_backward = self._drained = state["micro_batch"]
+        self.updates.begin_at(state["mini_batch"], state["micro_batch"])
+        self.updates.last_norm = state.get("norm")
+        self.evaluated = state.get("evaluated", 0)
+        self.undelayed = 0 if older else state["mini_batch"]
+        self.weights.restore(state["version"], older, masters)
+
+    def release(self) -> None:
+        """Take back what the engine put on the parameters."""
+        self._guard.release()
+        self.weights.release_masters()
+
+    def close_connections(self) -> None:
+        """Let go of the connections with the neighbours, who have got everything."""
+        if self.runner.transport is not None:
+            self.runner.transport.close()
+
+    def _slots(self, batch: Any, trains: bool = True) -> list[Slot]:
+        return self.runner.slots(batch, self.settings.micro_batches, self.host_batch, trains)
+
+    def _slots_checked(self, batch: Any) -> list[Slot]:
+        slots: list[Slot] = []
+        error = None
+        try:
+            slots = self._slots(batch)
+        except Exception as caught:
+            error = caught
+        agree_on_error(self.mesh, error)
+        return slots
+
+    def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
+        version = self.schedule.stage_rule.version(self.mini_batch, k - self.updates.open.first)
+        leaves = self.weights.leaves(version)
+        task = Task(k, version, leaves, slot.content, slot.mark, step, weight=slot.weight)
+        flight = self.runner.forward(task)
+        self._flights[k] = flight
+        self.next_forward = k + 1
+        PROGRESS.made += 1
+        self.updates.open.weight += flight.weight
+        if flight.weight:
+            for layer, counts in flight.said.take_statistics().items():
+                self.updates.open.counted.add(layer, counts)
+        return flight
+
+    def _backward(self, action: Action) -> None:
+        flight = self._flights.pop(action.index)
+        weights = self.weights.sum_at(flight.version)
+        with self.updates.reducing(action.index, weights):
+            self.runner.backward(flight, weights)
+        flight.outputs = flight.inputs = ()
+        flight.said.losses = []
+        # With its graph the result would keep what the nodes have, such as the gradients that were sent off.
+        if flight.result is not None:
+            flight.result = map_tensors(Tensor.detach, flight.result)
+        self.next_backward = action.index + 1
+        PROGRESS.made += 1
+        self.updates.launch_complete(self.next_backward)
+
+    def _run_checked(self, k: int, slot: Slot, step: Step) -> Flight:
+        """Run the very first micro-batch forward and backward, and let every rank raise what any of them found."""
+        flight, error = None, None
+        try:
+            flight = self._forward(k, slot, step)
+            self.weights.check_unwritten(flight.version)
+        except Exception as caught:
+            error = caught
+            self.runner.announce_failure(k, error)
+        agree_on_error(self.mesh, None if isinstance(error, StageBeforeFailedError) else error)
+        assert flight is not None
+        try:
+            self._backward(Action(Kind.BACKWARD, k))
+        except ConfigurationError as caught:
+            error = caught
+            self.runner.send_input_gradients(flight)
+        agree_on_error(self.mesh, error)
+        self._checked = True
+        return flight
+
+    def _finish_backwards(self) -> None:
+        with preserved_generators(self.runner.device):
+            for action in self.schedule.drain(self.next_backward, self.next_forward):
+                self._backward(action)
+
+    @contextmanager
+    def _modes_of_forwards(self) -> Iterator[None]:
+        """Have layers in the modes in which the forwards ran: what a backward computes again depends on them."""
+        others = [m for m in self.stage.modules() if m.training == (m in self._in_evaluation)]
+        for module in others:
+            module.training = not module.training
+        try:
+            yield
+        finally:
+            for module in others:
+                module.training = not module.training
+
+
+def _between_updates(actions: Iterable[Action]) -> Iterator[list[Action]]:
+    """Actions in pieces: each an update alone, or what comes between two of them."""
+    for _, part in itertools.groupby(actions, key=lambda action: action.kind is Kind.UPDATE):
+        yield list(part)

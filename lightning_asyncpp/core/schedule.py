@@ -1,0 +1,268 @@
+"""Schedules as pure lists of actions: without a flush, and 1F1B with one per mini-batch.
+
+Micro-batches are counted over the whole run: with ``m`` of them per mini-batch, micro-batch ``k`` belongs to
+mini-batch ``t = k // m``. A stage keeps its forwards ``depth`` micro-batches ahead of its backwards,
+
+    depth(s) = (P - 1 - s) + (P - 1 - s) * (lookahead + 1) // P,
+
+which strictly decreases with the stage, so that every gradient a stage waits for is already under way. A hop between
+neighbours whose depths differ by one has no slack: its latency is waited for. Where they differ by two, the gradient is
+under way while something else is computed. What a run of hops without slack costs grows with its length, so the extra
+micro-batches are spread evenly over the pipeline.
+
+Without a flush, a stage runs the first ``h`` micro-batches of a mini-batch on the weights before the newest update, and
+the others on the newest ones (:func:`held_back`). All of them is PipeDream-2BW (Narayanan et al., ICML 2021); no fewer
+than ``depth(s)`` can be, since so many are under way before the gradient of the mini-batch before is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+Staleness = Literal["uniform", "least", "fresh_last_stage"]
+Slack = int | Literal["exact"]
+
+
+class Kind(str, Enum):
+    """What a stage does."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    UPDATE = "U"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One step of a stage: ``F k`` and ``B k`` count micro-batches, ``U t`` counts mini-batches."""
+
+    kind: Kind
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.index}"
+
+
+def depth(stage: int, num_stages: int, lookahead: int) -> int:
+    """Number of micro-batches by which the forwards of ``stage`` run ahead of its backwards.
+
+    More lookahead than P - 1 has nothing left to hide.
+    """
+    behind = num_stages - 1 - stage
+    return behind + behind * (min(lookahead, num_stages - 1) + 1) // num_stages
+
+
+def largest_lookahead(num_stages: int, micro_batches: int, num_replicas: int) -> int:
+    """Largest useful lookahead of an asynchronous pipeline; negative if not even 0 fits.
+
+    The first stage may run ``micro_batches`` ahead, one less with replicas: their gradient reduction needs somewhere to
+    hide.
+    """
+    room = micro_batches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
+    return min(room, num_stages - 1)
+
+
+def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness, slack: Slack) -> int | None:
+    """How many micro-batches, the first of every mini-batch, run on the weights before the newest update on a stage.
+
+    ``"uniform"``: all. ``"least"``: ``depth(s) + slack``, or ``depth(0)`` on every stage for the slack ``"exact"``: by
+    then the first stage has the gradient of the mini-batch before, so its norm over all stages is known.
+    ``"fresh_last_stage"``: all, but none on the last stage.
+
+    Returns:
+        the number h, which a mini-batch may fall short of; None for all of them, however many there are.
+    """
+    if staleness == "least":
+        return depth(0, num_stages, lookahead) if slack == "exact" else depth(stage, num_stages, lookahead) + slack
+    is_fresh = staleness == "fresh_last_stage" and stage == num_stages - 1
+    return 0 if is_fresh else None
+
+
+def agrees_first(staleness: Staleness, slack: Slack) -> bool:
+    """Whether all stages have agreed on an update before any of them applies it.
+
+    With the slack ``"exact"`` the first stage has its gradient when it has run the ``depth(0)`` forwards of the next
+    mini-batch that it holds back. No stage can run more of these before: none waits for another there.
+    """
+    return slack == "exact" if staleness == "least" else staleness == "uniform"
+
+
+@dataclass(frozen=True)
+class StalenessRule:
+    """Which weights micro-batches run on, and which updates are due: nothing else in a pipeline computes that.
+
+    The settings make it. The engine, the session and the queue of updates ask it, the last one also whether a stage
+    steps ahead of the others (:meth:`Schedule.steps_ahead`). Which version is alive beside the newest, for a
+    checkpoint, :class:`lightning_asyncpp.core.weights.WeightVersions` knows by itself.
+
+    Update t makes W_{t+1}. The first ``held`` micro-batches of mini-batch t run, forward and backward, on
+    W_{max(t - delay, N)}, the others on W_t; so do all in a synchronous start of N mini-batches. Mini-batch N runs on
+    W_N as a whole, as 0 does on W_0 without such a start.
+
+    Attributes:
+        delay: updates between the weights of a gradient and the weights that it is applied to: 1, or 0 throughout.
+        synchronous_start: number N of mini-batches at the beginning that end with a flush and have no delay.
+        held: how many micro-batches of a mini-batch the delay is for; None: all, as in PipeDream-2BW.
+    """
+
+    delay: int = 1
+    synchronous_start: int = 0
+    held: int | None = None
+
+    def version(self, mini_batch: int, place: int = 0) -> int:
+        """Number v of the weights W_v that micro-batch number ``place`` of mini-batch t runs on."""
+        is_held = self.held is None or place < self.held
+        if self.in_start(mini_batch) or not is_held:
+            return mini_batch
+        return max(mini_batch - self.delay, self.synchronous_start)
+
+    def staleness(self, micro_batches: int) -> float:
+        """How many updates old the gradient of a mini-batch of so many micro-batches is: their mean, phi."""
+        if self.held is None or self.held >= micro_batches:
+            return self.delay
+        return self.delay * self.held / micro_batches if self.held else 0
+
+    @property
+    def num_versions(self) -> int:
+        """How many weight versions are needed at a time, at most."""
+        return 1 if self.held == 0 else 1 + self.delay
+
+    def in_start(self, mini_batch: int) -> bool:
+        """Whether mini-batch t belongs to the synchronous start."""
+        return mini_batch < self.synchronous_start
+
+    def at_newest(self, mini_batch: int) -> bool:
+        """Whether mini-batch t runs on the weights that its own update is applied to: no delay, or not yet."""
+        return self.version(mini_batch) == mini_batch
+
+    def updates_behind(self, mini_batch: int) -> int:
+        """How many mini-batches' updates are outstanding when mini-batch t was run: none after a flush."""
+        return 0 if self.in_start(mini_batch) or self.held == 0 else self.delay
+
+    def flushes(self, mini_batch: int) -> bool:
+        """Whether mini-batch t ends with a flush."""
+        return self.updates_behind(mini_batch) == 0
+
+    def updates_due(self, mini_batch: int) -> int:
+        """How many updates, from the first one of the run on, are due when mini-batch t was run."""
+        return mini_batch + 1 - self.updates_behind(mini_batch)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of forwards, backwards and updates on one stage, and the weights that they run on.
+
+    Attributes:
+        stage: position in the pipeline, 0 first.
+        num_stages: number of stages P.
+        lookahead: extra micro-batches in flight; hides latency, costs activation memory, and with the least staleness
+            freshness.
+        pipeline_rule: when all stages have agreed on an update at the latest, and when all flush.
+        staleness: how many micro-batches run on the older weights: :func:`held_back`.
+        slack: with ``"least"``, how many more than must.
+        shares_with: the first stage that shares a parameter with this one, or this one: it has the gradient of that
+            parameter last, so this stage holds back as many micro-batches as it does.
+    """
+
+    stage: int
+    num_stages: int
+    lookahead: int = 0
+    pipeline_rule: StalenessRule = StalenessRule()
+    staleness: Staleness = "uniform"
+    slack: Slack = 0
+    shares_with: int | None = None
+
+    @cached_property
+    def stage_rule(self) -> StalenessRule:
+        """Which weights this stage runs on."""
+        if self.pipeline_rule.delay == 0:
+            return self.pipeline_rule
+        stage = self.stage if self.shares_with is None else self.shares_with
+        held = held_back(stage, self.num_stages, self.lookahead, self.staleness, self.slack)
+        return replace(self.pipeline_rule, held=held)
+
+    @property
+    def agrees_first(self) -> bool:
+        """Whether all stages have agreed on an update before any of them applies it: :func:`agrees_first`."""
+        return agrees_first(self.staleness, self.slack)
+
+    @property
+    def depth(self) -> int:
+        """Number of micro-batches by which forwards run ahead of backwards here."""
+        return depth(self.stage, self.num_stages, self.lookahead)
+
+    def steps_ahead(self, mini_batch: int) -> bool:
+        """Whether this stage applies the update of mini-batch t before all have agreed on it."""
+        held, behind = self.stage_rule.held, self.pipeline_rule.updates_behind(mini_batch)
+        return held is not None and not self.agrees_first and behind > 0
+
+    def reaches_newest(self, mini_batch: int) -> bool:
+        """Whether micro-batches of mini-batch t may run at the weights that its own update will be applied to.
+
+        The same on all stages: a fresh last stage has nothing in flight between two batches.
+        """
+        return self.pipeline_rule.at_newest(mini_batch) or self.staleness == "least"
+
+    def applies_after_next_batch(self, mini_batch: int, micro_batches: int) -> bool:
+        """Whether this stage applies the update of mini-batch t when the batch after it is over, not within it."""
+        rule = self.stage_rule
+        return rule.updates_behind(mini_batch) > 0 and (rule.held is None or rule.held >= micro_batches)
+
+    def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> Iterator[Action]:
+        """Actions that bring ``count`` micro-batches from ``first`` on under way.
+
+        Args:
+            first: index of the first new micro-batch.
+            count: number of new micro-batches.
+            oldest: the micro-batch whose backward is due next.
+            mini_batch: t, which they belong to; in the middle of it the update of the one before may be due.
+            begin: its first micro-batch.
+        """
+        depth, held = self.depth, self.stage_rule.held
+        for k in range(first, first + count):
+            if held and k - begin == held and mini_batch and self.stage_rule.updates_behind(mini_batch - 1):
+                yield Action(Kind.UPDATE, mini_batch - 1)
+            yield Action(Kind.FORWARD, k)
+            while k + 1 - oldest > depth:
+                yield Action(Kind.BACKWARD, oldest)
+                oldest += 1
+
+    def drain(self, oldest: int, end: int) -> Iterator[Action]:
+        """Backwards of everything in flight: micro-batches ``oldest`` to ``end - 1``."""
+        return (Action(Kind.BACKWARD, k) for k in range(oldest, end))
+
+    def run(self, mini_batches: int, micro_batches: int, drains: Collection[int] = ()) -> list[Action]:
+        """The whole run, as planners, simulators and proofs want it: the engine executes the same order.
+
+        Args:
+            mini_batches: how many.
+            micro_batches: per mini-batch.
+            drains: numbers of micro-batches, counted over the run, after which what is in flight is finished, and then
+                all updates of complete mini-batches are applied, as at the end of the run.
+        """
+        actions: list[Action] = []
+        oldest = updates = 0
+        end = mini_batches * micro_batches
+        for begin, done in pairwise(sorted({*range(0, end + 1, micro_batches), *(k for k in drains if 0 < k < end)})):
+            t = begin // micro_batches
+            batch = list(self.batch(begin, done - begin, oldest, t, t * micro_batches))
+            actions += [a for a in batch if a.kind is not Kind.UPDATE or a.index >= updates]  # a drain has applied some
+            updates = max([updates, *(a.index + 1 for a in batch if a.kind is Kind.UPDATE)])
+            oldest = max(oldest, done - self.depth)
+            complete, over = divmod(done, micro_batches)
+            if over == 0:
+                if self.pipeline_rule.flushes(complete - 1):
+                    actions += self.drain(oldest, done)
+                    oldest = done
+                due = self.stage_rule.updates_due(complete - 1)
+                actions += [Action(Kind.UPDATE, t) for t in range(updates, due)]
+                updates = max(updates, due)
+            if done in drains or done == end:
+                actions += self.drain(oldest, done)
+                actions += [Action(Kind.UPDATE, t) for t in range(updates, complete)]
+                oldest, updates = done, complete
+        return actions

@@ -1,0 +1,421 @@
+"""A pipeline from set-up to the end, as both the Trainer's and Fabric's strategies use it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
+from lightning_asyncpp.core.batches.batch_output import BatchOutput
+from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
+from lightning_asyncpp.core.change_guard import ChangeGuard
+from lightning_asyncpp.core.cut.averages import Averages
+from lightning_asyncpp.core.cut.cuda_graphs import cuda_graph_problems
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.cut.partition import Partition
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
+from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.cut.tied_state import tied_group_problems
+from lightning_asyncpp.core.cut.whole_model import WholeModel
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.failures.failure_watch import FailureWatch
+from lightning_asyncpp.core.manifest import Manifest, Section
+from lightning_asyncpp.core.optimizers.advice import advice_on_micro_batches
+from lightning_asyncpp.core.optimizers.fitness import sparse_problems, stage_problems, version_problems
+from lightning_asyncpp.core.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
+from lightning_asyncpp.core.ranks.manifests import agree_on_run, agree_on_sections, differences_between_ranks
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
+from lightning_asyncpp.core.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
+from lightning_asyncpp.core.updates.control_message import Payload
+from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.errors import ConfigurationError, PeerLostError, ProtocolError
+
+
+class PipelineSession:
+    """Everything that a strategy holds about its pipeline.
+
+    Args:
+        settings: the user's choices.
+        timeout: of blocking communication; default: torch's.
+
+    Attributes:
+        manifest: what the run is.
+        watch: what is known of failures, and done about them.
+        where_to_change: weights, in words that end the message about a change elsewhere.
+        how_to_clip: gradients, in words that follow the message about torch's own function.
+    """
+
+    how_to_clip = (
+        "in Fabric call fabric.clip_gradients(model, optimizer, max_norm=...), in a LightningModule"
+        " self.clip_gradients(...) in configure_gradient_clipping, or set Trainer(gradient_clip_val=...)"
+    )
+
+    where_to_change = "in optimizer.register_step_post_hook(...), which runs with every update, or after a flush()"
+
+    def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
+        self.settings, self.timeout = settings, timeout
+        self.manifest = Manifest()
+        self.watch = FailureWatch(settings.heartbeat, timeout)
+        self.mesh: Mesh | None = None
+        self.engine: Engine | None = None
+        self.resolved: ResolvedSettings | None = None
+        self.partition: Partition | None = None
+        self.stage: Stage | None = None
+        self.averages: Averages | None = None
+        self._clipping_guard = ClippingGuard(self.how_to_clip)
+        self.seed = 0
+        self._attached: AttachedOptimizer | None = None
+        self._in_step = False
+        self._changes: ChangeGuard | None = None
+
+    def connect(self, rank: int, world_size: int) -> Mesh:
+        """Fit the settings to the world and make the process groups; a collective call.
+
+        Raises:
+            ConfigurationError: the settings do not fit; every rank finds the same.
+        """
+        resolved = self.settings.resolved(world_size)
+        if self.mesh is None or self.mesh.rank != rank or self.mesh.world_size != world_size:
+            self.resolved = resolved
+            self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank, placement=resolved.placement)
+            self.mesh.connect(
+                self.timeout, self.settings.neighbour_ctas, agree=partial(self._agree_at_first, self.mesh)
+            )
+        self.watch.begin(self.mesh)
+        return self.mesh
+
+    def agree(self, name: str, section: Section, known: Mapping[str, Section] | None = None) -> None:
+        """Keep a section of the manifest, and compare it with those of all ranks; a collective call.
+
+        Args:
+            name: of the section.
+            section: its values.
+            known: other sections, in which differences are named, too, if there are any in this one.
+
+        Raises:
+            ConfigurationError: ranks differ; every rank finds the same.
+        """
+        others = {other: Manifest().keep(other, values) for other, values in (known or {}).items()}
+        agree_on_sections(self._connected(), {name: self.manifest.keep(name, section)}, known=others)
+
+    def compare(self, name: str, section: Section) -> list[str]:
+        """As :meth:`agree`, for what may be right in either way: in what ranks differ, in words."""
+        return differences_between_ranks(self._connected(), name, self.manifest.keep(name, section))
+
+    def _agree_at_first(self, mesh: Mesh, group: dist.ProcessGroup) -> None:
+        """Compare what was kept before there was a connection."""
+        self.manifest.run = agree_on_run(mesh, self.manifest.run, group)
+        agree_on_sections(mesh, self.manifest.sections, group)
+
+    def cut(
+        self,
+        model: nn.Module,
+        seed: int,
+        device: torch.device,
+        root: nn.Module | None = None,
+        partition: Partition | None = None,
+        averages: Iterable[AveragedModel] = (),
+    ) -> Stage:
+        """Reduce ``model`` to this rank's stage, once; its meta tensors are materialised on ``device``.
+
+        Without a partition all stages get the same number of layers. Averages of it, in ``root`` or given apart, are
+        cut alike.
+        """
+        mesh = self._connected()
+        self.averages = Averages(model, root, averages)
+        if self.stage is None or self.stage.model is not model:
+            partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
+            self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
+            self.partition = partition
+            problems = [p for tie in self.stage.whole.ties if tie.is_trained for p in tie.problems(self._fresh_stage)]
+            if problems:
+                raise ConfigurationError.from_problems(problems)
+        self.averages.cut()
+        self.seed = seed
+        return self.stage
+
+    def start(self, hooks: UserHooks, device: torch.device, training: bool) -> Engine:
+        """Make the engine; replicas start from replica 0's weights. A collective call.
+
+        Args:
+            hooks: the user's side.
+            device: where the stage lives.
+            training: whether weights will be updated; evaluation needs no second version.
+        """
+        mesh, stage = self._connected(), self.stage
+        assert stage is not None, "cut() comes before start()"
+        self.watch.begin(mesh)
+        stage.refresh()
+        copy_first_replica(mesh, stage.state_dict)
+        if self.averages is not None:
+            self.averages.fill()
+        settings = self.settings if training else self.settings.with_delay(0)
+        self._release_optimizer()
+        self.watch.failure, self._attached = None, None
+        timeout = None if self.timeout is None else self.timeout.total_seconds()
+        resolved = settings.resolved(mesh.world_size)
+        self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
+        self.watch.started(self.engine.runner.transport, self.engine.ended_as_agreed)
+        self._changes = ChangeGuard(self.engine, self.where_to_change)
+        return self.engine
+
+    def running(self) -> Engine:
+        """The engine.
+
+        Raises:
+            PeerLostError: another rank failed, or is gone.
+            RuntimeError: the pipeline was not started, or failed before: nobody would answer.
+        """
+        self.watch.check()
+        if self.engine is None:
+            error = sys.exc_info()[1]  # which one of Lightning's callbacks that save on an exception would hide
+            why = f": {type(error).__name__}: {error}" if error is not None else ""
+            raise RuntimeError(f"the pipeline is not set up yet{why}")
+        return self.engine
+
+    def describe(self) -> str:
+        """What was chosen, in one line."""
+        engine = self.running()
+        mesh, transport = engine.mesh, engine.runner.transport
+        route = "" if transport is None else f"; tensors travel {transport.route}"
+        layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
+        return f"{mesh.describe()}, {engine.settings.describe(engine.schedules())}{layers}{route}"
+
+    def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
+        """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
+
+        Args:
+            optimizer: of this stage.
+            step: clips the gradient of an update, and steps the optimizer.
+            with_closure: whether its steps are given a closure that does more than to return something.
+
+        Raises:
+            ConfigurationError: it cannot step a stage by itself, one gradient per step is not enough for it, or it
+                treats the copies of a shared parameter differently.
+        """
+        engine, mesh = self.running(), self._connected()
+        stage = engine.stage
+        problems = [*stage_problems(optimizer, with_closure), *sparse_problems(stage.model)]
+        if engine.schedule.stage_rule.held:
+            problems += version_problems(optimizer)
+        if not engine.mesh.is_last:  # the last stage runs each backward at once
+            problems += cuda_graph_problems(stage.model, engine.runner.device)
+        agree_on_problems(mesh, problems)
+        ties, fresh = self.whole_model.ties, self._fresh_stage
+        problems = tied_group_problems(mesh, ties, stage.parameters, optimizer, fresh)
+        if problems:
+            raise ConfigurationError.from_problems(problems)
+        self._advise(optimizer, engine.settings)
+        stage.layers_elsewhere = {}  # whoever groups parameters has done so
+        self._release_optimizer()
+        self._attached = AttachedOptimizer(optimizer, engine, step, self.watch.check)
+        if stage.num_stages > 1:
+            self._clipping_guard.begin(stage.parameters.values())
+
+    def _advise(self, optimizer: Optimizer, settings: ResolvedSettings) -> None:
+        """Say what an optimizer does better with, where the number of micro-batches decides how many are delayed."""
+        if settings.delay and settings.staleness == "least":
+            advice = advice_on_micro_batches(optimizer, settings.num_stages, settings.micro_batches)
+            if advice is not None:
+                rank_zero_info(advice)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The attached one."""
+        return None if self._attached is None else self._attached.optimizer
+
+    def check_optimizer(self, optimizer: object) -> None:
+        """Refuse a step of another optimizer than the attached one."""
+        if self._attached is not None:
+            self._attached.check_same(optimizer)
+
+    @property
+    def whole_model(self) -> WholeModel:
+        """What is known of the model before it was cut."""
+        assert self.stage is not None, "cut() comes first"
+        return self.stage.whole
+
+    def tell_delay(self) -> None:
+        """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
+        if self._attached is not None:
+            self._attached.tell_delay()
+
+    @contextmanager
+    def user_step(self) -> Iterator[None]:
+        """A step of the user runs meanwhile: only the last stage runs it to the end."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def check_collective(self, name: str, step: str, elsewhere: str) -> None:
+        """Refuse a collective that other ranks would not join: inside a user's step, and after a failure.
+
+        Args:
+            name: of the collective.
+            step: what the user's step is called.
+            elsewhere: where to call it instead.
+
+        Raises:
+            RuntimeError: with the failure as its cause, if there was one.
+        """
+        if self._in_step:
+            raise RuntimeError(
+                f"{name} was called inside {step}: only the last stage runs it to the end, so the others would never"
+                f" join; move it {elsewhere}"
+            )
+        if self.watch.failure is not None:
+            self.watch.check()
+
+    def run(self, batch: Any, step: Step, afterwards: Callable[[], None] = lambda: None) -> BatchOutput:
+        """Run a training batch: see :meth:`Engine.run`.
+
+        Args:
+            batch: the batch, on the first and the last stage; ignored on the others.
+            step: the user's step, called with a micro-batch and its weight.
+            afterwards: called when an update has been applied between two micro-batches; it may still change weights.
+
+        Raises:
+            ConfigurationError: somebody has changed the weights that gradients of the batch before are taken at.
+        """
+        engine, changes = self._watched()
+
+        def apply_held() -> None:
+            changes.before_update_within()
+            in_step, self._in_step = self._in_step, False  # it is between two micro-batches, and no step runs
+            try:
+                engine.updates.apply_held()
+                afterwards()
+            finally:
+                self._in_step = in_step
+            changes.after_update_within()
+
+        changes.before_batch()
+        output = engine.run(batch, step, apply_held)
+        changes.after_batch()
+        return output
+
+    def close(self, payload: Payload | None = None, note: Any = None) -> None:
+        """End the mini-batch and file its ticket; raises as :meth:`run` does.
+
+        Args:
+            payload: what its control message carries.
+            note: what the strategy wants to find in its update's ticket.
+        """
+        assert self._attached is not None, "attach() an optimizer before training"
+        engine, changes = self._watched()
+        changes.before_close()
+        engine.close(self._attached.file_ticket(note), payload)
+
+    def apply_due(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
+        """Apply the updates whose time has come.
+
+        Args:
+            afterwards: called when they have been applied; it may still change weights.
+
+        Raises:
+            ConfigurationError: somebody else has changed weights since the last call, while an update was outstanding.
+        """
+        engine, changes = self._watched()
+        changes.before_updates()
+        updates = engine.updates.apply_due()
+        afterwards()
+        changes.after_updates()
+        return updates
+
+    def check_drain(self) -> None:
+        """Raise RuntimeError if an update is being applied: what drains would find a part of it."""
+        if self._attached is not None:
+            self._attached.check_drain()
+
+    def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
+        """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
+        self.check_drain()
+        engine, changes = self._watched()
+        changes.before_drain()
+        updates = engine.drain()
+        changes.after_drain()
+        afterwards()
+        return updates
+
+    @contextmanager
+    def weights_may_change(self) -> Iterator[None]:
+        """Something runs between two updates that may change the newest weights."""
+        yield
+        self.running().weights.adopt(unseen=True)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of the update being applied to a norm over all stages of ``max_norm``.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            RuntimeError: no update is being applied; gradients exist only meanwhile.
+        """
+        check_norm_type(norm_type)
+        update = None if self._attached is None else self._attached.update
+        if update is None:
+            raise RuntimeError("gradients can be clipped only while an update is applied")
+        norm = update.message.norm
+        clip_by_norm(self.running().weights.parameters.values(), norm, max_norm)
+        return torch.tensor(norm)
+
+    def finish(self) -> None:
+        """End the run, after every message has arrived; a collective unless the session failed.
+
+        The engine stays until the next :meth:`start`, so that weights and state can be gathered afterwards.
+        """
+        if self.engine is None:
+            return
+        try:
+            if self.watch.failure is None and self.engine.runner.transport is not None:
+                self.engine.runner.transport.settle()
+                self.engine.runner.transport.announce_end_of_run()
+                finish_together(self.engine.mesh)
+                self.engine.close_connections()
+        except (PeerLostError, ProtocolError) as error:
+            self.watch.fail(error)
+            raise
+        finally:
+            self._release_optimizer()
+            self.engine.release()
+
+    def _release_optimizer(self) -> None:
+        if self._attached is not None:
+            self._attached.release()
+
+    def leave(self) -> None:
+        """Finish, and let nobody watch over this rank any longer; a collective unless the session failed."""
+        try:
+            self.finish()
+        finally:
+            self._clipping_guard.end()
+            self.watch.guard.end()
+
+    @property
+    def _fresh_stage(self) -> int | None:
+        """A last stage without delay, if there is one."""
+        return self._connected().num_stages - 1 if self.settings.staleness == "fresh_last_stage" else None
+
+    def _watched(self) -> tuple[Engine, ChangeGuard]:
+        engine = self.running()
+        assert self._changes is not None
+        return engine, self._changes
+
+    def _connected(self) -> Mesh:
+        assert self.mesh is not None, "connect() comes first"
+        return self.mesh

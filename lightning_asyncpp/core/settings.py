@@ -1,0 +1,346 @@
+"""The arguments of a pipeline: resolved against the number of processes, all problems named at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from lightning_asyncpp.core.ranks.mesh import PLACEMENTS, Placement
+from lightning_asyncpp.core.schedule import (
+    Schedule,
+    Slack,
+    Staleness,
+    StalenessRule,
+    agrees_first,
+    depth,
+    largest_lookahead,
+)
+from lightning_asyncpp.errors import ConfigurationError
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # of Lightning
+STALENESS = get_args(Staleness)
+_MOST_CTAS = 64  # channels of a communicator
+_MOST_METRIC_SLOTS = 2**16  # far below what a control message may hold
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, and not a bool, which Python takes for one."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def problems_of_precision(precision: str | None) -> list[str]:
+    """What is wrong with a precision of Lightning."""
+    if precision in PRECISIONS:
+        return []
+    return [
+        f"precision={precision!r} is not supported: fp16 needs a loss scale that all stages agree on before the"
+        f" backward; use one of {', '.join(PRECISIONS)}"
+    ]
+
+
+def problems_of_weight_dtype(weight_dtype: str | None, precision: str) -> list[str]:
+    """What is wrong with the dtype of the weight versions under a precision of Lightning."""
+    if weight_dtype == "bf16" and precision != "bf16-mixed":
+        return [
+            f"weight_dtype='bf16' needs precision='bf16-mixed', under which layers take weights and inputs of both"
+            f" dtypes; got precision={precision!r}: set it, or leave weight_dtype out"
+        ]
+    return []
+
+
+def problems_of_start(synchronous_start: int, delay: int | str) -> list[str]:
+    """What is wrong with a synchronous start.
+
+    Args:
+        synchronous_start: its length, a whole number.
+        delay: of the gradients after it, or the name of one that differs from stage to stage.
+    """
+    if synchronous_start < 0:
+        return [f"synchronous_start={synchronous_start} must be 0 or more, in mini-batches"]
+    if synchronous_start > 0 and delay == 0:
+        return [
+            f"synchronous_start={synchronous_start} has no meaning without a delay: all mini-batches are synchronous;"
+            " leave it out"
+        ]
+    return []
+
+
+def problems_of_slack(slack: object) -> list[str]:
+    """What is wrong with a number of micro-batches that run on older weights though they need not."""
+    if slack == "exact" or (is_whole(slack) and cast(int, slack) >= 0):
+        return []
+    return [f"slack={slack!r} must be a number of micro-batches, 0 or more, or 'exact'"]
+
+
+def problems_of_partition(partition: object, num_stages: int | None = None) -> list[str]:
+    """What is wrong with an argument ``partition``, whatever the model is.
+
+    Args:
+        partition: ``"auto"``, ``"uniform"`` or the number of layers of each stage.
+        num_stages: number of stages, if it is known.
+    """
+    if isinstance(partition, str) and partition in ("auto", "uniform"):
+        return []
+    if not isinstance(partition, (list, tuple)) or not partition or not all(map(is_whole, partition)):
+        return [
+            f"partition={partition!r} must be 'auto', 'uniform', or a list with the number of layers of each stage,"
+            " such as [3, 4]"
+        ]
+    counts = list(partition)
+    if empty := [stage for stage, count in enumerate(counts) if count < 1]:
+        return [f"partition={counts} gives stage {empty[0]} no layer ({counts[empty[0]]}): each number is at least 1"]
+    if num_stages is not None and len(counts) != num_stages:
+        return [
+            f"partition={counts} is for {len(counts)} stages, but there are {num_stages} (devices over"
+            f" data_parallel_size): give {num_stages} numbers"
+        ]
+    return []
+
+
+def problems_of_heartbeat(heartbeat: object) -> list[str]:
+    """What is wrong with a time after which a rank that gives no sign of life is gone."""
+    is_number = isinstance(heartbeat, (int, float)) and not isinstance(heartbeat, bool)
+    if heartbeat is None or (is_number and 0 < cast(float, heartbeat) < math.inf):
+        return []
+    return [f"heartbeat={heartbeat!r} must be a number of seconds above 0, or None to let nobody watch"]
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """What the user may choose about a pipeline, explained in :class:`PipelineArguments` (``arguments.py``).
+
+    Attributes:
+        delay: the most updates that a gradient may be old, or 0 for a flush per mini-batch; it comes with the name of
+            the strategy.
+        staleness: of the strategies another one is the default: :meth:`chosen`.
+    """
+
+    micro_batches: int | None = None
+    lookahead: int | None = None
+    data_parallel_size: int = 1
+    staleness: Staleness = "uniform"
+    slack: Slack = 0
+    synchronous_start: int = 0
+    weight_dtype: Literal["bf16"] | None = None
+    partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
+    placement: Placement = "pipeline_within_node"
+    nonfinite_gradients: Literal["stop", "skip"] = "stop"
+    metric_slots: int = 64
+    max_message_bytes: int = 2**34
+    heartbeat: float | None = 60.0
+    neighbour_ctas: int | None = 4
+    delay: int = 1
+
+    @classmethod
+    def chosen(cls, delay: int, staleness: Staleness | None = None, **others: Any) -> PipelineSettings:
+        """What a user chose for a strategy of that delay; who says nothing of the staleness gets the least."""
+        if staleness is None:
+            staleness = "least" if delay else "uniform"
+        return PipelineSettings(delay=delay, staleness=staleness, **others)
+
+    def problems(self) -> list[str]:
+        """What is wrong whatever the number of processes is, each with its mend."""
+        types = self._type_problems()
+        plain = PipelineSettings()
+        right = replace(self, **{name: getattr(plain, name) for name in types})
+        return [*types.values(), *(right._problems_alone() or ([] if types else self._problems_of_stages()))]
+
+    def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
+        """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
+        if types := self._type_problems():
+            return None, list(types.values())
+        problems = self._problems_alone()
+        if self.data_parallel_size >= 1 and world_size % self.data_parallel_size:
+            problems.append(
+                f"devices={world_size} is not divisible by data_parallel_size={self.data_parallel_size}:"
+                " every replica needs the same number of stages; change one of them"
+            )
+        if problems:
+            return None, problems
+        num_stages = world_size // self.data_parallel_size
+        if self.delay and self._is_synchronous(num_stages):
+            return self.with_delay(0).resolve(world_size)
+        micro_batches = num_stages if self.micro_batches is None else self.micro_batches
+        lookahead = self._resolved_lookahead(num_stages, micro_batches)
+        problems = problems_of_partition(self.partition, num_stages)
+        problems += self._problems_of_schedule(num_stages, micro_batches, lookahead)
+        if problems:
+            return None, problems
+        found = {"num_stages": num_stages, "micro_batches": micro_batches, "lookahead": lookahead}
+        if not agrees_first(self.staleness, self.slack):
+            found["synchronous_start"] = max(self.synchronous_start, 1)
+        return ResolvedSettings(**vars(self) | found), []
+
+    def resolved(self, world_size: int) -> ResolvedSettings:
+        """Like :meth:`resolve`, raising ConfigurationError."""
+        resolved, problems = self.resolve(world_size)
+        if resolved is None:
+            raise ConfigurationError.from_problems(problems)
+        return resolved
+
+    def with_delay(self, delay: int) -> PipelineSettings:
+        """The same pipeline with another delay: how a synchronous twin is made."""
+        if delay:
+            return replace(self, delay=delay)
+        return replace(self, delay=0, staleness="uniform", slack=0, synchronous_start=0)
+
+    def _problems_of_stages(self) -> list[str]:
+        """What is wrong with the schedule, where the partition says how many stages there are."""
+        if isinstance(self.partition, str):
+            return []
+        num_stages = len(self.partition)
+        micro_batches = num_stages if self.micro_batches is None else self.micro_batches
+        return self._problems_of_schedule(
+            num_stages, micro_batches, self._resolved_lookahead(num_stages, micro_batches)
+        )
+
+    def _type_problems(self) -> dict[str, str]:
+        optional = ("micro_batches", "lookahead", "neighbour_ctas")
+        whole = (*optional, "data_parallel_size", "delay", "metric_slots", "max_message_bytes", "synchronous_start")
+        values = {name: getattr(self, name) for name in whole}
+        return {
+            name: f"{name}={value!r} must be a whole number"
+            for name, value in values.items()
+            if not is_whole(value) and not (value is None and name in optional)
+        }
+
+    def _problems_alone(self) -> list[str]:
+        problems = []
+        if self.micro_batches is not None and self.micro_batches < 1:
+            problems.append(f"micro_batches={self.micro_batches} must be at least 1")
+        if self.lookahead is not None and self.lookahead < 0:
+            problems.append(f"lookahead={self.lookahead} must be 0 or more")
+        if self.data_parallel_size < 1:
+            problems.append(f"data_parallel_size={self.data_parallel_size} must be at least 1")
+        if self.nonfinite_gradients not in ("stop", "skip"):
+            problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
+        problems += problems_of_partition(self.partition)
+        if self.placement not in PLACEMENTS:
+            problems.append(f"placement={self.placement!r} must be {' or '.join(map(repr, PLACEMENTS))}")
+        if self.delay not in (0, 1):
+            problems.append(f"delay={self.delay} must be 0 or 1")
+        problems += self._problems_of_staleness()
+        problems += problems_of_start(self.synchronous_start, self.delay)
+        if self.weight_dtype not in (None, "bf16"):
+            problems.append(f"weight_dtype={self.weight_dtype!r} must be 'bf16', or None for that of the parameters")
+        if self.max_message_bytes < 1:
+            problems.append(f"max_message_bytes={self.max_message_bytes} must be at least 1")
+        if self.neighbour_ctas is not None and not 1 <= self.neighbour_ctas <= _MOST_CTAS:
+            problems.append(
+                f"neighbour_ctas={self.neighbour_ctas} must be 1 to {_MOST_CTAS}, or None to leave it to NCCL"
+            )
+        if self.metric_slots < 1:
+            problems.append(f"metric_slots={self.metric_slots} must be at least 1")
+        if self.metric_slots > _MOST_METRIC_SLOTS:
+            problems.append(f"metric_slots={self.metric_slots} must be at most {_MOST_METRIC_SLOTS}")
+        return problems + problems_of_heartbeat(self.heartbeat)
+
+    def _problems_of_staleness(self) -> list[str]:
+        if self.staleness not in STALENESS:
+            return [f"staleness={self.staleness!r} must be {' or '.join(map(repr, STALENESS))}"]
+        if self.staleness != "uniform" and self.delay == 0:
+            return [f"staleness={self.staleness!r} has no meaning without a delay: no gradient is old; leave it out"]
+        if problems := problems_of_slack(self.slack):
+            return problems
+        if self.slack and self.delay == 0:
+            return [f"slack={self.slack!r} has no meaning without a delay: leave it out"]
+        if self.slack and self.staleness != "least":
+            return [f"slack={self.slack!r} has a meaning only with staleness='least': set that, or leave it out"]
+        return []
+
+    def _resolved_lookahead(self, num_stages: int, micro_batches: int) -> int:
+        if self.lookahead is not None:
+            return self.lookahead
+        if self.delay == 0 or self.staleness == "least":
+            return 0
+        return max(0, min(1, largest_lookahead(num_stages, micro_batches, self.data_parallel_size)))
+
+    def _is_synchronous(self, num_stages: int) -> bool:
+        """Whether no gradient is old; with the least staleness one stage has nothing under way at its update."""
+        return self.delay == 0 or (self.staleness == "least" and num_stages == 1)
+
+    def _problems_of_schedule(self, num_stages: int, micro_batches: int, lookahead: int) -> list[str]:
+        if self._is_synchronous(num_stages):
+            return []
+        if self.staleness == "fresh_last_stage" and num_stages == 1:
+            return [
+                f"staleness={self.staleness!r} with one stage would be synchronous training; use more stages, or"
+                " strategy 'sync_pipeline'"
+            ]
+        if micro_batches < num_stages:
+            return [
+                f"micro_batches={micro_batches} is smaller than the number of stages ({num_stages}): without a flush"
+                f" every stage needs work; use micro_batches >= {num_stages}, or strategy 'sync_pipeline'"
+            ]
+        most = largest_lookahead(num_stages, micro_batches, self.data_parallel_size)
+        if depth(0, num_stages, lookahead) > depth(0, num_stages, most):
+            return [
+                f"lookahead={lookahead} does not fit {micro_batches} micro-batches over {num_stages} stages and"
+                f" {self.data_parallel_size} replica(s): the largest is {most};"
+                f" lower it, or use micro_batches >= {micro_batches + min(lookahead, num_stages - 1) - most}"
+            ]
+        if self.nonfinite_gradients == "skip" and not agrees_first(self.staleness, self.slack):
+            usual, mend = (" (the default)", ", slack='exact'") if self.staleness == "least" else ("", "")
+            return [
+                f"staleness={self.staleness!r}{usual} steps stages before it is known whether the gradients of the"
+                " others are finite, so nonfinite_gradients='skip' could not leave their updates out;"
+                f" use 'stop'{mend} or staleness='uniform'"
+            ]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSettings(PipelineSettings):
+    """Settings fitted to a number of processes, which says what was left open.
+
+    Attributes:
+        num_stages: number of stages, P.
+    """
+
+    num_stages: int
+    micro_batches: int = field()  # no default
+    lookahead: int = field()
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Of the weight versions beside masters; None without masters."""
+        return torch.bfloat16 if self.weight_dtype == "bf16" else None
+
+    def describe(self, schedules: Sequence[Schedule] | None = None) -> str:
+        """For the log: what runs in a batch, and how old its gradients are.
+
+        Args:
+            schedules: of all stages; default: where none shares a parameter with another.
+        """
+        ahead = f", lookahead {min(self.lookahead, self.num_stages - 1)}" if self.delay else ""
+        start = self.synchronous_start
+        after = f", after {start} synchronous mini-batch{'es' if start > 1 else ''}" if start else ""
+        waits = "; every update waits for the replicas (slack=1 hides that)" if self.waits_for_replicas else ""
+        return f"{self.micro_batches} micro-batches{ahead}, {self._described_delay(schedules)}{after}{waits}"
+
+    def _described_delay(self, schedules: Sequence[Schedule] | None) -> str:
+        if self.staleness == "uniform":
+            return f"delay {self.delay}"
+        schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
+        stale = ", ".join(f"{schedule.stage_rule.staleness(self.micro_batches):.3g}" for schedule in schedules)
+        slack = f", slack={self.slack!r}" if self.slack else ""
+        return f"staleness={self.staleness!r}{slack} (gradients {stale} updates old, by stage)"
+
+    @property
+    def waits_for_replicas(self) -> bool:
+        """Whether no backward is run while gradients are summed over the replicas."""
+        return self.data_parallel_size > 1 and self.staleness == "least" and self.slack == 0
+
+    def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:
+        """Order and weights of what ``stage`` runs.
+
+        Args:
+            stage: 0 first.
+            shares_with: the first stage that shares a parameter with it, if one does.
+        """
+        rule = StalenessRule(self.delay, self.synchronous_start)
+        return Schedule(stage, self.num_stages, self.lookahead, rule, self.staleness, self.slack, shares_with)

@@ -1,0 +1,267 @@
+"""Sums the gradients of a mini-batch over the replicas, in flat buckets and in the background.
+
+A bucket is one reduction instead of one per parameter. It is sent off as soon as the last backward of the mini-batch
+has completed it, while the rest of that backward runs; what arrives is taken up, and its norm computed, as soon as
+anybody looks. The host reads all norms, and which gradients there are, in one piece.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_asyncpp.core import foreach
+from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.core.ranks.mesh import started
+from lightning_asyncpp.core.recording.clocks import HOST, Clock, Moment
+from lightning_asyncpp.errors import ConfigurationError, lost_peers
+
+Gradients = dict[str, "Tensor | None"]
+BUCKET_BYTES = 16 * 2**20
+GPU_BUCKET_BYTES = 64 * 2**20
+"""An all-reduce of NCCL is a kernel that takes part of the GPU from the backward: fewer of them."""
+_ALIGNMENT = 64
+"""Bytes: where torch's own tensors begin. Products of matrices are rounded by where these begin in memory, which must
+not depend on the stage that they are on."""
+
+
+class Bucket:
+    """Gradients of one dtype that are packed into a flat tensor, which an all-reduce sums in place.
+
+    It ends with one flag per gradient that says whether there is one: a parameter that no replica used keeps a gradient
+    of None after the reduction, or the optimizer would decay it.
+
+    Args:
+        names: of the parameters.
+        like: name -> a tensor of the gradient's shape, dtype and device.
+    """
+
+    def __init__(self, names: Sequence[str], like: Mapping[str, Tensor]) -> None:
+        self.names = list(names)
+        self._like = like
+        self._padding: list[int] = []  # elements before each gradient
+        end, step = 0, max(1, _ALIGNMENT // like[self.names[0]].element_size())
+        for name in self.names:
+            self._padding.append(-end % step)
+            end += self._padding[-1] + like[name].numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self._like[self.names[0]].device
+
+    def pack(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
+        """Return the gradients of this bucket as a new flat tensor; what is None counts as zeros."""
+        present = [gradients[name] for name in self.names]
+        pieces: list[Tensor] = []
+        for name, gradient, padding in zip(self.names, present, self._padding):
+            like = self._like[name]
+            pieces += [like.new_zeros(padding)] if padding else []
+            pieces.append(like.new_zeros(like.numel()) if gradient is None else gradient.reshape(-1))
+        for there, run in itertools.groupby(gradient is not None for gradient in present):
+            # Filled where they are: a copy from the host would wait for the GPU.
+            pieces.append(like.new_full((len(list(run)),), float(there)))
+        return torch.cat(pieces)
+
+    def unpack(self, flat: Tensor) -> Gradients:
+        """Return the (summed) gradients as views of ``flat``; waits for the device."""
+        gradients, flags = self.views(flat)
+        return {name: g if flag > 0 else None for (name, g), flag in zip(gradients.items(), flags.tolist())}
+
+    def views(self, flat: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return views of ``flat``: of every (summed) gradient, as if it were there; and of their flags (names,).
+
+        A gradient is there if its flag is above 0.
+        """
+        sizes = [n for name, pad in zip(self.names, self._padding) for n in (pad, self._like[name].numel())]
+        *pieces, flags = flat.split([*sizes, len(self.names)])
+        return {name: p.view(self._like[name].shape) for name, p in zip(self.names, pieces[1::2])}, flags
+
+
+def plan_buckets(
+    like: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES, late: Collection[str] = ()
+) -> list[Bucket]:
+    """Spread parameters over buckets, the last first: so their gradients become complete.
+
+    Args:
+        like: name -> a tensor of the gradient's shape, dtype and device, in the order of the forward.
+        bucket_bytes: size from which on a bucket is closed, in bytes.
+        late: those whose gradients are complete only after a whole backward; they come last, in buckets of their own.
+    """
+    together: dict[tuple[bool, torch.dtype], list[str]] = {}
+    backwards = list(reversed(list(like)))
+    for name in [n for n in backwards if n not in late] + [n for n in backwards if n in late]:
+        together.setdefault((name in late, like[name].dtype), []).append(name)
+    return [Bucket(names, like) for group in together.values() for names in _parts(group, like, bucket_bytes)]
+
+
+class Reduction:
+    """The reduction of one mini-batch.
+
+    Args:
+        buckets: how this stage's gradients are packed; the same on all replicas, which send them in this order.
+        group: the ranks of this stage in all replicas.
+        late: names whose gradients no backward completes by itself.
+        apart: names that are left out of ``squares``.
+        clock: by which it is measured.
+
+    Attributes:
+        gradients: name -> sum over the replicas, of the buckets that were taken up; None where no replica had one, once
+            all were.
+        squares: the sum of squares of each gradient that there is, in fp64, once all buckets were taken up.
+        started: when the first bucket was sent, a moment of the clock; None before.
+        ends: when each arrived that was taken up.
+        num_bytes: size of what was sent, in bytes.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        group: dist.ProcessGroup,
+        late: Collection[str] = (),
+        apart: Collection[str] = (),
+        clock: Clock = HOST,
+    ) -> None:
+        self.gradients: Gradients = {}
+        self.squares: list[float] = []
+        self.started: Moment | None = None
+        self.ends: list[Moment] = []
+        self.num_bytes = 0
+        self._buckets, self._group, self._apart, self._clock = buckets, group, apart, clock
+        self._sent: list[_Sent] = []
+        self._taken = 0
+        self._looked_at: list[tuple[list[str], Tensor, Tensor]] = []  # names; their norms; whether they are there
+        self._reading: Reading | None = None
+        self._missing = [set(bucket.names) for bucket in buckets]
+        self._bucket_of = {
+            name: number for number, bucket in enumerate(buckets) for name in bucket.names if name not in late
+        }
+
+    @contextmanager
+    def watching(self, leaves: Mapping[str, Tensor], gradient_of: Callable[[str], Tensor | None]) -> Iterator[None]:
+        """Send buckets as the backward that runs meanwhile, the last of its mini-batch, completes them.
+
+        Args:
+            leaves: name -> the tensor whose gradient it is; others are of no interest.
+            gradient_of: name -> its gradient, summed over the mini-batch.
+        """
+        hooks = [
+            leaf.register_post_accumulate_grad_hook(lambda _, name=name: self._complete(name, gradient_of))
+            for name, leaf in leaves.items()
+            if name in self._bucket_of
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def send_rest(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Send what the last backward left incomplete: parameters without a gradient in it, or none at all."""
+        while len(self._sent) < len(self._buckets):
+            self._send(gradients)
+
+    def poll(self) -> bool:
+        """Take up what has arrived; returns whether that is everything. Waits for nothing."""
+        while self._taken < len(self._sent) and self._sent[self._taken].work.is_completed():
+            self._take_up()
+        if self._reading is not None and self._reading.is_there():
+            self._read(self._reading)
+        return self._taken == len(self._buckets) and self._reading is None
+
+    def wait(self) -> None:
+        """Wait for everything and take it up.
+
+        Raises:
+            PeerLostError: another replica is gone.
+        """
+        while self._taken < len(self._sent):
+            self._take_up()
+        if self._reading is not None:
+            self._read(self._reading)
+
+    def let_go(self) -> None:
+        """Hold none of the tensors any more, all of which were taken up."""
+        self.gradients.clear()
+        self._sent.clear()
+
+    def _complete(self, name: str, gradient_of: Callable[[str], Tensor | None]) -> None:
+        number = self._bucket_of[name]
+        if number < len(self._sent):
+            raise ConfigurationError(
+                f"the gradient of {name} grew after it was complete: a backward inside a backward added to it, as"
+                " torch.utils.checkpoint does for weights that two checkpointed parts share; give it"
+                " use_reentrant=False"
+            )
+        self._missing[number].discard(name)
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+            self._send({name: gradient_of(name) for name in self._buckets[len(self._sent)].names})
+
+    def _send(self, gradients: Mapping[str, Tensor | None]) -> None:
+        bucket = self._buckets[len(self._sent)]
+        with torch.no_grad():
+            flat = bucket.pack(gradients)
+        self.started = self.started or self._clock.now()
+        self.num_bytes += flat.nbytes
+        with lost_peers():
+            self._sent.append(_Sent(bucket, flat, self._group, self._clock))
+
+    def _take_up(self) -> None:
+        sent = self._sent[self._taken]
+        with lost_peers():
+            sent.work.wait()
+        self.ends.append(sent.ended or self._clock.now())
+        gradients, flags = sent.bucket.views(sent.flat)
+        self.gradients.update(gradients)
+        self._looked_at.append((list(gradients), foreach.norms(list(gradients.values()), torch.float64), flags))
+        self._taken += 1
+        if self._taken == len(self._buckets):
+            self._reading = Reading([tensor for _, *tensors in self._looked_at for tensor in tensors])
+
+    def _read(self, reading: Reading) -> None:
+        numbers = iter(reading.get())
+        for names, *_ in self._looked_at:
+            for name, norm, flag in zip(names, next(numbers), next(numbers)):
+                if not flag > 0:
+                    self.gradients[name] = None
+                elif name not in self._apart:
+                    self.squares.append(norm * norm)
+        self._looked_at, self._reading = [], None
+
+
+def squares(gradients: Mapping[str, Tensor | None]) -> list[float]:
+    """Sum of squares of each gradient that there is, in fp64; waits for the device."""
+    present = [gradient for gradient in gradients.values() if gradient is not None]
+    return [norm * norm for norm in foreach.norms(present, torch.float64).tolist()]
+
+
+class _Sent:
+    """A bucket on its way."""
+
+    def __init__(self, bucket: Bucket, flat: Tensor, group: dist.ProcessGroup, clock: Clock) -> None:
+        self.bucket, self.flat, self._clock = bucket, flat, clock
+        self.ended: Moment | None = None
+        self.work = started(dist.all_reduce(flat, group=group, async_op=True))
+        if clock is not HOST or not flat.is_cuda:  # on a GPU each takes one of torch's few streams
+            self.work.get_future().add_done_callback(self._end)
+
+    def _end(self, _: object) -> None:
+        # With NCCL this is called at once, on a stream that waits for the sum.
+        self.ended = self._clock.now()
+
+
+def _parts(names: list[str], like: Mapping[str, Tensor], bucket_bytes: int) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name in names:
+        if size >= bucket_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += like[name].nbytes
+    return parts

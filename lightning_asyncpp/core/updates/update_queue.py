@@ -1,0 +1,327 @@
+"""Mini-batches between their last forward and their update: reduced, agreed on and applied in order."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_asyncpp.core import foreach
+from lightning_asyncpp.core.batches.batch_output import no_weight_text
+from lightning_asyncpp.core.cut.ties import names_on, trained_on
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.recording.clocks import HOST
+from lightning_asyncpp.core.recording.trace import Beside, Recorded, Wait
+from lightning_asyncpp.core.runner.common import StageRunner
+from lightning_asyncpp.core.schedule import Kind, Schedule
+from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.core.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch, Update
+from lightning_asyncpp.core.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
+from lightning_asyncpp.core.updates.ticket import Ticket
+from lightning_asyncpp.core.updates.tied_gradients import TiedGradients, tags_of
+from lightning_asyncpp.core.weights import WeightVersions
+from lightning_asyncpp.errors import NonFiniteGradientError, lost_peers
+
+_KNOWN_STARTS = 8  # of mini-batches: more than run or are in flight at a time
+
+
+class UpdateQueue:
+    """The updates of one stage.
+
+    Args:
+        mesh: this rank's place.
+        settings: its policies.
+        runner: its transport and its trace.
+        weights: the weight versions that the updates make.
+        schedule: which of them a mini-batch ran on, and when its update is due.
+
+    Attributes:
+        open: the mini-batch that batches are added to.
+        closed: mini-batches that are whole and not applied yet, in order.
+        last_norm: of the newest gradient that was applied; None before the first.
+        requested: what this rank asks of all.
+        agreed: what some rank asked for, and all know.
+        apply: steps the optimizer; the parameters hold the gradients meanwhile.
+        leave_out: called in place of it for an update that is skipped.
+    """
+
+    def __init__(
+        self, mesh: Mesh, settings: ResolvedSettings, runner: StageRunner, weights: WeightVersions, schedule: Schedule
+    ) -> None:
+        self.mesh, self.settings, self.runner, self.weights, self.schedule = mesh, settings, runner, weights, schedule
+        self._starts: deque[tuple[int, int]] = deque(maxlen=_KNOWN_STARTS)
+        self.begin(0, 0)
+        self.closed: deque[MiniBatch] = deque()
+        self.last_norm: float | None = None
+        self.requested = StopFlags()
+        self.agreed = StopFlags()
+        self.apply: Callable[[Update], None]
+        self.leave_out: Callable[[], None]
+        self.detach()
+        self._late = torch.empty(0, device=runner.device).is_cuda
+        self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
+        size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
+        self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
+        self._told = False  # of a mini-batch without weight
+        self._applied_within: list[Update] = []  # a batch, and not returned yet
+        self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
+        self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
+
+    def detach(self) -> None:
+        """Forget who applies updates."""
+        self.apply, self.leave_out = _no_optimizer, lambda: None
+
+    def begin(self, index: int, first: int) -> None:
+        """Open mini-batch ``index``, which begins, or after its gradient was dropped begins anew, with ``first``."""
+        self.open = MiniBatch(self.mesh, index, first)
+        self._starts.append((index, first))
+
+    def begin_at(self, index: int, first: int) -> None:
+        """Go on with mini-batch ``index`` and micro-batch ``first`` of another run."""
+        self._starts.clear()
+        self.begin(index, first)
+
+    def begun(self, end: int) -> list[tuple[int, int]]:
+        """The newest few mini-batches of this run that began before micro-batch ``end``: index, first micro-batch.
+
+        One whose gradient was dropped is there once more, with the micro-batch that it began anew with.
+        """
+        return [start for start in self._starts if start[1] < end]
+
+    @property
+    def applied(self) -> int:
+        """How many updates this stage has applied, or left out."""
+        return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
+
+    def close(self, end: int, ticket: Ticket, payload: Payload | None = None) -> None:
+        """Declare the open mini-batch whole.
+
+        Args:
+            end: one past its last micro-batch.
+            ticket: what was set for its update.
+            payload: what its control message carries.
+        """
+        mini_batch, whole = self.open, self.runner.stage.whole
+        mini_batch.close(end, ticket, payload, whole.statistics.length)
+        if self.mesh.world_size > 1:
+            # Made here, long before the gradient is complete, so that receives are posted when others send.
+            with lost_peers():
+                transport, index, length = self.runner.transport, mini_batch.index, mini_batch.layout.length
+                mini_batch.exchange = control_sum(self.mesh, transport, index, length, self._late)
+        if self._ties:
+            tags = tags_of(self._ties, whole.ties, mini_batch.index)
+            mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters), tags)
+        self.closed.append(mini_batch)
+        self.begin(mini_batch.index + 1, end)
+
+    def drop_open(self, end: int, next_backward: int) -> None:
+        """Let the gradient of the batches since the last :meth:`close` belong to no update.
+
+        Args:
+            end: one past their last micro-batch.
+            next_backward: the next micro-batch that runs backward; their gradient is taken away after their last one.
+        """
+        dropped = self.open
+        dropped.end = end
+        self._dropped.append(dropped)
+        self.begin(dropped.index, end)
+        self.launch_complete(next_backward)
+
+    def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
+        """Around the backward of micro-batch ``k``: if it is the last of a whole mini-batch, start to reduce.
+
+        Args:
+            k: the micro-batch.
+            weights: name -> the tensor that the backward adds the gradient to.
+        """
+        complete = next((m for m in self.closed if m.end == k + 1), None) if self._buckets else None
+        if complete is None:
+            return nullcontext()
+        complete.reduction = self._new_reduction()
+        return complete.reduction.watching(weights, self.weights.gradient)
+
+    def launch_complete(self, next_backward: int) -> None:
+        """Send the gradients of mini-batches whose backwards, those before ``next_backward``, are all done."""
+        while self._dropped and next_backward >= (self._dropped[0].end or 0):
+            self._dropped.popleft()
+            self.weights.take_gradients()
+        for mini_batch in self.closed:
+            if not mini_batch.launched and next_backward >= (mini_batch.end or 0):
+                self._launch(mini_batch)
+        self.poll()
+
+    def poll(self) -> None:
+        """Take up what has arrived.
+
+        It waits for nothing, but for what is there or about to be: with one replica on CPUs, for the part of the
+        control message that follows the last gradient from the stage behind.
+
+        Messages and shared gradients leave in the order of the mini-batches, which is how their receivers tell them
+        apart: what arrives in the meantime for a later one waits for the one before.
+        """
+        for mini_batch in self.closed:
+            if not mini_batch.poll():
+                break
+        while self._leaving and self._leaving[0].have_left():
+            self._leaving.popleft()
+
+    def apply_held(self) -> None:
+        """Apply the update of the mini-batch before the open one, which has run what it runs on the older weights.
+
+        Raises:
+            NonFiniteGradientError: under the policy ``"stop"``, where all have agreed on it.
+        """
+        while self.closed and not self.closed[0].stepped:
+            if self.schedule.steps_ahead(self.closed[0].index):
+                self._step_ahead(self.closed[0])
+                return
+            self._applied_within.append(self._apply(self.closed.popleft()))
+
+    def apply_due(self) -> list[Update]:
+        """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
+
+        Returns:
+            these, and what was applied within the last batch.
+
+        Raises:
+            NonFiniteGradientError: under the policy ``"stop"``, on every rank.
+        """
+        updates, self._applied_within = self._applied_within, []
+        due = self.schedule.pipeline_rule.updates_due(self.open.index - 1)
+        while self.closed and self.closed[0].index < due:
+            updates.append(self._apply(self.closed.popleft()))
+        if self.closed and self.schedule.stage_rule.held == 0 and self.schedule.steps_ahead(self.closed[-1].index):
+            self._step_ahead(self.closed[-1])
+        return updates
+
+    def apply_all(self) -> list[Update]:
+        """Apply the updates of all whole mini-batches; their backwards are done."""
+        updates, self._applied_within = self._applied_within, []
+        while self.closed:
+            updates.append(self._apply(self.closed.popleft()))
+        while self._leaving:
+            self._leaving.popleft().settle()
+        return updates
+
+    def _launch(self, mini_batch: MiniBatch) -> None:
+        apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
+        uses = {name: self.weights.gradients_apart(name) for name in apart}
+        gradients = self.weights.take_gradients()
+        if self._buckets and mini_batch.reduction is None:
+            mini_batch.reduction = self._new_reduction()
+        stage = self.runner.stage
+        statistics = stage.whole.statistics.pack(mini_batch.counted.take_statistics(), stage.counting_layers)
+        if mini_batch.tied is not None:
+            self._leaving.append(mini_batch.tied)
+        mini_batch.launch(gradients, statistics, replace(self.requested), uses)
+
+    def _new_reduction(self) -> Reduction:
+        assert self.mesh.groups is not None
+        assert self.mesh.groups.data_parallel is not None
+        tied = names_on(self.mesh.stage, self._ties)
+        clock = HOST if self.runner.trace is None else self.runner.trace.clock
+        group, late = self.mesh.groups.data_parallel, self.weights.used_twice
+        return Reduction(self._buckets, group, late=late, apart=tied, clock=clock)
+
+    def _step_ahead(self, mini_batch: MiniBatch) -> None:
+        """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
+
+        Unclipped, if no mini-batch had any samples yet. (The very first has no delay, so that its norm is known.)
+
+        It waits for replicas, and for shared gradients. One that is not finite is left alone: the control message will
+        stop all ranks.
+        """
+        if mini_batch.stepped or not mini_batch.launched:
+            return
+        with self.runner.span(Wait.AGREEMENT, mini_batch.index):
+            weight, squares, statistics = mini_batch.reduce_now(self.runner.device)
+            if mini_batch.tied is not None:
+                mini_batch.tied.take_whole_sums(mini_batch.gradients)
+        norm = 0.0 if self.last_norm is None else self.last_norm
+        message = ControlMessage(weight, norm, True, 0, 0, torch.zeros(0, dtype=torch.float64), statistics)
+        update = self._update(mini_batch, message)
+        if math.isfinite(squares) and weight:
+            with self._stepping(mini_batch, message):
+                self.apply(update)
+            mini_batch.let_go()
+        mini_batch.stepped = True
+
+    def _apply(self, mini_batch: MiniBatch) -> Update:
+        if self.schedule.steps_ahead(mini_batch.index):
+            self._step_ahead(mini_batch)
+            return Update(mini_batch.index, mini_batch.ticket, self._agree(mini_batch), None)
+        message = self._agree(mini_batch)
+        update = self._update(mini_batch, message)
+        if message.finite and message.weight:
+            with self._stepping(mini_batch, message):
+                self.apply(update)
+        else:
+            self.leave_out()
+        return update
+
+    def _update(self, mini_batch: MiniBatch, message: ControlMessage) -> Update:
+        """Make room for the version that the update of a mini-batch makes."""
+        rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
+        staleness = 0 if rule.in_start(mini_batch.index) else rule.staleness(count)
+        return Update(mini_batch.index, mini_batch.ticket, message, self.weights.advance(), staleness)
+
+    def _agree(self, mini_batch: MiniBatch) -> ControlMessage:
+        """Wait for what all ranks have to say about a mini-batch, and note it."""
+        with self.runner.span(Wait.AGREEMENT, mini_batch.index):
+            message = mini_batch.finish()
+        self._record_reduction(mini_batch)
+        self.agreed.interrupted |= message.interrupted > 0
+        self.agreed.finished |= message.finished > 0
+        if message.weight:
+            self.last_norm = message.norm
+        elif self.mesh.rank == 0 and not self._told:
+            self._told = True
+            warnings.warn(no_weight_text(mini_batch.index), stacklevel=2)
+        if not message.finite and self.settings.nonfinite_gradients == "stop":
+            raise NonFiniteGradientError(_non_finite(mini_batch, self.schedule.agrees_first))
+        return message
+
+    def _record_reduction(self, mini_batch: MiniBatch) -> None:
+        trace, reduction = self.runner.trace, mini_batch.reduction
+        if trace is not None and reduction is not None and reduction.started is not None:
+            index, size, end = mini_batch.index, reduction.num_bytes, trace.clock.last(reduction.ends)
+            trace.record(Recorded(Beside.REDUCE, index, reduction.started, end, num_bytes=size))
+
+    @contextmanager
+    def _stepping(self, mini_batch: MiniBatch, message: ControlMessage) -> Iterator[None]:
+        """The optimizer steps meanwhile: the parameters hold the mean gradient."""
+        gradients = mini_batch.gradients
+        foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], message.weight)
+        for name, parameter in self.weights.parameters.items():
+            parameter.grad = gradients[name]
+        try:
+            with self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest):
+                yield
+                self.weights.note_step()
+                self.runner.stage.update_from_statistics(message.statistics)
+        finally:
+            for parameter in self.weights.parameters.values():
+                parameter.grad = None
+
+
+def _no_optimizer(_: Update) -> None:
+    raise RuntimeError("an update is to be applied, and there is no optimizer")
+
+
+def _non_finite(mini_batch: MiniBatch, agrees_first: bool) -> str:
+    stage = mini_batch.mesh.stage
+    bad = [name for name, g in mini_batch.gradients.items() if g is not None and not bool(torch.isfinite(g).all())]
+    where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
+    return (
+        f"the gradient of mini-batch {mini_batch.index} holds NaN or Inf ({where}); the weights are those before its"
+        f" update{', but for stages that step ahead' if mini_batch.stepped else ''}."
+        " Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
+        + ("" if agrees_first else " with staleness='least' and slack='exact', or with staleness='uniform'")
+    )

@@ -1,0 +1,236 @@
+"""How a tensor goes from GPU to GPU over NCCL, so that nothing that waits for a whole device can hang.
+
+A message of NCCL is two kernels, and each lies on its stream until the other one runs. Whatever waits for the whole
+device (``torch.cuda.synchronize()``, ``empty_cache()``, the allocator near the limit, the end of a profile) waits for
+such a kernel, too; so does whatever shares its hardware queue. If its host waits there while the counterpart is still
+to be launched by a host that waits likewise, nobody goes on. Hence the rule: **neither kernel is launched before both
+hosts are launching theirs**, and nothing between the two may wait for a device, not even for memory.
+
+    sender, where it is computed          receiver, where it is used
+        put() ................................  take(): allocates, asks, and waits for the answer alone
+        a thread launches the send, answers ..  launches the receive
+
+The thread answers at once, whatever its process waits for; so the receiver's host loses a round trip, and its device
+nothing as long as it has work. Each side launches from a stream of its own, which waits for the tensor of this message
+and not for what is being computed now.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_asyncpp.core import background
+from lightning_asyncpp.core.ranks.mesh import started
+from lightning_asyncpp.core.wire.header import TensorInfo, as_bytes, written_out
+from lightning_asyncpp.core.wire.link import Link
+from lightning_asyncpp.errors import PeerLostError, ProtocolError, is_noise, peer_lost
+
+_TAKE, _SENT = 1, 2
+
+
+class Way(NamedTuple):
+    """One direction between two neighbours.
+
+    Attributes:
+        peer: rank of the other side.
+        group: of the two; the other direction has its own.
+        device: of this rank.
+        stream: from which messages are launched; None where the device has none.
+    """
+
+    peer: int
+    group: dist.ProcessGroup
+    device: torch.device
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def to(cls, peer: int, group: dist.ProcessGroup | None, device: torch.device) -> Way:
+        """That to a rank, or from it."""
+        assert group is not None
+        # Of high priority, from a pool that others do not take from: torch gives the same streams out again and again.
+        return cls(peer, group, device, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None)
+
+    def enter(self) -> None:
+        """Let what this thread does be on the device: a thread begins on the first one, and would open it, too."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def launching(self) -> AbstractContextManager[object]:
+        """What is launched inside does not wait for what this thread has under way."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A moment of what is computed here, for which a message can wait."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+
+    def send(self, tensors: Sequence[Tensor], ready: torch.cuda.Event | None) -> list[dist.Work]:
+        """Launch a send of each, for the moment when they are ready."""
+        with self.launching():
+            if self.stream is not None and ready is not None:
+                self.stream.wait_event(ready)
+            # As bytes, which NCCL knows: it has no int16, for one.
+            return [started(dist.isend(as_bytes(tensor), self.peer, group=self.group)) for tensor in tensors]
+
+    def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
+        """Memory to receive into; the host may have to wait for its whole device to get it."""
+        with self.launching():  # this stream's memory, which nothing that is being computed may still read
+            return [info.empty(self.device) for info in infos]
+
+    def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
+        """Launch receives into tensors; what is computed from now on waits for them, the host does not."""
+        with self.launching():
+            stored = [as_bytes(info.stored(tensor)) for info, tensor in zip(infos, tensors)]
+            works = [started(dist.irecv(tensor, self.peer, group=self.group)) for tensor in stored]
+        for work in works:
+            work.wait()
+        if self.stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+        return tensors
+
+
+class _Put(NamedTuple):
+    """What lies in an outbox."""
+
+    tensors: list[Tensor]
+    ready: torch.cuda.Event | None
+
+
+class Outbox:
+    """Where the tensors of one direction wait until the neighbour takes them, in the order in which they came.
+
+    Args:
+        way: to the neighbour.
+        link: on which it asks for them; a wait in it must not end by itself.
+    """
+
+    def __init__(self, way: Way, link: Link) -> None:
+        self._way, self._link = way, link
+        self._changed = threading.Condition()
+        self._waiting: deque[_Put] = deque()
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()  # what is sent must live until it is done
+        self._error: BaseException | None = None
+        self._closed = False
+        background.run(self._serve, "outbox")
+        atexit.register(self.close)
+
+    def put(self, tensors: Sequence[Tensor]) -> None:
+        """Let the neighbour take tensors; it has to be told that they are there.
+
+        Raises:
+            PeerLostError: it is gone.
+            RuntimeError: a send failed.
+        """
+        put = _Put([written_out(tensor) for tensor in tensors], self._way.mark())
+        with self._changed:
+            self._raise_error()
+            while self._sends and self._sends[0][0].is_completed():
+                self._sends.popleft()
+            if put.tensors:
+                self._waiting.append(put)
+
+    def wait_until_taken(self, limit: int = 0) -> None:
+        """Wait until no more than ``limit`` messages are still to be taken; raises as :meth:`put` does."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._closed or len(self._waiting) <= limit)
+            self._raise_error()
+
+    def settle(self) -> None:
+        """Wait until everything is taken, and let go of it when it has been sent."""
+        self.wait_until_taken()
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+    def close(self) -> None:
+        """End the connection: nobody takes anything any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._link.hang_up()
+        atexit.unregister(self.close)
+
+    def _serve(self) -> None:
+        try:
+            self._way.enter()
+            for number in itertools.count():
+                self._hand_over(number)
+        except BaseException as error:  # raised for whoever puts or waits
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            self._link.hang_up()  # the other side may be waiting for an answer
+        if self._closed:
+            self._link.close()
+
+    def _hand_over(self, number: int) -> None:
+        """Wait until the neighbour asks for the next message, and send it."""
+        frame = self._link.read_frame()
+        put = self._waiting[0] if self._waiting else None
+        if frame != (_TAKE, number, 0) or put is None:
+            raise ProtocolError(f"{self._link.peer} asked for tensors that were not put out: {tuple(frame)}")
+        works = self._way.send(put.tensors, put.ready)
+        self._link.write(_SENT, number, [])
+        with self._changed:  # not before the answer is out: who waits for this may close the connection
+            self._waiting.popleft()
+            self._sends += zip(works, put.tensors)
+            # Whoever puts lets go of them, not this thread: to free memory it would wait for the allocator, and with
+            # Python's lock, while somebody who holds the allocator waits for what this thread has to answer.
+            del works, put
+            self._changed.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._closed:  # by this side, which needs nothing any more
+            return
+        if isinstance(self._error, (PeerLostError, ProtocolError)):
+            raise type(self._error)(*self._error.args)
+        if isinstance(self._error, Exception) and is_noise(self._error):
+            raise peer_lost(self._link.peer, self._error)
+        if self._error is not None:
+            raise RuntimeError(f"sending to {self._link.peer} failed: {self._error}") from self._error
+
+
+class Inbox:
+    """Takes the tensors of one direction.
+
+    Args:
+        way: from the neighbour.
+        link: to its outbox.
+    """
+
+    def __init__(self, way: Way, link: Link) -> None:
+        self._way, self._link = way, link
+        self._taken = 0
+
+    def take(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
+        """Return the tensors that were put out next, and look so; the host does not wait for them.
+
+        Raises:
+            PeerLostError: the neighbour is gone, or failed to send.
+            ProtocolError: it answered something else.
+        """
+        if not infos:
+            return []
+        # Before the send is launched: two hosts that each have a send under way, and wait for their devices while they
+        # look for memory, would wait for ever.
+        tensors = self._way.allocate(infos)
+        self._link.write(_TAKE, self._taken, [])
+        frame = self._link.read_frame()
+        if frame != (_SENT, self._taken, 0):
+            raise ProtocolError(f"{self._link.peer} did not send the tensors that were taken: {tuple(frame)}")
+        self._taken += 1
+        return self._way.receive(infos, tensors)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._link.hang_up()
+        self._link.close()

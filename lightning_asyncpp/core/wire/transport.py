@@ -1,0 +1,332 @@
+"""Activations forward, their gradients backward, and control messages, between the neighbours of a pipeline.
+
+Headers, control messages and tensors on the host go through the links of :mod:`lightning_asyncpp.core.wire.link`,
+each in the order in which it was sent. Tensors on GPUs go through NCCL, announced by their headers; where NCCL cannot
+be used (several stages on one GPU) they are copied through the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_asyncpp.core.host_copies import HostCopy
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.wire.device_tensors import DeviceTensors
+from lightning_asyncpp.core.wire.header import (
+    BEGINNING_BYTES,
+    MAX_HEADER_BYTES,
+    Header,
+    TensorInfo,
+    as_bytes,
+    written_out,
+)
+from lightning_asyncpp.core.wire.link import Bytes, Frame, Link, Neighbours, connect_neighbours
+from lightning_asyncpp.errors import ProtocolError, different_calls, different_ends
+
+_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED = 1, 2, 3, 4, 5, 6, 7
+_MAX_SUM_BYTES = 2**24
+_LOADED_STEPS = range(3)  # an end, a batch or nothing, as `stage_loader.Next` counts them
+_MOST_SUMS = 16  # put aside at a time: neighbours are at most a few mini-batches apart
+_NAMES = {
+    _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end",
+    _RUN_END: "the end of the run", _LOADED: "a batch of the data loader",
+}  # fmt: skip
+
+
+class Arrival(NamedTuple):
+    """An activation that arrived."""
+
+    header: Header
+    tensors: tuple[Tensor, ...]
+
+
+class Transport:
+    """Messages of one stage with its two neighbours. Making one is a collective call.
+
+    Args:
+        mesh: this rank's place; its groups are connected.
+        device: where tensors live.
+        max_message_bytes: largest activation that is accepted, in bytes.
+        timeout: seconds that a wait for a neighbour may take; default: half an hour.
+        neighbours: links that are there already, for tests.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        max_message_bytes: int,
+        timeout: float | None = None,
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        self.mesh, self.device, self.max_message_bytes = mesh, device, max_message_bytes
+        self._before, self._after = neighbours or connect_neighbours(mesh, timeout, timeout)
+        self._direct = DeviceTensors.between(mesh, device, timeout)
+        self._header = memoryview(bytearray(MAX_HEADER_BYTES))
+        self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
+        self._closed = False
+        self._sent = self._received = 0  # one past the micro-batch of the newest activation
+
+    @property
+    def route(self) -> str:
+        """How tensors travel, in words."""
+        if self._direct is not None:
+            return "between GPUs by NCCL"
+        link = self._before or self._after
+        over = "local sockets" if link is not None and link.is_local else "TCP"
+        return f"over {over}" if self.device.type == "cpu" else f"through the host, over {over}"
+
+    # -- activations ----------------------------------------------------------------------------------------------
+
+    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
+        """Send an activation, or the header alone, to the stage after."""
+        assert self._after is not None, "nothing comes after the last stage"
+        stored = [info.stored(tensor) for tensor, info in zip(tensors, header.tensors)]
+        parts: list[Bytes] = [header.pack()]
+        if self._direct is None:
+            parts += [_bytes_of(tensor) for tensor in stored]
+        else:  # before it is announced
+            self._direct.put_activation(stored)
+        self._after.write(_ACTIVATION, header.k, parts)
+        self._sent = header.k + 1
+
+    def receive_activation(self, k: int) -> Arrival:
+        """Return the activation of micro-batch ``k``, the next to come, waiting for it; not on the first stage.
+
+        Raises:
+            PeerLostError: the stage before is gone.
+            ProtocolError: what came is not what was agreed on.
+        """
+        link = self._before
+        assert link is not None, "nothing comes before the first stage"
+        frame = self._next(link, _ACTIVATION)
+        header, size = self._read_header(link, frame, k)
+        behind = header.num_bytes if self._direct is None else 0
+        if frame.num_bytes != size + behind or frame.number != k:
+            raise ProtocolError(
+                f"micro-batch {k}: {frame.num_bytes} bytes of micro-batch {frame.number} are not what its header"
+                " announces"
+            )
+        self._received = k + 1
+        if self._direct is not None:
+            return Arrival(header, tuple(self._direct.take_activation(header.tensors)))
+        return Arrival(header, tuple([self._read(link, info) for info in header.tensors]))
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def receive_gradients(self, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of micro-batch ``k``, waiting until the stage after has sent them.
+
+        Args:
+            k: the micro-batch.
+            outputs: what was sent there and needs a gradient, in this order.
+
+        Raises:
+            PeerLostError: the stage after is gone.
+            ProtocolError: what came is not what was agreed on.
+        """
+        link, infos = self._after, [TensorInfo.of(tensor) for tensor in outputs]
+        assert link is not None, "nothing comes after the last stage"
+        # Before the wait, which everything that comes after it prolongs.
+        gradients = [] if self._direct is not None else [info.empty(self.device) for info in infos]
+        size = sum([gradient.nbytes for gradient in gradients])
+        frame = self._next(link, _GRADIENT)
+        if frame.number != k or frame.num_bytes != size:
+            raise ProtocolError(
+                f"expected the gradient of micro-batch {k} with {size} bytes, got that of {frame.number} with"
+                f" {frame.num_bytes}"
+            )
+        if self._direct is not None:
+            return self._direct.take_gradients(infos)
+        for info, gradient in zip(infos, gradients):
+            self._read_into(link, info.stored(gradient))
+        return gradients
+
+    def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
+        """Send the gradients of micro-batch ``k``, each as its activation lies in memory, to the stage before."""
+        assert self._before is not None, "nothing comes before the first stage"
+        parts: list[Bytes] = []
+        if self._direct is None:
+            parts = [_bytes_of(gradient) for gradient in gradients]
+        else:
+            self._direct.put_gradients(gradients)
+        self._before.write(_GRADIENT, k, parts)
+
+    # -- control messages -----------------------------------------------------------------------------------------
+
+    def send_part(self, mini_batch: int, vector: Tensor) -> None:
+        """Send what this stage and those behind it have summed up, fp64 on the host, to the stage before."""
+        assert self._before is not None, "nothing comes before the first stage"
+        self._before.write(_PART, mini_batch, [_bytes_of(vector)])
+
+    def receive_part(self, mini_batch: int, length: int) -> Tensor:
+        """Return what the stages behind have summed up, waiting for it: ``length`` fp64 values."""
+        return self._receive_sum(self._after, _PART, mini_batch, length)
+
+    def send_total(self, mini_batch: int, vector: Tensor) -> None:
+        """Send the sum of all stages towards the last one; those between pass it on as they meet it."""
+        assert self._after is not None, "nothing comes after the last stage"
+        self._after.write(_TOTAL, mini_batch, [_bytes_of(vector)])
+
+    def receive_total(self, mini_batch: int, length: int) -> Tensor:
+        """Return the sum of all stages, waiting for it: ``length`` fp64 values."""
+        return self._receive_sum(self._before, _TOTAL, mini_batch, length)
+
+    # -- what the first stage loads -----------------------------------------------------------------------------------
+
+    def announce_loaded(self, step: int) -> None:
+        """Tell the stages in the middle what the first stage's loader brought, a small number; never waits."""
+        if self._after is not None and not self._closed and self.mesh.stage < self.mesh.num_stages - 2:
+            self._after.write(_LOADED, step, [])
+
+    def follow_loaded(self) -> int:
+        """Wait for what the first stage's loader brought, and pass it on; on a stage in the middle.
+
+        Raises:
+            PeerLostError: the stage before is gone.
+            ProtocolError: it has not loaded anything, or nothing that can be.
+        """
+        assert self._before is not None, "the first stage loads by itself"
+        frame = self._next(self._before, _LOADED)
+        if frame.num_bytes or frame.number not in _LOADED_STEPS:
+            raise ProtocolError(f"{self._before.peer} sent {_NAMES[_LOADED]} that cannot be one: {frame}")
+        self.announce_loaded(frame.number)
+        return frame.number
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def announce_end(self) -> None:
+        """Tell the stage after that no activation comes before it, too, is at the end of what it runs; never waits."""
+        if self._after is not None and not self._closed:  # weights may be gathered after a run, which drains, too
+            self._after.write(_END, self._sent, [])
+
+    def announce_end_of_run(self) -> None:
+        """Tell the stage after that nothing comes any more: it may wait for something that is not sent; never waits."""
+        if self._after is not None and not self._closed:
+            self._after.write(_RUN_END, self._sent, [])
+
+    def expect_end(self) -> None:
+        """Wait until the stage before has announced its end, after the activation that was received last.
+
+        Raises:
+            PeerLostError: the stage before is gone.
+            ProtocolError: it has a further batch.
+        """
+        if self._before is None or self._closed:
+            return
+        frame = self._next(self._before, _END)
+        if frame.num_bytes or frame.number != self._received:
+            raise ProtocolError(
+                f"{self._before.peer} says that it ended before micro-batch {frame.number}, and {self._received} is the"
+                f" next: {frame}"
+            )
+
+    # -- everything -----------------------------------------------------------------------------------------------
+
+    def wait_for_stage_after(self, backlog: int) -> None:
+        """Wait until no more than ``backlog`` parts of messages to the stage after are unsent."""
+        if self._after is not None:
+            self._after.wait_for_backlog(backlog)
+        if self._direct is not None:
+            self._direct.wait_for_stage_after(backlog)
+
+    def settle(self) -> None:
+        """Wait until tensors that are sent from device to device have left, and let go of them."""
+        if self._direct is not None:
+            self._direct.settle()
+
+    def leave_neighbours(self) -> None:
+        """End both connections, from any thread: neighbours that wait get an error."""
+        for link in (self._before, self._after):
+            if link is not None:
+                link.hang_up()
+        if self._direct is not None:
+            self._direct.close()
+
+    def close(self) -> None:
+        """Let go of the connections; what was sent still arrives."""
+        self._closed = True
+        for link in (self._before, self._after):
+            if link is not None:
+                link.close()
+        if self._direct is not None:
+            self._direct.close()
+
+    def _next(self, link: Link, kind: int) -> Frame:
+        """The frame of the next message of ``kind``; control messages before it are put aside."""
+        while (frame := link.read_frame()).kind != kind:
+            self._put_aside(link, frame, kind)
+        return frame
+
+    def _receive_sum(self, link: Link | None, kind: int, mini_batch: int, length: int) -> Tensor:
+        assert link is not None, "there is no stage on that side"
+        while (kind, mini_batch) not in self._sums:
+            self._put_aside(link, link.read_frame(), kind)
+        vector = self._sums.pop((kind, mini_batch))
+        if vector.numel() != length:
+            raise ProtocolError(f"mini-batch {mini_batch}: {vector.numel()} values instead of {length}")
+        return vector
+
+    def _put_aside(self, link: Link, frame: Frame, expected: int) -> None:
+        """Keep a control message, the one thing that may come in front of what is waited for."""
+        kind, number, size = frame
+        if kind != (_TOTAL if link is self._before else _PART):
+            raise _unexpected(link.peer, frame, expected, self._received)
+        is_one = number >= 0 < size <= _MAX_SUM_BYTES and size % 8 == 0
+        if not is_one or (kind, number) in self._sums or len(self._sums) >= _MOST_SUMS:
+            raise ProtocolError(
+                f"{link.peer} sent {_NAMES[kind]} that cannot be one, with {len(self._sums)} still unread: {frame}"
+            )
+        vector = torch.empty(size // 8, dtype=torch.float64, device="cpu")
+        self._read_into(link, vector)
+        self._sums[kind, number] = vector
+        if kind == _TOTAL and self._after is not None:
+            self.send_total(number, vector)
+
+    def _read_header(self, link: Link, frame: Frame, k: int) -> tuple[Header, int]:
+        """The header of an activation, and its size in bytes."""
+        size = BEGINNING_BYTES
+        if frame.num_bytes >= size:
+            link.read_into(self._header[:size])
+            size += Header.rest_of(self._header)
+        if frame.num_bytes < size:
+            raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are less than a header")
+        link.read_into(self._header[BEGINNING_BYTES:size])
+        return Header.read(self._header[:size], k, self.max_message_bytes), size
+
+    def _read(self, link: Link, info: TensorInfo) -> Tensor:
+        tensor = info.empty(self.device)
+        self._read_into(link, info.stored(tensor))
+        return tensor
+
+    def _read_into(self, link: Link, tensor: Tensor) -> None:
+        if tensor.is_cpu:
+            link.read_into(_view(tensor))
+            return
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        link.read_into(_view(host))
+        tensor.copy_(host, non_blocking=True)  # in the stream's order; torch keeps the pinned memory until then
+
+
+def _unexpected(peer: str, frame: Frame, expected: int, received: int) -> ProtocolError:
+    if expected in (_ACTIVATION, _LOADED) and frame.kind == _END:
+        return different_ends(peer, "this rank", frame.number)
+    if expected == _END and frame.kind in (_ACTIVATION, _LOADED):
+        return different_ends("this rank", peer, received)
+    what = f"expected {_NAMES[expected]} from {peer}, got {_NAMES.get(frame.kind, 'something else')}: {frame}"
+    return different_calls(what) if frame.kind in _NAMES else ProtocolError(what)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor; those on a GPU come to the host first."""
+    return _view(HostCopy(written_out(tensor)).wait())
+
+
+def _view(tensor: Tensor) -> memoryview:
+    # uint8, because numpy does not know all of torch's dtypes.
+    view: memoryview = as_bytes(tensor).numpy().data
+    return view

@@ -1,0 +1,372 @@
+"""The reference: what a pipeline computes, in one process, written as plainly as possible.
+
+A pipeline whose result differs from this one is wrong. How it computes is written here a second time: in which order,
+on which weights, and how gradients are summed, clipped and applied. With the engine it shares the derivation of seeds
+and the user's side: what a unit is (``pipeline_units``), what a piece of a batch is and what it weighs
+(``split_batch``, ``number_of_samples``), and what layers say of themselves (``collecting``). These tell what is to be
+computed, so no mistake in how a pipeline computes it can hide in them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_asyncpp.auxiliary import Collected, StatisticsLayer, collecting
+from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
+from lightning_asyncpp.core.cut.units import layer_by_layer, pipeline_units
+from lightning_asyncpp.core.randomness import derive
+
+Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
+Held = tuple[Sequence[nn.Parameter], int]  # parameters of a stage; how many micro-batches it holds back
+
+
+def train_reference(
+    model: nn.Module,
+    step: Callable[[Any], Tensor],
+    mini_batches: Iterable[Sequence[Any]],
+    optimizer: Optimizer,
+    *,
+    micro_batches: int,
+    delay: int = 1,
+    max_norm: float | None = None,
+    error_feedback: float | None = None,
+    after_update: Callable[[], None] | None = None,
+    weight: Callable[[Any], float] = number_of_samples,
+    split: Callable[[Any, int], list[Any]] = split_batch,
+    skip_nonfinite: bool = False,
+    held: Sequence[Held] = (),
+    exact_norm: bool = False,
+    replicas: int = 1,
+    synchronous_start: int = 0,
+    weight_dtype: torch.dtype | None = None,
+    seed: int = 0,
+    first_micro_batch: int = 0,
+) -> list[float]:
+    """Train ``model`` in place by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - delay, 0)}.
+
+    With a synchronous start of N mini-batches: at W_t for t < N, then at W_{max(t - delay, N)}. Of a stage in ``held``
+    only the first h micro-batches are taken there, the others at W_t. What layers add to the loss is added to it,
+    and buffers that they change once per update are part of W.
+
+    Args:
+        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``. Of a parameter that several of its units
+            share the gradients of each are summed apart before they are added, the last unit's first.
+        step: micro-batch -> loss, a mean over the micro-batch; it calls ``model`` once.
+        mini_batches: each a list of batches that share one update: one batch, or several with gradient accumulation.
+        optimizer: over the parameters of ``model``; the base optimizer if ``error_feedback`` is given.
+        micro_batches: pieces that every batch is cut into.
+        delay: 1 for PipeDream-2BW, 0 for synchronous training.
+        max_norm: clip the gradient's 2-norm to this.
+        error_feedback: strength; W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1})), u_t the base optimizer's step.
+            Of a stage in ``held``, strength * phi, with phi the share of the micro-batches that it holds back.
+        after_update: called after every update, for schedulers.
+        weight: micro-batch -> its weight in the mean loss.
+        split: (batch, parts) -> its micro-batches.
+        skip_nonfinite: leave weights and optimizer alone where a gradient is not finite.
+        held: parameters of a stage, and h. They are clipped by the norm of the whole gradient one mini-batch earlier
+            (not at all before there is one), and not corrected where h is 0.
+        replicas: of how many a mini-batch lists the batches, one after the other; each holds back by its own count.
+        exact_norm: they are clipped by the norm of the whole gradient, like all others.
+        synchronous_start: N; error feedback begins with update N, which is the first that is not corrected.
+        weight_dtype: of the weights W that gradients are taken at, with the optimizer's parameters as masters Y beside
+            them: W_t is Y_t rounded, and with error feedback W_{t+1} = Y_{t+1} - strength * u_t, where strength * u_0
+            was added to Y once, after the first update. Gradients are summed in the dtype of the masters, with which
+            the model ends.
+        seed: the run's seed; replica 0's random numbers are drawn.
+        first_micro_batch: k of the first micro-batch.
+
+    Returns:
+        The weighted mean loss of every mini-batch, without micro-batches where it is NaN if others have a number.
+    """
+    run = _Trajectory(model, optimizer, held, exact_norm, weight_dtype)
+    losses = []
+    k = first_micro_batch
+    for t, batches in enumerate(mini_batches):
+        is_async = t >= synchronous_start
+        older = max(t - delay, synchronous_start) if is_async else t
+        slots = [piece for batch in batches for piece in split(batch, micro_batches)]
+        go_to = functools.partial(run.go_to, older, [_place(i, micro_batches, replicas) for i in range(len(slots))])
+        gradient = _gradient(model, run.masters, step, slots, go_to, weight, seed, k)
+        losses.append(gradient.mean_loss())
+        k += len(slots)
+        run.stay()
+        if gradient.is_usable(skip_nonfinite):
+            run.update(gradient, max_norm, error_feedback, is_async, len(slots) // replicas)
+        if after_update is not None:
+            after_update()
+    return losses
+
+
+@dataclass
+class _Gradient:
+    """Sums over the micro-batches k of a mini-batch, in order.
+
+    Attributes:
+        sums: parameter -> sum of w_k * gradient_k; parameters that were not used lack.
+        losses: (loss_k, w_k).
+        weight: sum of w_k.
+        counts: what layers counted.
+    """
+
+    sums: Weights = field(default_factory=dict)
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    weight: float = 0.0
+    counts: Collected = field(default_factory=Collected)
+
+    def mean_loss(self) -> float:
+        numbers = [(loss, w) for loss, w in self.losses if not math.isnan(loss)]
+        return sum(w * loss for loss, w in numbers) / sum(w for _, w in numbers) if numbers else math.nan
+
+    def is_usable(self, skip_nonfinite: bool) -> bool:
+        finite = all(bool(torch.isfinite(g).all()) for g in self.sums.values())
+        if not finite and not skip_nonfinite:
+            raise FloatingPointError("a gradient is not finite")
+        return finite and self.weight > 0
+
+    def norm(self, parameters: Iterable[Tensor]) -> float:
+        """2-norm of the mean gradient of some parameters."""
+        used = [self.sums[p] for p in parameters if p in self.sums]
+        squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in used)
+        return float(torch.tensor(math.sqrt(squares) / self.weight, dtype=torch.float32))
+
+    def mean(self, parameter: Tensor, norm: float, max_norm: float | None) -> Tensor | None:
+        """The mean gradient of a parameter, clipped where ``norm`` is too large."""
+        clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+        return (self.sums[parameter] / self.weight) * clip if parameter in self.sums else None
+
+
+class _Trajectory:
+    """W_0, ..., W_t, and what W_{t+1} depends on."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        held: Sequence[Held],
+        exact_norm: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.optimizer, self.dtype = optimizer, dtype
+        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self.layers = [layer for layer in model.modules() if isinstance(layer, StatisticsLayer)]
+        self.buffers = [getattr(layer, name) for layer in self.layers for name in layer.versioned_buffers]
+        self.masters = _values(self.parameters)  # Y_t; without a dtype they are W_t
+        self.versions = [_rounded(self.masters, dtype) | _values(self.buffers)]
+        self.exact_norm = exact_norm
+        numbers: dict[Tensor, int] = {p: h for parameters, h in held for p in parameters}
+        self.held = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.versions[0]}
+        self.step_before: Weights | None = None  # u_{t-1}
+        self.norm_before = 0.0
+
+    def go_to(self, older: int, places: Sequence[int], slot: int) -> None:
+        """Let the model hold the weights that a micro-batch of the next mini-batch is taken at."""
+        newest = {tensor: self.versions[-1][tensor] for tensor, h in self.held.items() if places[slot] >= h}
+        _load(self.versions[older] | newest)
+
+    def stay(self) -> None:
+        """W_{t+1} = W_t, which the model holds from now on, or its masters."""
+        self.versions.append(self.versions[-1])
+        _load(self.versions[-1] | self.masters)
+
+    def update(
+        self, gradient: _Gradient, max_norm: float | None, strength: float | None, is_async: bool, count: int
+    ) -> None:
+        """Make W_{t+1} another one than W_t."""
+        norm = gradient.norm(self.parameters)
+        for p in self.parameters:
+            steps_ahead = is_async and p in self.held and not self.exact_norm
+            p.grad = gradient.mean(p, self.norm_before if steps_ahead else norm, max_norm)
+        self.norm_before = norm
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        ahead: Weights = {}
+        if strength is not None and is_async:
+            step = {p: self.masters[p] - p.detach() for p in self.parameters if self.held.get(p) != 0}  # u_t
+            strengths = {p: strength * min(self.held.get(p, count) / count, 1.0) for p in step}
+            ahead = (_feed_back if self.dtype is None else _look_ahead)(step, self.step_before, strengths)
+            self.step_before = step
+        self._update_buffers(gradient.counts)
+        self.masters = _values(self.parameters)
+        self.versions[-1] = _rounded(self.masters | ahead, self.dtype) | _values(self.buffers)
+
+    @torch.no_grad()
+    def _update_buffers(self, counts: Collected) -> None:
+        for layer in self.layers:
+            buffers = {name: getattr(layer, name) for name in layer.versioned_buffers}
+            nothing = torch.zeros(layer.num_statistics, dtype=torch.float64)
+            layer.update_from_statistics(counts.statistics.get(layer, nothing).cpu())
+            for name, buffer in buffers.items():  # a layer may have put another tensor in its place
+                buffer.data = getattr(layer, name).detach().clone()
+                setattr(layer, name, buffer)
+
+
+def _gradient(
+    model: nn.Module,
+    masters: Weights,
+    step: Callable[[Any], Tensor],
+    slots: Sequence[Any],
+    go_to: Callable[[int], None],
+    weight: Callable[[Any], float],
+    seed: int,
+    first: int,
+) -> _Gradient:
+    """Run micro-batches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype.
+
+    Before number i of them, ``go_to(i)`` puts the weights in place.
+    """
+    found, sums = _Gradient(), Weights()
+    with _uses_apart(model) as further_uses:
+        uses = [*((p, p) for p in masters), *further_uses]
+        for k, micro_batch in enumerate(slots, first):
+            w = 0.0 if micro_batch is None else float(weight(micro_batch))
+            if w:
+                go_to(k - first)
+                for parameter, leaf in further_uses:
+                    leaf.data.copy_(parameter.data)
+                with layer_by_layer(model), _derived_randomness(model, seed, k), collecting() as said:
+                    loss = step(micro_batch)
+                ((loss + said.total_loss()) * w).backward()
+                found.weight += w
+                found.losses.append((loss.item(), w))
+                for layer, counts in said.statistics.items():
+                    found.counts.add(layer, counts)
+                for parameter, leaf in uses:
+                    if leaf.grad is not None:
+                        _add(sums, leaf, leaf.grad.to(masters[parameter].dtype))
+                    leaf.grad = None
+    for parameter, leaf in reversed(uses):
+        if leaf in sums:
+            _add(found.sums, parameter, sums[leaf])
+    return found
+
+
+def _place(slot: int, micro_batches: int, replicas: int) -> int:
+    """Number of a micro-batch among those of its replica."""
+    batch, within = divmod(slot, micro_batches)
+    return batch // replicas * micro_batches + within
+
+
+def _add(sums: Weights, key: Tensor, value: Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value
+
+
+@contextmanager
+def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Give a unit that shares a trainable parameter with one before it a copy of its own; yields (parameter, copy).
+
+    A module that is part of several units has in each what is that unit's own, and one outside of them what is the
+    last unit's that has run or runs.
+    """
+    units = pipeline_units(model)
+    inside = {module for unit in units for module in unit.module.modules()}
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    copies: list[tuple[Tensor, Tensor]] = []
+    now: dict[Tensor, nn.Parameter] = {}
+    turns: dict[nn.Module, list[list[tuple[nn.Module, str, nn.Parameter]]]] = {}  # one module may be several units
+    for unit in units:
+        for parameter in unit.module.parameters():
+            if parameter in now and parameter.requires_grad:
+                now[parameter] = nn.Parameter(parameter.detach().clone())
+                copies.append((parameter, now[parameter]))
+            else:
+                now[parameter] = parameter
+        own = set(unit.module.modules())
+        turn = [(m, name, now.get(p, p)) for m, name, p in places if m in own or m not in inside]
+        turns.setdefault(unit.module, []).append(turn)
+
+    def taking(in_turn: Iterator[list[tuple[nn.Module, str, nn.Parameter]]]) -> Callable[..., None]:
+        def take_turn(*_: Any) -> None:
+            for module, name, parameter in next(in_turn):
+                setattr(module, name, parameter)
+
+        return take_turn
+
+    hooks = [
+        module.register_forward_pre_hook(taking(itertools.cycle(in_turn)))
+        for module, in_turn in (turns.items() if copies else ())
+    ]
+    try:
+        yield copies
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, name, original in places if copies else ():
+            setattr(module, name, original)
+
+
+@contextmanager
+def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
+    """Seed the step from k, every unit from (unit, k), and go on with the step's own generator after the model."""
+    state: list[Tensor] = []
+    hooks = [model.register_forward_pre_hook(lambda *_: state.append(torch.get_rng_state()))]
+    seeds: dict[nn.Module, list[int]] = {}  # one module may be several units
+    for index, unit in enumerate(pipeline_units(model)):
+        seeds.setdefault(unit.module, []).append(derive(seed, "layer", index, 0, k))
+    for module, in_turn in seeds.items():
+        next_seed = itertools.cycle(in_turn).__next__
+        hooks.append(module.register_forward_pre_hook(lambda *_, s=next_seed: torch.manual_seed(s()) and None))
+    hooks.append(model.register_forward_hook(lambda *_: torch.set_rng_state(state.pop())))
+    outside = torch.get_rng_state()
+    torch.manual_seed(derive(seed, "train", 0, k))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(outside)
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _feed_back(step: Weights, before: Weights | None, strengths: dict[Tensor, float]) -> Weights:
+    """Correct the steps just taken; at the first there is nothing to compare with."""
+    for p, u in step.items():
+        if before is not None:
+            p.sub_(u - before[p], alpha=strengths[p])
+    return {}
+
+
+@torch.no_grad()
+def _look_ahead(step: Weights, before: Weights | None, strengths: dict[Tensor, float]) -> Weights:
+    """The same with masters Y in the parameters: W_{t+1} = Y_{t+1} - strength * u_t, after Y_1 += strength * u_0."""
+    for p, u in step.items():
+        if before is None:
+            p.add_(u, alpha=strengths[p])
+    return {p: torch.sub(p.detach(), u, alpha=strengths[p]) for p, u in step.items()}
+
+
+def _with_buffers(model: nn.Module, held: Mapping[Tensor, int]) -> dict[Tensor, int]:
+    """Parameters, and the buffers that the units which hold some of them change, each with its h."""
+    found = dict(held)
+    for unit in pipeline_units(model):
+        numbers = [held[p] for p in unit.module.parameters() if p in held]
+        layers = [layer for layer in unit.module.modules() if isinstance(layer, StatisticsLayer)]
+        for layer in layers if numbers else ():
+            found |= {getattr(layer, name): numbers[0] for name in layer.versioned_buffers}
+    return found
+
+
+def _values(tensors: Iterable[Tensor]) -> Weights:
+    return {tensor: tensor.detach().clone() for tensor in tensors}
+
+
+def _load(values: Weights) -> None:
+    for tensor, value in values.items():
+        tensor.data = value.clone()
+
+
+def _rounded(values: Weights, dtype: torch.dtype | None) -> Weights:
+    return {tensor: value.clone() if dtype is None else value.to(dtype) for tensor, value in values.items()}

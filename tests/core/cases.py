@@ -1,0 +1,235 @@
+"""Cases that the engine and the oracle both run: models, data and options, made from a description."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_asyncpp.auxiliary import StatisticsLayer, add_auxiliary_loss, add_statistics
+from lightning_asyncpp.core.cut.units import pipeline_units, spread
+from lightning_asyncpp.core.schedule import Slack, Staleness
+from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+
+DIM = 6
+
+
+class Projection(nn.Module):
+    """x @ w, a norm and an elementwise scale: what goes wrong when weights are re-pointed under a live graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM) / DIM**0.5)
+        self.scale = nn.Parameter(torch.rand(DIM) + 0.5)
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(x @ self.weight) * self.scale
+
+
+class Experts(nn.Module):
+    """Batched expert weights under one bmm, and an RMS norm."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, DIM, DIM) / DIM**0.5)
+        self.norm = nn.RMSNorm(DIM)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.bmm(x.unsqueeze(0).expand(3, -1, -1), self.experts)
+        return x + self.dropout(self.norm(torch.tanh(y).sum(0)))
+
+
+class Spare(nn.Module):
+    """Holds a parameter that is used by micro-batches with a positive sum only, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Parameter(torch.ones(DIM))
+        self.never = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.sometimes if float(x.detach().sum()) > 0 else x
+
+
+class Routed(StatisticsLayer):
+    """Sends every sample to one of three scales, adds a loss of its own, and learns a bias from counts."""
+
+    num_statistics = 4
+    versioned_buffers = ("bias",)
+    metrics = {"samples": "sum", "busiest": "max"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(3, DIM) / DIM**0.5)
+        self.scales = nn.Parameter(torch.rand(3, DIM) + 0.5)
+        self.register_buffer("bias", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (x @ self.router.T).softmax(-1)  # (samples, 3)
+        chosen = (scores + self.bias).argmax(-1)
+        add_auxiliary_loss(0.3 * scores.square().mean() + 0.1 * x.mean() ** 2)
+        add_auxiliary_loss(0.2 * scores[:, 0].mean())
+        add_statistics(self, torch.cat([torch.bincount(chosen, minlength=3), torch.tensor([len(x)])]))
+        return x + scores.gather(1, chosen[:, None]) * self.scales[chosen]
+
+    def update_from_statistics(self, totals: Tensor) -> None:
+        self.bias += 0.05 * torch.sign(totals[:3].mean() - totals[:3]).to(self.bias)
+
+    @classmethod
+    def compute_metrics(cls, totals: Tensor) -> dict[str, float]:
+        return {"samples": float(totals[3]), "busiest": float(totals[:3].max() / totals[:3].mean())}
+
+
+def make_model(dropout: float = 0.0, spare: bool = False, tied: bool = False, routed: bool = False) -> nn.Sequential:
+    """Seven layers with parameters and two without.
+
+    ``spare`` adds one whose parameters are not always used, ``tied`` one that has the weight of the first layer,
+    ``routed`` two that add to the loss and count.
+    """
+    torch.manual_seed(11)
+    model = nn.Sequential(
+        nn.Linear(DIM, DIM), nn.GELU(), Projection(), Experts(dropout), *([Routed()] if routed else []),
+        nn.Linear(DIM, DIM, bias=False), nn.Tanh(), Projection(), Experts(dropout), *([Spare()] if spare else []),
+        *([Routed()] if routed else []), *([nn.Linear(DIM, DIM)] if tied else []), nn.Linear(DIM, 1),
+    )  # fmt: skip
+    if tied:
+        model[-2].weight = model[0].weight
+    return model
+
+
+class CountingSGD(torch.optim.Optimizer):
+    """Keeps its step count and a running maximum in param_groups, and lets the count scale the step."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "count": 0, "largest_lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            group["largest_lr"] = max(group["largest_lr"], group["lr"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] / (1 + 0.1 * group["count"]) + 0.01 * group["largest_lr"]))
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9)),
+    "muon": functools.partial(MuonAdamW, lr=0.02, weight_decay=0.05),
+    "counting": CountingSGD,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, to be made by a pipeline and by the oracle."""
+
+    micro_batches: int
+    lookahead: int | None = None
+    delay: int = 1
+    data_parallel_size: int = 1
+    optimizer: str = "adamw"
+    error_feedback: float | None = None
+    max_norm: float | None = None
+    scheduler: bool = False
+    dropout: float = 0.0
+    accumulate: int = 1
+    batch_sizes: tuple[int, ...] = (8, 8, 8, 8, 8)
+    unequal_weights: bool = False
+    nan_at: int | None = None
+    drains: tuple[int, ...] = ()
+    random_input: bool = False
+    checkpointing: bool = False
+    spare: bool = False
+    same_data: bool = False  # all replicas read replica 0's batches
+    tied: bool = False
+    routed: bool = False
+    staleness: Staleness = "uniform"
+    slack: Slack = 0
+    start: int = 0  # mini-batches at the beginning without delay
+    bf16: bool = False  # weight versions in bf16 beside masters
+    resumes: tuple[int, ...] = ()  # after these batches a new engine goes on from the state of the old one
+    evaluates: tuple[int, ...] = ()  # after these batches the pipeline is drained and evaluated
+    model: Callable[[float], nn.Sequential] | None = None  # dropout -> another model
+    cut: str | tuple[int, ...] = "even"  # or as long a stage as can be at the "front" or at the "back", or counts
+    placement: str = "pipeline_within_node"
+    seed: int = 5
+    device: str = "cpu"
+
+    def counts(self, num_stages: int) -> list[int]:
+        """Layers of each stage; with a long one all others have parameters in one layer only."""
+        if not isinstance(self.cut, str):
+            return list(self.cut)
+        units = pipeline_units(self.make_model())
+        heavy = [i for i, unit in enumerate(units) if any(True for _ in unit.module.parameters())]
+        if self.cut == "even":
+            return spread(units, num_stages)
+        if self.cut == "front":
+            starts = [0, *heavy[len(heavy) - num_stages + 1 :]]
+        else:  # layers without parameters begin stages
+            starts = [0, *[i + 1 for i in heavy[: num_stages - 1]]]
+        return [end - start for start, end in zip(starts, [*starts[1:], len(units)])]
+
+    def batch(self, index: int, replica: int = 0) -> dict[str, Tensor]:
+        """Batch ``index`` of a replica; some samples have a weight of their own, which may be 0."""
+        replica = 0 if self.same_data else replica
+        generator = torch.Generator().manual_seed(1000 + 31 * index + 7919 * replica)
+        size = self.batch_sizes[index]
+        x = torch.randn(size, DIM, generator=generator)
+        if index == self.nan_at and size:
+            x[size // 2] = float("nan")
+        weight = torch.randint(0, 4, (size,), generator=generator).float() if self.unequal_weights else torch.ones(size)
+        y = torch.randn(size, 1, generator=generator)
+        return {"x": x.to(self.device), "y": y.to(self.device), "weight": weight.to(self.device)}
+
+    def step(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The user's step around ``call``, the model."""
+
+        def step(micro_batch: dict[str, Tensor], _: float = 0.0) -> Tensor:
+            x = micro_batch["x"]
+            if self.random_input:
+                x = x + 0.1 * torch.randn_like(x)
+            out = call(x)
+            if self.random_input:
+                out = out * (1 + 0.1 * torch.rand(()))
+            loss = F.mse_loss(out, micro_batch["y"], reduction="none").squeeze(1)
+            return (loss * micro_batch["weight"]).sum() / micro_batch["weight"].sum()
+
+        return step
+
+    def context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device, torch.bfloat16) if self.bf16 else nullcontext()
+
+    def weight(self, micro_batch: dict[str, Tensor]) -> float:
+        return float(micro_batch["weight"].sum())
+
+    def make_model(self) -> nn.Sequential:
+        model = self.model(self.dropout) if self.model else make_model(self.dropout, self.spare, self.tied, self.routed)
+        return model.to(self.device)
+
+    def make_base(self, parameters: Any) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](parameters)
+
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        if self.error_feedback is None:
+            return self.make_base(parameters)
+        return ErrorFeedback(parameters, OPTIMIZERS[self.optimizer], strength=self.error_feedback)
+
+    def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+        if not self.scheduler:
+            return None
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + 0.3 * t))
+
+    @property
+    def mini_batches(self) -> list[list[int]]:
+        """Indices of the batches that share an update."""
+        count = len(self.batch_sizes)
+        return [list(range(i, min(i + self.accumulate, count))) for i in range(0, count, self.accumulate)]

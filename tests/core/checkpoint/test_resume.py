@@ -1,0 +1,92 @@
+"""What a checkpoint must hold for a run to go on as it would have, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp.core.checkpoint.state import gather_pipeline_state, load_pipeline_state, with_staleness
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.errors import ConfigurationError
+from tests.core.cases import DIM, Case
+from tests.core.compare import assert_same_weights
+from tests.core.conftest import Pools
+from tests.core.random_layers import make
+from tests.core.runs import Training, run_oracle
+
+SHARING_INSIDE = partial(make, (("linear", "tensor"), ("inside", "tensor")))
+ALONE = Mesh(1, 1, 0)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_weights_that_have_two_names_in_one_layer_are_saved_as_one(pools: Pools, bf16: bool) -> None:
+    """With masters, both names stand for what gradients are taken at."""
+    case = Case(3, model=SHARING_INSIDE, bf16=bf16, error_feedback=1.0, resumes=(2,))
+    assert_same_weights(pools.run(case, 2), run_oracle(case)[0])
+
+
+@pytest.mark.parametrize(
+    ("saved", "staleness"),
+    [
+        ({"fresh_last_stage": True}, {"staleness": "fresh_last_stage", "slack": 0}),
+        ({"fresh_last_stage": False}, {"staleness": "uniform", "slack": 0}),
+        ({}, {"staleness": "uniform", "slack": 0}),
+        ({"staleness": "least", "slack": "exact"}, {"staleness": "least", "slack": "exact"}),
+    ],
+)
+def test_the_staleness_is_known_by_its_former_name(saved: dict[str, object], staleness: dict[str, object]) -> None:
+    assert with_staleness({"partition": [4, 5], **saved}) == {"partition": [4, 5], **staleness}
+
+
+def frozen_and_shared(_: float) -> nn.Sequential:
+    torch.manual_seed(4)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)), nn.Linear(DIM, 1))
+    model[1].weight = model[2].weight = model[0].weight
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def test_frozen_weights_may_be_shared_by_any_number_of_stages(pools: Pools) -> None:
+    case = Case(4, model=frozen_and_shared, cut=(1, 1, 2), bf16=True, error_feedback=1.0, resumes=(1,))
+    assert_same_weights(pools.run(case, 3), run_oracle(case)[0])
+
+
+def trained(case: Case) -> Training:
+    training = Training(case, ALONE)
+    for i in range(2):
+        training.close([training.engine.run(case.batch(i), case.step(training.model))])
+    training.drain()
+    return training
+
+
+def test_weights_kept_in_another_way_are_refused() -> None:
+    case = Case(3, model=SHARING_INSIDE)
+    state = {**gather_pipeline_state(trained(case).session), "weight_dtype": "bf16"}
+    with pytest.raises(ConfigurationError, match="written with weight_dtype='bf16', this run has None"):
+        load_pipeline_state(Training(case, ALONE).session, state)
+
+
+def test_a_weight_without_an_older_version_is_its_own() -> None:
+    case = Case(3, model=SHARING_INSIDE)
+    state = gather_pipeline_state(trained(case).session)
+    kept = state["older_weights"].pop("1.inner.first.weight")
+    other = Training(case, ALONE)
+    newest = other.model.state_dict()
+    load_pipeline_state(other.session, state)
+    older = other.engine.weights.older() or {}
+    assert torch.equal(older["1.inner.first.weight"], newest["1.inner.first.weight"])
+    assert not torch.equal(kept, newest["1.inner.first.weight"])
+    assert torch.equal(older["0.inner.weight"], state["older_weights"]["0.inner.weight"])
+
+
+@pytest.mark.parametrize("name", ["0.inner.weight", "1.inner.weight"])
+def test_freezing_while_versions_are_alive_is_refused(name: str) -> None:
+    case = Case(3, model=partial(make, (("linear", "tensor"), ("frozen", "tensor"))))
+    training = trained(case)
+    parameter = training.model.get_parameter(name)
+    parameter.requires_grad_(not parameter.requires_grad)
+    with pytest.raises(ConfigurationError, match=rf"{name}: frozen or unfrozen"):
+        training.close([training.engine.run(case.batch(2), case.step(training.model))])

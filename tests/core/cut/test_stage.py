@@ -1,0 +1,243 @@
+"""Cutting a model: names stay, units of other stages go, and weights are swapped without a trace."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.stage import Stage, _holder
+from lightning_asyncpp.core.cut.units import apply_layers, model_problems
+from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.private_names import PrivateNameError
+from tests.core.cases import DIM, make_model
+from tests.core.cut.test_units import Layered
+
+CPU = torch.device("cpu")
+
+
+def cut_all(make: Any, num_stages: int, **kwargs: Any) -> list[Stage]:
+    return [cut(make(), index, num_stages, 0, CPU, **kwargs) for index in range(num_stages)]
+
+
+def leaves_of(stage: Stage, factor: float = 1.0) -> dict[str, Tensor]:
+    return {name: (p.detach() * factor).requires_grad_() for name, p in stage.parameters.items()}
+
+
+@pytest.mark.parametrize("make", [make_model, Layered], ids=["Sequential", "pipeline_layers"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_names_and_values_are_those_of_the_whole_model(make: Any, num_stages: int) -> None:
+    torch.manual_seed(0)
+    state = make().state_dict()
+    union: dict[str, Tensor] = {}
+    for index in range(num_stages):
+        torch.manual_seed(0)
+        stage = cut(make(), index, num_stages, 0, CPU)
+        own = stage.state_dict()
+        assert own.keys() == stage.parameters.keys() == dict(stage.model.named_parameters()).keys()
+        assert not own.keys() & union.keys()
+        union |= own
+        assert (stage.is_first, stage.is_last) == (index == 0, index == num_stages - 1)
+    assert union.keys() == state.keys()
+    assert all(torch.equal(union[name], state[name]) for name in state)
+
+
+def test_stages_one_after_the_other_compute_the_whole_model() -> None:
+    x = torch.randn(3, DIM)
+    expected = make_model()(x)
+    for stage in cut_all(make_model, 3):
+        x = stage.under(None, lambda s=stage, x=x: s.forward((x,), {}, 0, 0, 0))
+    assert torch.equal(x, expected)
+
+
+def test_a_unit_of_another_stage_says_where_it_is() -> None:
+    stage = cut(Layered(), 0, 2, 0, CPU)
+    head = stage.model.head
+    assert isinstance(head, OtherStage)
+    assert repr(head) == "OtherStage('head' on stage 1)"
+    with pytest.raises(RuntimeError) as caught:
+        head(torch.zeros(1))
+    assert str(caught.value) == (
+        "layer 'head' lives on pipeline stage 1: call the whole model through self.model(...) in a *_step method,"
+        " or gather it with strategy.full_state_dict()"
+    )
+
+
+def test_an_attribute_of_a_unit_of_another_stage() -> None:
+    head = cut(Layered(), 0, 2, 0, CPU).model.head
+    with pytest.raises(AttributeError, match=r"no attribute 'weight': layer 'head' lives on pipeline stage 1: call"):
+        head.weight  # noqa: B018
+    assert not hasattr(head, "bias")
+    assert repr(copy.deepcopy(head)) == repr(head)
+
+
+def test_units_are_applied_by_their_functions() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Layered(lambda m: [m.embedding, *m.body["blocks"], (m.head, lambda head, x: head(x.relu()))])
+
+    x = torch.randn(5, 3)
+    expected = apply_layers(make(), x)
+    for stage in cut_all(make, 2):
+        x = stage.forward((x,), {}, 0, 0, 0)
+    assert torch.equal(x, expected)
+
+
+def test_an_activation_that_is_used_on_two_stages() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        act = nn.GELU()
+        return nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act, nn.Linear(2, 2))
+
+    x = torch.randn(3, 2)
+    expected = make()(x)
+    stages = cut_all(make, 3)
+    assert [type(m).__name__ for m in stages[1].model] == ["OtherStage", "OtherStage", "Linear", "GELU", "OtherStage"]
+    for stage in stages:
+        x = stage.forward((x,), {}, 0, 0, 0)
+    assert torch.equal(x, expected)
+
+
+def test_the_first_unit_gets_all_arguments() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, shift: float, *, scale: float) -> Tensor:
+            return super().forward(x) * scale + shift
+
+    model = nn.Sequential(Scaled(2, 2), nn.Linear(2, 2))
+    x = torch.randn(1, 2)
+    expected = model[0](x, 3.0, scale=2.0)
+    assert torch.equal(cut(model, 0, 2, 0, CPU).forward((x, 3.0), {"scale": 2.0}, 0, 0, 0), expected)
+
+
+def test_forward_and_backward_run_on_the_given_weights() -> None:
+    stage = cut(make_model(), 0, 1, 0, CPU)
+    before = {name: p.detach().clone() for name, p in stage.parameters.items()}
+    x = torch.randn(3, DIM)
+    double = leaves_of(stage, 2.0)
+    output = stage.under(double, lambda: stage.forward((x,), {}, 0, 0, 0))
+    stage.under(double, output.sum().backward)
+    assert all(leaf.grad is not None for leaf in double.values())
+    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in stage.parameters.items())
+    reference = make_model()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(2.0)
+    expected = reference(x)
+    expected.sum().backward()
+    assert torch.equal(output, expected)
+    assert all(torch.equal(double[name].grad, p.grad) for name, p in reference.named_parameters())
+
+
+def assert_untouched_by_swapping(model: nn.Module) -> None:
+    before = dict(model.named_parameters())
+    stage = cut(model, 0, 1, 0, CPU)
+    for factor in (2.0, 3.0):
+        leaves = leaves_of(stage, factor)
+        stage.under(leaves, lambda: stage.forward((torch.ones(1, 2),), {}, 0, 0, 0).sum()).backward()
+        assert all(leaf.grad is not None for leaf in leaves.values())
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+
+
+def test_a_parameter_shared_within_a_stage_is_one_parameter() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    assert list(cut(model, 0, 1, 0, CPU).parameters) == ["0.weight", "0.bias", "1.bias"]
+    assert_untouched_by_swapping(model)
+
+
+def test_a_layer_used_twice_within_a_stage_keeps_its_parameters() -> None:
+    layer = nn.Linear(2, 2)
+    assert_untouched_by_swapping(nn.Sequential(layer, nn.GELU(), layer))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_dropout_depends_on_unit_replica_and_micro_batch_alone(num_stages: int) -> None:
+    def run(seed: int, replica: int, k: int) -> Tensor:
+        x = torch.ones(4, DIM)
+        for stage in cut_all(lambda: make_model(0.5), num_stages):
+            x = stage.forward((x,), {}, seed, replica, k)
+        return x
+
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    whole = cut(make_model(0.5), 0, 1, 7, CPU).forward((torch.ones(4, DIM),), {}, 7, 1, 3)
+    torch.set_rng_state(state)
+    assert torch.equal(run(7, 1, 3), whole)
+    for other in ((8, 1, 3), (7, 0, 3), (7, 1, 4)):
+        assert not torch.equal(run(*other), whole)
+
+
+def test_a_model_that_was_cut_the_same_way_is_taken_as_it_is() -> None:
+    model = make_model()
+    before = cut(model, 1, 2, 0, CPU)
+    again = cut(model, 1, 2, 0, CPU)
+    assert (again.units, again.first_unit) == (before.units, before.first_unit)
+    assert again.parameters.keys() == before.parameters.keys()
+    assert all(again.parameters[name] is before.parameters[name] for name in again.parameters)
+
+
+@pytest.mark.parametrize(("index", "num_stages"), [(0, 3), (1, 2), (0, 1)])
+def test_a_model_is_not_cut_in_another_way(index: int, num_stages: int) -> None:
+    model = make_model()
+    cut(model, 0, 2, 0, CPU)
+    message = rf"the model was already cut for 2 stages and cannot be cut for {num_stages}.*: build the module anew"
+    with pytest.raises(ConfigurationError, match=message):
+        cut(model, index, num_stages, 0, CPU)
+
+
+def test_parameters_that_came_beside_a_cut_model_are_refused() -> None:
+    root = nn.Module()
+    root.model = make_model()
+    cut(root.model, 0, 2, 0, CPU, root=root)
+    root.log_scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigurationError, match=r"parameters outside the layers of self\.model: log_scale"):
+        cut(root.model, 0, 2, 0, CPU, root=root)
+
+
+def test_all_reasons_are_named_and_the_model_is_left_whole() -> None:
+    root = nn.Module()
+    root.model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2), nn.Linear(2, 2))
+    root.log_scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigurationError) as caught:
+        cut(root.model, 0, 3, 0, CPU, root=root)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "2 problems:"
+    assert lines[1].startswith("  1. parameters outside the layers of self.model: log_scale; ")
+    assert lines[2].startswith("  2. SyncBatchNorm (1) synchronises over all ranks")
+    assert not any(isinstance(module, OtherStage) for module in root.model)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_stages", "message"),
+    [
+        (lambda: nn.Linear(2, 2), 1, "the model is a Linear, which the pipeline cannot cut"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.GELU()), 2, "1 layers with parameters, fewer than the 2 stages"),
+        (lambda: Layered(lambda m: [m.embedding, m.head]), 2, "parameters outside the layers"),
+    ],
+    ids=["not cuttable", "few layers", "outside"],
+)
+def test_refusals(model: Any, num_stages: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        cut(model(), 0, num_stages, 0, CPU)
+
+
+def test_a_torch_that_keeps_parameters_elsewhere_is_named() -> None:
+    layer = nn.Linear(2, 2)
+    weight = layer._parameters.pop("weight")
+    with pytest.raises(RuntimeError, match=r"torch 2\S+ has no 'weight' in Linear\._parameters, which"):
+        _holder(layer, "_parameters", "weight", weight)
+
+
+def test_a_private_name_of_torch_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert model_problems(model) == []
+    monkeypatch.delattr(nn.Module, "_compiled_call_impl")
+    with pytest.raises(PrivateNameError, match=r"torch .* has no Module\._compiled_call_impl"):
+        model_problems(model)

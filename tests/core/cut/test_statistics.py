@@ -1,0 +1,96 @@
+"""What layers count finds its place in one vector, the same on all stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.cut.whole_model import StatisticsLayout, counting_layers
+from lightning_asyncpp.errors import ConfigurationError
+from tests.core.cases import DIM, Routed
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(DIM, DIM), Routed(), nn.Linear(DIM, DIM), nn.Sequential(Routed(), nn.Linear(DIM, 1)))
+
+
+def test_every_layer_has_its_place() -> None:
+    layout = StatisticsLayout(pipeline_units(model()))
+    assert [(layer.name, layer.start, layer.length) for layer in layout.layers] == [("1", 0, 4), ("3.0", 4, 4)]
+    assert layout.length == 8
+
+
+def test_a_stage_fills_its_own_places() -> None:
+    stage = cut(model(), 1, 2, 0, torch.device("cpu"))
+    assert list(stage.counting_layers) == ["3.0"]
+    vector = stage.whole.statistics.pack({stage.counting_layers["3.0"]: torch.arange(4.0)}, stage.counting_layers)
+    assert vector.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0]
+    assert vector.dtype == torch.float64
+
+
+def test_metrics_are_reduced_over_layers_as_their_class_says() -> None:
+    layout = StatisticsLayout(pipeline_units(model()))
+    totals = torch.tensor([2, 2, 2, 6, 6, 0, 0, 6], dtype=torch.float64)
+    assert layout.metrics(totals) == {"samples": 12.0, "busiest": 3.0}
+
+
+def test_a_model_without_such_layers_has_no_metrics() -> None:
+    layout = StatisticsLayout(pipeline_units(nn.Sequential(nn.Linear(1, 1))))
+    assert layout.length == 0
+    assert layout.metrics(torch.zeros(0)) == {}
+
+
+def test_a_buffer_that_a_layer_replaced_is_put_where_its_versions_are() -> None:
+    class Replacing(Routed):
+        def update_from_statistics(self, totals: torch.Tensor) -> None:
+            self.bias = torch.full((3,), 7.0)
+
+    stage = cut(nn.Sequential(Replacing(), nn.Linear(DIM, 1)), 0, 1, 0, torch.device("cpu"))
+    buffer = stage.buffers["0.bias"]
+    stage.update_from_statistics(torch.zeros(4, dtype=torch.float64))
+    assert stage.units[0].module.bias is buffer
+    assert buffer.tolist() == [7.0, 7.0, 7.0]
+
+
+def test_counting_layers_of_nested_units_have_their_whole_name() -> None:
+    assert list(counting_layers(pipeline_units(model()))) == ["1", "3.0"]
+
+
+def test_a_layer_that_stands_in_two_places_of_a_stage_counts_once() -> None:
+    shared = Routed()
+    units = pipeline_units(nn.Sequential(shared, nn.Linear(DIM, DIM), shared, nn.Linear(DIM, 1)))
+    assert list(counting_layers(units)) == ["0"]
+    assert StatisticsLayout(units).length == 4
+
+
+def test_a_layer_that_counts_on_two_stages_is_refused() -> None:
+    shared = Routed()
+    model = nn.Sequential(shared, nn.Linear(DIM, DIM), shared, nn.Linear(DIM, 1))
+    with pytest.raises(ConfigurationError, match=r"0 counts, and layers of the stages \[0, 1\] share it"):
+        cut(model, 0, 2, 0, torch.device("cpu"))
+
+
+def test_running_statistics_of_two_stages_are_refused() -> None:
+    def build(tracked: bool) -> nn.Sequential:
+        shared = nn.BatchNorm1d(DIM, track_running_stats=tracked)
+        return nn.Sequential(nn.Linear(DIM, DIM), shared, nn.Linear(DIM, DIM), nn.Sequential(shared))
+
+    with pytest.raises(
+        ConfigurationError, match=r"1 keeps running statistics, and layers of the stages \[0, 1\] share"
+    ):
+        cut(build(tracked=True), 0, 2, 0, torch.device("cpu"))
+    cut(build(tracked=False), 0, 2, 0, torch.device("cpu"))
+    cut(build(tracked=True), 0, 1, 0, torch.device("cpu"))
+
+
+def test_a_versioned_buffer_that_no_checkpoint_holds_is_refused() -> None:
+    class Hidden(Routed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bias", torch.zeros(3), persistent=False)
+
+    with pytest.raises(ConfigurationError, match="0 changes bias once per update"):
+        cut(nn.Sequential(Hidden(), nn.Linear(DIM, 1)), 0, 1, 0, torch.device("cpu"))

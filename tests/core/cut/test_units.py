@@ -1,0 +1,247 @@
+"""Finding the units of a model, spreading them over stages, and refusing what a pipeline cannot train.
+
+Layers compiled with CUDA graphs are refused where several forwards wait for their backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_asyncpp.core.cut.cuda_graphs import cuda_graph_problems
+from lightning_asyncpp.core.cut.units import (
+    Unit,
+    apply_layers,
+    collective_problems,
+    meta_problems,
+    ownership_problems,
+    pipeline_units,
+    spread,
+)
+from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.models import GPT, GPTConfig
+
+
+class Layered(nn.Module):
+    """A model of its own kind, whose layers are nested and not registered in the order in which they run."""
+
+    def __init__(self, layers: Any = None) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.body = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
+        self.embedding = nn.Linear(3, 4)
+        self.returned = layers
+
+    def pipeline_layers(self) -> Any:
+        if self.returned is not None:
+            return self.returned(self)
+        return [self.embedding, *self.body["blocks"], self.head]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.pipeline_layers():
+            x = layer(x)
+        return x
+
+
+def test_layers_keep_their_names_in_the_model() -> None:
+    model = Layered()
+    units = pipeline_units(model)
+    assert [unit.name for unit in units] == ["embedding", "body.blocks.0", "body.blocks.1", "head"]
+    assert all(model.get_submodule(unit.name) is unit.module for unit in units)
+
+
+def test_a_sequential_may_use_an_activation_twice() -> None:
+    act = nn.GELU()
+    units = pipeline_units(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act))
+    assert [unit.name for unit in units] == ["0", "1", "2", "3"]
+    assert units[1].module is units[3].module is act
+
+
+def test_layers_of_a_sequential_are_not_looked_into() -> None:
+    units = pipeline_units(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.GELU()), nn.Linear(2, 2)))
+    assert [unit.name for unit in units] == ["0", "1"]
+
+
+def test_a_model_that_cannot_be_cut() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        pipeline_units(nn.Linear(2, 2))
+    assert str(caught.value) == (
+        "the model is a Linear, which the pipeline cannot cut: make it an nn.Sequential, or give it pipeline_layers(),"
+        " a method that returns its layers in the order in which they are applied"
+    )
+
+
+def test_a_layer_may_be_applied_by_a_function() -> None:
+    def scaled(layer: nn.Module, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        return scale * layer(x)
+
+    model = Layered(lambda m: [(m.embedding, scaled), (m.head, lambda head, x: head(x.relu()))])
+    assert [unit.name for unit in pipeline_units(model)] == ["embedding", "head"]
+    x = torch.randn(5, 3)
+    assert torch.equal(apply_layers(model, x, scale=2.0), model.head((2.0 * model.embedding(x)).relu()))
+    assert torch.equal(apply_layers(nn.Sequential(model.embedding, model.head), x), model.head(model.embedding(x)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        (lambda m: [], "it is empty"),
+        (lambda m: [m.embedding, nn.Linear(1, 1)], "it holds something that is not a submodule of the model"),
+        (lambda m: [m.embedding, "head"], "it holds something that is not a submodule of the model"),
+        (lambda m: [m], "it holds something that is not a submodule of the model"),
+        (lambda m: [m.head, m.head], "it holds a layer twice"),
+        (lambda m: [m.embedding, (m.head, "call")], "the second of a pair is not a function"),
+        (
+            lambda m: [m.head, m.head, 3],
+            "it holds something that is not a submodule of the model and it holds a layer twice",
+        ),
+    ],
+    ids=["empty", "stranger", "text", "itself", "twice", "no function", "both"],
+)
+def test_wrong_layers(layers: Any, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        pipeline_units(Layered(layers))
+    expected = f"Layered.pipeline_layers() must return distinct submodules of the model in order: {problem}"
+    assert str(caught.value) == expected
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 8))
+def test_units_are_spread_evenly(heavy: list[bool], num_stages: int) -> None:
+    units = [Unit(str(i), nn.Linear(1, 1) if h else nn.GELU()) for i, h in enumerate(heavy)]
+    if sum(heavy) < num_stages:
+        with pytest.raises(ConfigurationError, match=f"has {sum(heavy)} layers with parameters, fewer than the"):
+            spread(units, num_stages)
+        return
+    counts = spread(units, num_stages)
+    assert sum(counts) == len(units)
+    ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
+    parts = [heavy[end - count : end] for end, count in zip(ends, counts)]
+    sizes = [sum(part) for part in parts]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+    assert all(part[0] for part in parts[1:]), "a layer without parameters opens a stage"
+
+
+def test_fewer_layers_than_stages() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        spread(pipeline_units(nn.Sequential(nn.Linear(1, 1), nn.GELU(), nn.Linear(1, 1))), 3)
+    assert str(caught.value) == (
+        "the model has 2 layers with parameters, fewer than the 3 stages: use at most 2 devices per replica,"
+        " or return finer layers from pipeline_layers()"
+    )
+
+
+def test_parameters_outside_the_layers() -> None:
+    root = nn.Module()
+    root.model = Layered(lambda m: [m.embedding, m.head])
+    root.temperature = nn.Parameter(torch.ones(1))
+    problems = ownership_problems(root, pipeline_units(root.model))
+    assert len(problems) == 1
+    assert problems[0].startswith(
+        "parameters outside the layers of self.model: temperature, model.body.blocks.0.weight, "
+        "model.body.blocks.0.bias, model.body.blocks.1.weight, model.body.blocks.1.bias; the pipeline trains only what"
+    )
+    assert ownership_problems(root.model.head, [Unit("head", root.model.head)]) == []
+
+
+def test_frozen_parameters_outside_are_nobodys_business() -> None:
+    root = nn.Module()
+    root.model, root.teacher = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1).requires_grad_(False)
+    assert ownership_problems(root, pipeline_units(root.model)) == []
+
+
+def test_many_parameters_outside_are_not_all_listed() -> None:
+    root = nn.ModuleList(nn.Linear(1, 1) for _ in range(6))
+    (problem,) = ownership_problems(root, [])
+    assert "3.weight, 3.bias and more; " in problem
+
+
+def test_layers_that_would_wait_for_other_stages() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2)), nn.SyncBatchNorm(2))
+    (problem,) = collective_problems(pipeline_units(model))
+    assert problem.startswith("SyncBatchNorm (1.1, 2) synchronises over all ranks, most of which hold other layers")
+    assert collective_problems(pipeline_units(model[:1])) == []
+
+
+def test_meta_tensors_outside_the_layers() -> None:
+    with torch.device("meta"):
+        model = Layered(lambda m: [m.embedding, m.head])
+        model.register_buffer("scale", torch.ones(1))
+    model.body.requires_grad_(False)
+    (problem,) = meta_problems(model, pipeline_units(model))
+    assert problem.startswith("meta tensors outside the layers of the model: body.blocks.0.weight, body.blocks.0.bias,")
+    assert "body.blocks.1.bias, scale; no stage would give them a value" in problem
+    model.body, model.scale = nn.Module(), torch.ones(1)
+    assert meta_problems(model, pipeline_units(model)) == []
+
+
+CUDA = torch.device("cuda", 0)
+NO_GRAPHS = {"mode": "max-autotune-no-cudagraphs"}
+WITH_GRAPHS = {"mode": "reduce-overhead"}
+
+
+def compiled_in_place(**options: Any) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.compile(**options)
+    return layer
+
+
+def compiled_forward(**options: Any) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.forward = torch.compile(layer.forward, **options)  # type: ignore[method-assign]
+    return layer
+
+
+def compiled_function(**options: Any) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.activation = torch.compile(torch.relu, **options)
+    return layer
+
+
+def wrapped(**options: Any) -> nn.Module:
+    return torch.compile(nn.Linear(2, 2), **options)  # type: ignore[return-value]
+
+
+def nested(**options: Any) -> nn.Module:
+    return nn.Sequential(nn.ReLU(), compiled_in_place(**options))
+
+
+def blocks(**options: Any) -> nn.Module:
+    config = GPTConfig(vocab_size=8, context_length=4, num_layers=1, dim=8, num_heads=2)
+    return GPT(config, compile_blocks=options).blocks[0]
+
+
+ALL = [compiled_in_place, compiled_forward, compiled_function, wrapped, nested, blocks]
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_they_are_found_however_they_were_compiled(make: Callable[..., nn.Module]) -> None:
+    for options in (WITH_GRAPHS, {"options": {"triton.cudagraphs": True}}):
+        (problem,) = cuda_graph_problems(nn.Sequential(nn.Tanh(), make(**options)), CUDA)
+        assert problem.startswith("1")
+        assert "compiled with CUDA graphs" in problem
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_others_are_not(make: Callable[..., nn.Module]) -> None:
+    for options in ({}, NO_GRAPHS, {"backend": "eager"}):
+        assert cuda_graph_problems(make(**options), CUDA) == []
+    assert cuda_graph_problems(make(**WITH_GRAPHS), torch.device("cpu")) == []
+
+
+def test_what_is_not_compiled_is_left_alone() -> None:
+    config = GPTConfig(vocab_size=8, context_length=4, num_layers=1, dim=8, num_heads=2)
+    assert cuda_graph_problems(GPT(config), CUDA) == []
+
+
+def test_a_message_names_a_few() -> None:
+    model = nn.Sequential(*[compiled_in_place(**WITH_GRAPHS) for _ in range(9)])
+    (problem,) = cuda_graph_problems(model, CUDA)
+    assert problem.startswith("0, 1, 2, 3, 4, ...: compiled with CUDA graphs (mode='reduce-overhead'")
+    assert "use mode='max-autotune-no-cudagraphs'" in problem

@@ -1,0 +1,267 @@
+"""Processes of their own for runs that fail, and the ways in which they do."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_asyncpp.core.batches.micro_batch import split_batch
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.ranks.agreement import agree_on_error
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.ticket import TicketOffice
+from lightning_asyncpp.errors import PeerLostError
+from tests.core.cases import DIM, Case, make_model
+from tests.workers import free_port, worker_context
+
+CPU = torch.device("cpu")
+ALIVE: list[Any] = []  # a message that was sent and whose tensor is then let go of may never arrive
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Outcome:
+    """How a rank ended: with the name and text of an error, or with what the scenario returned."""
+
+    error: str = ""
+    text: str = ""
+    value: Any = None
+    seconds: float = 0.0
+
+
+def run_ranks(scenario: Callable[..., Any], world_size: int, *args: Any, timeout: float = 40.0) -> list[Outcome]:
+    """Run ``scenario(mesh, *args)`` on every rank; ``error`` is "killed" or "hang" for a rank that said nothing."""
+    context, port = worker_context(), free_port()
+    connections, processes = [], []
+    for rank in range(world_size):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(rank, world_size, port, there, scenario, args), daemon=True)
+        process.start()
+        there.close()
+        connections.append(here)
+        processes.append(process)
+    deadline = time.monotonic() + timeout
+    outcomes = [_outcome(connection, deadline) for connection in connections]
+    for process in processes:
+        process.kill()
+    return outcomes
+
+
+def _outcome(connection: Any, deadline: float) -> Outcome:
+    try:
+        if connection.poll(max(0.0, deadline - time.monotonic())):
+            return connection.recv()
+        return Outcome("hang")
+    except EOFError:
+        return Outcome("killed")
+
+
+def _work(rank: int, world_size: int, port: int, connection: Any, scenario: Callable[..., Any], args: tuple) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60))
+    replicas = 2 if world_size == 4 else 1
+    mesh = Mesh(world_size // replicas, replicas, rank)
+    mesh.connect()
+    start = time.monotonic()
+    try:
+        outcome = Outcome(value=scenario(mesh, *args))
+        dist.barrier()
+    except Exception as error:
+        outcome = Outcome(type(error).__name__, str(error))
+    outcome.seconds = time.monotonic() - start
+    connection.send(outcome)
+    os._exit(0)  # as a failed process: without a word to the others
+
+
+@dataclass
+class Run:
+    """A small training run on one rank."""
+
+    mesh: Mesh
+    micro_batches: int = 3
+    split_batch: Callable[[Any, int], list[Any]] = split_batch
+    engine: Engine = field(init=False)
+
+    def __post_init__(self) -> None:
+        mesh = self.mesh
+        self.model = make_model()
+        stage = cut(self.model, mesh.stage, mesh.num_stages, 0, CPU)
+        settings = PipelineSettings(micro_batches=self.micro_batches, data_parallel_size=mesh.num_replicas)
+        self.case = Case(self.micro_batches, batch_sizes=(6,) * 40)
+        hooks = UserHooks(split_batch=self.split_batch, micro_batch_weight=self.case.weight)
+        self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.engine.updates.apply = lambda _: self.optimizer.step() and None
+        self.office = TicketOffice(self.optimizer)
+        self.step = self.case.step(self.model)
+        ALIVE.append(self)
+
+    def train(self, index: int, batch: Batch | None = None, step: Callable[..., Tensor] | None = None) -> list[Update]:
+        """One batch, and the updates that are due after it."""
+        self.engine.run(self.case.batch(index, self.mesh.replica) if batch is None else batch, step or self.step)
+        self.engine.close(self.office.file())
+        return self.engine.updates.apply_due()
+
+    def drain(self) -> None:
+        self.engine.drain()
+
+
+def error_of_user(mesh: Mesh, stage: int, when: int) -> None:
+    """User code, or a layer, of one stage fails at batch ``when``."""
+    run = Run(mesh)
+
+    def failing(micro_batch: Batch, weight: float) -> Tensor:
+        raise ValueError("the user's own mistake")
+
+    for index in range(6):
+        step = failing if (mesh.stage, index) == (stage, when) else run.step
+        if step is failing and not (mesh.is_first or mesh.is_last):
+            run.engine.stage.units[0].module.forward = lambda x: failing({}, 0.0)
+        run.train(index, step=step)
+
+
+def model_called_twice(mesh: Mesh) -> None:
+    run = Run(mesh)
+    run.train(0, step=lambda micro_batch, weight: run.step(micro_batch) + run.step(micro_batch))
+
+
+def layer_returns_text(mesh: Mesh) -> None:
+    run = Run(mesh)
+    if mesh.is_first:
+        run.engine.stage.units[-1].module.forward = lambda x: "text"
+    run.train(0)
+
+
+def other_batch(mesh: Mesh, when: int) -> None:
+    """From batch ``when`` on the last stage reads something else."""
+    run = Run(mesh)
+    for index in range(6):
+        batch = run.case.batch(index)
+        if mesh.is_last and index >= when:
+            batch["x"] = batch["x"] + 0.001
+        run.train(index, batch)
+
+
+def shorter_batch(mesh: Mesh, stage: int, own_split: bool) -> None:
+    """The first micro-batches are the same, the last one is missing on one stage."""
+    run = Run(mesh, split_batch=(lambda *given: split_batch(*given)) if own_split else split_batch)
+    batch = run.case.batch(0)
+    length = 2 if mesh.stage == stage else 3
+    run.train(0, {name: value[:length] for name, value in batch.items()})
+
+
+def parameter_used_directly(mesh: Mesh, layer: int) -> None:
+    """A parameter of the first or the last layer enters the user's step beside the model."""
+    run = Run(mesh)
+    weight = getattr(run.model[layer], "weight", None)
+
+    def step(micro_batch: Batch, _: float) -> Tensor:
+        if weight is None:
+            return run.step(micro_batch)
+        if layer == 0:
+            return run.step({**micro_batch, "x": micro_batch["x"] * weight.sum()})
+        return run.step(micro_batch) + weight.square().sum()
+
+    run.train(0, step=step)
+
+
+def ends_early(mesh: Mesh, stage: int, evaluates: bool) -> None:
+    """One stage has three batches, the others four; all were drained after the third."""
+    run = Run(mesh)
+    batches = 3 if mesh.stage == stage else 4
+    for index in range(batches):
+        if evaluates:
+            with torch.no_grad():
+                run.engine.evaluate(run.case.batch(index), run.step)
+        else:
+            run.train(index)
+        if index == 2 and not evaluates:
+            run.drain()
+    if evaluates:
+        run.engine.end_evaluation()
+    run.drain()
+    agree_on_error(mesh, None)
+
+
+def killed(mesh: Mesh, rank: int) -> None:
+    run = Run(mesh)
+    for index in range(40):
+        if (mesh.rank, index) == (rank, 3):
+            os._exit(9)
+        run.train(index)
+    run.drain()
+
+
+def killed_and_tried_again(mesh: Mesh) -> str:
+    """The last stage does not give up when the first is gone."""
+    try:
+        killed(mesh, mesh.rank_of(0))
+    except PeerLostError:
+        ALIVE[-1].train(4)
+    return "went on"
+
+
+def stopped(mesh: Mesh, rank: int, flag: str) -> list[int]:
+    """The mini-batches whose updates told this rank that one of all asks to stop."""
+    run, told = Run(mesh), []
+    for index in range(6):
+        if (mesh.rank, index) == (rank, 2):
+            setattr(run.engine.updates.requested, flag, True)
+        updates = run.train(index)
+        if getattr(run.engine.updates.agreed, flag):
+            told += [update.mini_batch for update in updates]
+    assert not run.engine.updates.agreed.interrupted or not run.engine.updates.agreed.finished, (
+        "the other flag was not set"
+    )
+    return told
+
+
+def not_a_number(mesh: Mesh, replica: int) -> Any:
+    run = Run(mesh)
+    for index in range(6):
+        batch = run.case.batch(index, mesh.replica)
+        if index == 2 and mesh.replica == replica:
+            batch["x"] = batch["x"] + torch.tensor([float("nan")] * DIM)
+        try:
+            run.train(index, batch)
+        except Exception as error:
+            return type(error).__name__, str(error), index, run.engine.weights.newest
+    return None
+
+
+def not_a_number_on_one_stage(mesh: Mesh, stage: int) -> tuple[str, str, int]:
+    """The gradient of one weight of one stage at mini-batch 2; losses and activations stay numbers."""
+    run = Run(mesh)
+    for index in range(6):
+        if (mesh.stage, index) == (stage, 2):
+            _spoil_gradient(run.engine.stage.units[0].module)
+        try:
+            run.train(index)
+        except Exception as error:
+            return type(error).__name__, str(error), run.engine.weights.newest
+    return "", "", 0
+
+
+def _spoil_gradient(module: torch.nn.Module) -> None:
+    forward = module.forward
+
+    def spoiled(x: Tensor) -> Tensor:
+        total = next(module.parameters()).sum()
+        nothing = total - total.detach()
+        nothing.register_hook(lambda gradient: gradient * float("nan"))
+        return forward(x) + nothing
+
+    module.forward = spoiled

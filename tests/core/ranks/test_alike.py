@@ -1,0 +1,75 @@
+"""What all ranks raise alike is shown in full by rank 0 alone, where a script ends with it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from lightning_asyncpp.core.failures.cause import Cause
+from lightning_asyncpp.core.failures.last_word import LastWord
+from lightning_asyncpp.core.ranks import agreement
+from lightning_asyncpp.core.ranks.alike import TRACEBACK, is_alike, raised_alike
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.errors import ConfigurationError
+
+REFUSED = ConfigurationError.from_problems(["the first " + "word " * 40, "the second"])
+
+
+@pytest.fixture(autouse=True)
+def _hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
+def shown(error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
+    sys.excepthook(type(error), error, None)
+    return capsys.readouterr().err
+
+
+def test_rank_0_shows_it_and_the_others_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert str(REFUSED) in shown(raised_alike(REFUSED, 0), capsys)
+    line = shown(raised_alike(REFUSED, 1), capsys)
+    assert line.startswith("[rank1]: as on rank 0, ConfigurationError: 2 problems: 1. the first word")
+    assert line.endswith(" ...\n")
+    assert line.count("\n") == 1
+    assert "another one" in shown(ValueError("another one"), capsys)
+    assert not is_alike(ValueError())
+
+
+def test_it_is_replaced_once_and_never_that_of_somebody_who_wants_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised_alike(REFUSED, 1)
+    hook = sys.excepthook
+    raised_alike(REFUSED, 1)
+    assert sys.excepthook is hook
+    monkeypatch.setattr(sys, "excepthook", shown)
+    raised_alike(REFUSED, 1)
+    assert sys.excepthook is shown
+
+
+def test_every_traceback_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(TRACEBACK, "1")
+    assert str(REFUSED) in shown(raised_alike(REFUSED, 1), capsys)
+
+
+@pytest.mark.parametrize("error", [ConfigurationError("no"), KeyError("no")])
+@pytest.mark.parametrize("others_too", [True, False])
+def test_what_is_alike(error: Exception, others_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that some ranks alone have is theirs to tell."""
+    monkeypatch.setattr(agreement, "exchange", lambda mesh, text, group: [text, text if others_too else ""])
+    error = type(error)("no")
+    with pytest.raises(type(error)) as caught:
+        agreement.agree_on_error(Mesh(2, 1, 1), error)
+    assert caught.value is error
+    assert is_alike(error) == others_too
+
+
+def test_the_last_word_does_not_repeat_it(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    word = LastWord()
+    word.cancel()
+    monkeypatch.setattr(word, "_wait", lambda is_failing: True)
+    word.children = [None]  # type: ignore[list-item]
+    for is_alike_everywhere, said in ((False, "asyncpp: rank 1 (stage 0) failed first: no\n"), (True, "")):
+        word.hear(Cause(1, 0, "no", "Traceback ..."), is_alike_everywhere)
+        monkeypatch.setattr("lightning_asyncpp.core.failures.last_word.uncaught", lambda: None)
+        word.speak()
+        assert capfd.readouterr().err == said

@@ -1,0 +1,174 @@
+"""Groups: made in few calls, the right ones on every rank, also where the default group is bound to a device.
+
+Messages over gloo that can be asked whether they are done.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_asyncpp.core.ranks import mesh as mesh_module
+from lightning_asyncpp.core.ranks import process_groups
+from lightning_asyncpp.core.ranks.mesh import PLACEMENTS, Mesh, Placement
+from lightning_asyncpp.core.ranks.process_groups import HostWork
+from tests.workers import end_with_parent, free_port, worker_context
+
+SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (5, 3), (8, 4), (1, 4)]
+
+
+class Splitting:
+    """Stands for ``torch.distributed`` over NCCL, on one rank: a group is the list of its ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.splits: list[list[list[int]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def get_rank(self) -> int:
+        return self.rank
+
+    def get_backend(self, group: object = None) -> str:
+        return "fake"
+
+    def new_group(self, ranks: list[int] | None, timeout: object, backend: str | None, pg_options: object) -> str:
+        assert ranks is None, "every other rank would have to split, too"
+        assert pg_options is None
+        return "gloo"
+
+    def split_group(self, split_ranks: list[list[int]], timeout: object, pg_options: Any) -> list[int] | None:
+        ranks = [rank for part in split_ranks for rank in part]
+        assert len(ranks) == len(set(ranks)), "a rank would be in two groups of one split"
+        self.splits.append(split_ranks)
+        return next((part for part in split_ranks if self.rank in part), None)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("stages", "replicas"), SHAPES)
+def test_nccl_splits_as_rarely_as_can_be(
+    stages: int, replicas: int, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for rank in range(stages * replicas):
+        fake = Splitting(rank)
+        for module in (mesh_module, process_groups):
+            monkeypatch.setattr(module, "dist", fake)
+        monkeypatch.setattr(process_groups, "splits", lambda: True)
+        monkeypatch.setattr(mesh_module, "neighbour_options", lambda most_ctas: most_ctas)
+        mesh = Mesh(stages, replicas, rank, placement=placement)
+        mesh.connect(direct=stages > 1)
+        groups: Any = mesh.groups
+        for there, back, other in (
+            (groups.to_next, groups.from_next, mesh.stage + 1), (groups.forward, groups.backward, mesh.stage - 1)
+        ):  # fmt: skip
+            pair = {rank, mesh.rank_of(other)} if 0 <= other < stages else None
+            assert [None if group is None else set(group) for group in (there, back)] == [pair, pair]
+        same_stage = [mesh.rank_of(mesh.stage, replica) for replica in range(replicas)]
+        assert groups.data_parallel == (same_stage if replicas > 1 else None)
+        assert groups.last_stages == (same_stage if replicas > 1 and mesh.is_last else None)
+        calls.append(fake.splits)
+        mesh.groups = None
+    assert all(splits == calls[0] for splits in calls), "all ranks make the same splits in the same order"
+    most = {1: 0, 2: 2}.get(stages, 4) + (2 if replicas > 1 else 0)
+    assert len(calls[0]) == most
+
+
+def test_options_for_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.high, self.config = is_high_priority_stream, type("Config", (), {})()
+
+    fake = type("NCCL", (), {"Options": Options})
+    monkeypatch.setattr(process_groups.dist, "ProcessGroupNCCL", fake, raising=False)
+    assert process_groups.neighbour_options(3).config.max_ctas == 3
+    assert process_groups.neighbour_options(None).high
+    assert not hasattr(process_groups.neighbour_options(None).config, "max_ctas")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_groups_that_are_made_one_by_one_have_the_options_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a script has made the default group without a device, it cannot be split."""
+    given: list[object] = []
+    monkeypatch.setattr(process_groups, "splits", lambda: False)
+    monkeypatch.setattr(process_groups.dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(process_groups.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(process_groups.dist, "new_group", lambda *_, pg_options, **__: given.append(pg_options))
+    process_groups.disjoint_groups([[0, 1], [2, 3], [4]], None, lambda: "few")
+    assert given == (["few", "few"] if backend == "nccl" else [None, None])
+
+
+def test_ranks_that_share_a_gpu_may_have_replicas() -> None:
+    """Lightning binds the default group to the GPU; with three ranks a group of two has somebody outside."""
+    context = worker_context()
+    results, port = context.Queue(), free_port()
+    processes = [context.Process(target=_bound, args=(rank, port, results), daemon=True) for rank in range(3)]
+    for process in processes:
+        process.start()
+    assert sorted(results.get(timeout=60) for _ in processes) == ["", "", ""]
+
+
+def _bound(rank: int, port: int, results: Any) -> None:
+    end_with_parent()
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
+        dist.init_process_group("gloo", rank=rank, world_size=3, store=store, timeout=datetime.timedelta(seconds=30))
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.bound_device_id = torch.device("cuda:0")
+        process_groups.unbind_default_group()
+        dist.new_group([0, 1])
+        dist.barrier()
+        results.put("")
+    except Exception as error:
+        results.put(repr(error))
+
+
+@pytest.fixture(scope="module")
+def pair() -> list[Any]:
+    """Both ends of a connection, in one process."""
+    store, groups = dist.HashStore(), [None, None]
+
+    def connect(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=2))  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return groups
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_both_sides_are_done_without_anybody_waiting(pair: list[Any]) -> None:
+    sent, room = torch.arange(300_000.0), torch.zeros(300_000)
+    receive = HostWork(pair[1].recv([room], 0, 5))
+    assert not receive.is_completed()
+    send = HostWork(pair[0].send([sent], 1, 5))
+    assert until(receive.is_completed)
+    assert until(send.is_completed)
+    assert torch.equal(room, sent)
+    receive.wait()
+    send.wait()
+
+
+def test_what_goes_wrong_is_raised_for_whoever_waits(pair: list[Any]) -> None:
+    work = HostWork(pair[1].recv([torch.zeros(1)], 0, 6))  # nobody sends: it ends with the group's timeout
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+        work.wait()
+    assert work.is_completed()

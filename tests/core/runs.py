@@ -1,0 +1,253 @@
+"""Running a case through the engine (in a worker process) and through the oracle."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.core.batches.batch_output import BatchOutput
+from lightning_asyncpp.core.batches.tree import tensors_of
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.checkpoint import state
+from lightning_asyncpp.core.cut.partition import Partition
+from lightning_asyncpp.core.cut.units import pipeline_units, stages_of_parameters
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.reference import Held, train_reference
+from tests.core.cases import Case
+
+warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+
+
+def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
+    """Run a case on this rank; returns this stage's final weights, its losses and its norms."""
+    training = Training(case, mesh)
+    for mini_batch in case.mini_batches:
+        last = mini_batch[-1]
+        outputs = []
+        for i in mini_batch:
+            outputs.append(training.session.run(case.batch(i, mesh.replica), case.step(training.model)))
+            if i in case.drains and i != last:
+                training.drain()
+        training.close(outputs)
+        if last in case.drains:
+            training.drain()
+        if last in case.evaluates:
+            training.evaluate(last)
+        if last in case.resumes:
+            training = training.resumed()
+    training.drain()
+    return training.results()
+
+
+class Training:
+    """What a strategy does with its session, for a case.
+
+    Args:
+        case: what to run.
+        mesh: this rank's place.
+    """
+
+    def __init__(self, case: Case, mesh: Mesh) -> None:
+        self.case, self.mesh = case, mesh
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.statistics: list[dict[str, float]] = []
+        settings = PipelineSettings(
+            micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
+            delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
+            staleness=case.staleness, slack=case.slack, synchronous_start=case.start,
+            weight_dtype="bf16" if case.bf16 else None,
+        )  # fmt: skip
+        self.session = session = PipelineSession(settings)
+        session.mesh = mesh
+        self.model = case.make_model()
+        counts, device = tuple(case.counts(mesh.num_stages)), torch.device(case.device)
+        self.stage = session.cut(self.model, case.seed, device, partition=Partition(counts, counts, "as given"))
+        if case.checkpointing:
+            _checkpoint_units(self.stage)
+        hooks = UserHooks(micro_batch_weight=case.weight, forward_context=case.context)
+        self.engine: Engine = session.start(hooks, device, training=True)
+        self.optimizer = case.make_optimizer(list(self.model.named_parameters()))
+        self.scheduler = case.make_scheduler(self.optimizer)
+        session.attach(self.optimizer, self._step)
+
+    def close(self, outputs: list[BatchOutput]) -> None:
+        """End the mini-batch."""
+        if self.mesh.is_last:
+            known = [(o.mean_loss(), sum(o.weights) - float(nan[0])) for o in outputs if (nan := o.nan_losses())]
+            counted = [(float(loss), weight) for loss, weight in known if weight]  # the others are NaN
+            total = sum(weight for _, weight in counted)
+            self.losses.append(sum(loss * weight for loss, weight in counted) / max(total, 1e-9))
+        self.session.close(note=self.engine.mini_batch)
+        self._take(self.session.apply_due())
+        check_what_is_kept(self.engine, outputs)
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def drain(self) -> None:
+        self._take(self.session.drain())
+
+    def evaluate(self, index: int) -> None:
+        self.drain()
+        with torch.no_grad():
+            self.engine.evaluate(self.case.batch(index, self.mesh.replica), self.case.step(self.model))
+
+    def resumed(self) -> Training:
+        """A new one, which goes on from what a checkpoint holds of this one."""
+        self.drain()
+        saved = {
+            "weights": state.gather_model_state(self.session, self.stage.state_dict()),
+            "pipeline": state.gather_pipeline_state(self.session),
+            "optimizer": state.gather_optimizer_state(self.session, self.optimizer),
+        }  # fmt: skip
+        saved = self._from_first_rank(saved)
+        self.session.finish()
+        other = Training(self.case, self.mesh)
+        other.model.load_state_dict({name: saved["weights"][name] for name in other.model.state_dict()})
+        state.load_pipeline_state(other.session, saved["pipeline"])
+        state.load_optimizer_state(other.session, other.optimizer, saved["optimizer"])
+        if other.scheduler is not None and self.scheduler is not None:
+            other.scheduler.load_state_dict(self.scheduler.state_dict())
+        other.losses, other.norms, other.statistics = self.losses, self.norms, self.statistics
+        return other
+
+    def results(self) -> dict[str, Any]:
+        stage, mesh = self.stage, self.mesh
+        ties = [tie for tie in stage.whole.ties if mesh.stage in tie.stages[1:]]
+        names = {tie.name_on(mesh.stage): tie.names[0] for tie in ties}
+        trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}
+        tensors = {name: p.detach().cpu().clone() for name, p in {**trained, **stage.buffers}.items()}
+        return {
+            "weights": {name: tensor for name, tensor in tensors.items() if name not in names},
+            "copies": {names[name]: tensor for name, tensor in tensors.items() if name in names},
+            "losses": self.losses, "norms": self.norms, "statistics": self.statistics,
+            "replica": mesh.replica, "stage": mesh.stage,
+        }  # fmt: skip
+
+    def _step(self, update: Update) -> None:
+        assert update.ticket.note == update.mini_batch
+        if self.case.max_norm is not None:
+            self.session.clip(self.case.max_norm)
+        self.optimizer.step()
+
+    def _take(self, updates: list[Update]) -> None:
+        layout = self.stage.whole.statistics
+        for update in updates:
+            if update.message.finite and update.message.weight:
+                self.norms.append(update.message.norm)
+                self.statistics.append(layout.metrics(update.message.statistics))
+
+    def _from_first_rank(self, saved: Any) -> Any:
+        """As written to a file and read again."""
+        file = io.BytesIO()
+        torch.save(saved, file)
+        content = [file.getvalue()]
+        if self.mesh.groups is not None:
+            dist.broadcast_object_list(content, 0, group=self.mesh.groups.host)
+        return torch.load(io.BytesIO(content[0]), weights_only=True)
+
+
+def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
+    """Nothing that is done with may hold on to memory until the next drain, or the end of the batch."""
+    results = [tensor for output in outputs for tensor in tensors_of(output.results)]
+    assert not any(tensor.requires_grad for tensor in results)
+    assert len(engine.updates._leaving) <= 3  # shared gradients on their way
+    stepped = [mini_batch for mini_batch in engine.updates.closed if mini_batch.stepped]
+    assert not any(gradient is not None for mini_batch in stepped for gradient in mini_batch.gradients.values())
+    assert not any(mini_batch.reduction._sent for mini_batch in stepped if mini_batch.reduction is not None)
+
+
+def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list[float]]:
+    """Run a case in this process; with replicas their micro-batches are simply more micro-batches.
+
+    The number of stages and their cut matter where stages do not have the same staleness.
+    """
+    assert case.data_parallel_size == 1 or (not case.dropout and not case.random_input)
+    model = case.make_model()
+    optimizer = case.make_base(list(model.named_parameters()))
+    scheduler = case.make_scheduler(optimizer)
+    batches = [
+        [case.batch(i, r) for i in indices for r in range(case.data_parallel_size)] for indices in case.mini_batches
+    ]
+
+    steps_ahead = case.staleness != "uniform" and case.slack != "exact"
+    start = max(case.start, 1) if steps_ahead else case.start  # for a norm to clip by
+
+    def step(micro_batch: dict[str, Tensor]) -> Tensor:
+        with case.context():
+            return case.step(model)(micro_batch)
+
+    losses = train_reference(
+        model, step, batches, optimizer,
+        micro_batches=case.micro_batches, delay=case.delay, max_norm=case.max_norm,
+        error_feedback=case.error_feedback if case.delay else None,
+        after_update=scheduler.step if scheduler is not None else None,
+        weight=case.weight, skip_nonfinite=case.nan_at is not None, seed=case.seed,
+        held=held_in(case, model, num_stages), replicas=case.data_parallel_size,
+        exact_norm=case.slack == "exact",
+        synchronous_start=start, weight_dtype=torch.bfloat16 if case.bf16 else None,
+    )  # fmt: skip
+    return {name: tensor.detach().cpu().clone() for name, tensor in versioned_tensors(model).items()}, losses
+
+
+def ahead(stage: int, case: Case, num_stages: int) -> int:
+    """By how many micro-batches forwards run ahead, written down apart from the schedule's own rule."""
+    behind, lookahead = num_stages - 1 - stage, min(case.lookahead or 0, num_stages - 1)
+    return behind + behind * (lookahead + 1) // num_stages
+
+
+def held_in(case: Case, model: nn.Module, num_stages: int) -> list[Held]:
+    """Parameters of each stage, those that it shares with a stage before left out, and what it holds back."""
+    if case.staleness == "uniform":
+        return []
+    stages, first = stages_of_parameters(model, case.counts(num_stages)), first_of_those_that_share(case, num_stages)
+    found: list[Held] = []
+    for stage in range(num_stages):
+        own = [p for name, p in model.named_parameters() if stages.get(name) == stage]
+        least = (
+            ahead(0, case, num_stages) if case.slack == "exact" else ahead(first[stage], case, num_stages) + case.slack
+        )
+        if case.staleness == "least" or stage == num_stages - 1:
+            found.append((own, least if case.staleness == "least" else 0))
+    return found
+
+
+def first_of_those_that_share(case: Case, num_stages: int) -> list[int]:
+    """Of each stage, the first that shares a parameter with it, or with one that does, ...; or itself."""
+    stage_of = [stage for stage, count in enumerate(case.counts(num_stages)) for _ in range(count)]
+    holders: dict[int, set[int]] = {}
+    for unit, stage in zip(pipeline_units(case.make_model()), stage_of, strict=True):
+        for parameter in unit.module.parameters():
+            holders.setdefault(id(parameter), set()).add(stage)
+    first = list(range(num_stages))
+    for _ in first:  # as often as a number may have to be handed on
+        for stages in holders.values():
+            least = min(first[stage] for stage in stages)
+            first = [least if stage in stages else number for stage, number in enumerate(first)]
+    return first
+
+
+def versioned_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a training changes: name -> parameter, or buffer of a layer that counts."""
+    tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, layer in model.named_modules():
+        if isinstance(layer, StatisticsLayer):
+            tensors |= {f"{name}.{key}": getattr(layer, key) for key in layer.versioned_buffers}
+    return tensors
+
+
+def _checkpoint_units(stage: Any) -> None:
+    for unit in stage.units:
+        forward = unit.module.forward
+        unit.module.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)

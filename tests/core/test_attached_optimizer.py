@@ -1,0 +1,70 @@
+"""An optimizer while updates come out of an engine: what ends the run comes before a step, and nothing is held."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.errors import PeerLostError
+
+CPU = torch.device("cpu")
+
+
+def engine_of_one_stage() -> Engine:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    stage = cut(model, 0, 1, 0, CPU)
+    return Engine(stage, Mesh(1, 1, 0), PipelineSettings(1, delay=0).resolved(1), 0, CPU, UserHooks(model_name="call"))
+
+
+def train_a_batch(engine: Engine, attached: AttachedOptimizer) -> None:
+    model = engine.stage.model
+    engine.run(torch.ones(2, 2), lambda batch, weight: model(batch).mean())
+    engine.close(attached.file_ticket(None))
+    engine.updates.apply_due()
+
+
+def test_a_run_that_has_failed_takes_no_step() -> None:
+    engine, failed = engine_of_one_stage(), False
+
+    def check() -> None:
+        if failed:
+            raise PeerLostError("rank 1 failed")
+
+    optimizer = SGD(engine.stage.model.parameters(), lr=0.1)
+    attached = AttachedOptimizer(optimizer, engine, lambda update: optimizer.step(), check)
+    before = engine.stage.model[0].weight.clone()
+    train_a_batch(engine, attached)
+    after = engine.stage.model[0].weight.clone()
+    assert not torch.equal(before, after)
+    failed = True
+    with pytest.raises(PeerLostError, match="rank 1 failed"):
+        train_a_batch(engine, attached)
+    assert torch.equal(engine.stage.model[0].weight, after)
+
+
+def test_an_engine_that_was_released_goes_at_once_with_its_weights() -> None:
+    engine = engine_of_one_stage()
+    optimizer = SGD(engine.stage.model.parameters(), lr=0.1)
+    attached = AttachedOptimizer(optimizer, engine, lambda update: optimizer.step(), lambda: None)
+    train_a_batch(engine, attached)
+    gc.collect()
+    gc.disable()
+    try:
+        attached.release()
+        gone = weakref.ref(engine)
+        del engine, attached
+        assert gone() is None
+        optimizer.step()  # anybody may
+    finally:
+        gc.enable()

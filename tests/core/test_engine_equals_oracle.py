@@ -1,0 +1,237 @@
+"""The engine computes what the oracle computes, bitwise in fp32, whatever the pipeline looks like."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_asyncpp.core.schedule import Slack, Staleness, largest_lookahead
+from tests.core.cases import Case
+from tests.core.compare import (
+    assert_same_losses,
+    assert_same_norms,
+    assert_same_statistics,
+    assert_same_weights,
+    weights_of,
+)
+from tests.core.conftest import Pools
+from tests.core.pairwise import covering, pairwise
+from tests.core.runs import run_oracle
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
+
+STAGES = (1, 2, 3, 4)
+STAGES_SYNCHRONOUS = (1, 3)
+BATCH_SIZES = (
+    (9, 9, 9, 9, 4),  # a partial last batch
+    (7, 1, 5, 7, 2),  # batches smaller than micro_batches
+    (6, 6, 6, 0, 6),  # a batch without samples
+    (5,),  # a run that ends before the first update is due
+)
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "batch_sizes": BATCH_SIZES,
+    "max_norm": (None, 0.3),
+    "error_feedback": (None, 1.0, 0.5),
+    "scheduler": (True, False),
+    "optimizer": ("adamw", "muon", "counting"),
+    "accumulate": (1, 2),
+    "dropout": (0.0, 0.3),
+    "random_input": (False, True),
+    "unequal_weights": (True, False),
+    "nan_at": (None, 2),
+    "checkpointing": (False, True),
+    "spare": (False, True),
+    "tied": (False, True),
+    "routed": (False, True),
+    "bf16": (False, True),
+    "cut": ("even", "front", "back"),
+}
+
+
+def check(pools: Pools, num_stages: int, case: Case) -> None:
+    results = pools.run(case, num_stages)
+    weights, losses = run_oracle(case, num_stages)
+    assert_same_weights(results, weights)
+    assert_same_losses(results, losses)
+    assert_same_norms(results)
+    assert_same_statistics(results)
+
+
+def make_case(micro_batches: int, lookahead: int | None, options: dict[str, Any], delay: int = 1) -> Case:
+    if options["nan_at"] is not None and options["nan_at"] >= len(options["batch_sizes"]):
+        options = options | {"nan_at": None}
+    return Case(micro_batches, lookahead, delay, **options)
+
+
+def asynchronous(num_stages: int) -> list[tuple[int, Case]]:
+    factors = {
+        "micro_batches": range(num_stages, 2 * num_stages + 2),
+        "lookahead": range(num_stages),
+        **OPTIONS,
+    }
+    cases = []
+    for row in pairwise(factors, seed=num_stages):
+        micro_batches, lookahead = row.pop("micro_batches"), row.pop("lookahead")
+        most = largest_lookahead(num_stages, micro_batches, 1)
+        cases.append((num_stages, make_case(micro_batches, min(lookahead, most), row)))
+    return cases
+
+
+def synchronous(num_stages: int) -> list[tuple[int, Case]]:
+    micro_batches = sorted({1, max(num_stages - 1, 1), 2 * num_stages + 1})
+    factors = {"micro_batches": micro_batches, "lookahead": (None, 1), **OPTIONS, "batch_sizes": BATCH_SIZES[:2]}
+    rows = pairwise(factors, seed=num_stages)
+    return [(num_stages, make_case(row.pop("micro_batches"), row.pop("lookahead"), row, delay=0)) for row in rows]
+
+
+def grid(num_stages: int) -> list[tuple[int, Case]]:
+    """Every micro-batch count with every lookahead, and every three options."""
+    cases = []
+    for micro_batches in range(num_stages, 2 * num_stages + 2):
+        for lookahead in range(largest_lookahead(num_stages, micro_batches, 1) + 1):
+            rows = pairwise(OPTIONS, seed=100 * micro_batches + lookahead)
+            cases += [(num_stages, make_case(micro_batches, lookahead, row)) for row in rows]
+    return cases
+
+
+def parametrized(cases: list[tuple[int, Case]], marks: Sequence[Any] = ()) -> Any:
+    rows = [
+        pytest.param(num_stages, case, marks=mark, id=f"P{num_stages}-m{case.micro_batches}-c{case.lookahead}-{i}")
+        for i, ((num_stages, case), mark) in enumerate(itertools.zip_longest(cases, marks, fillvalue=()))
+    ]
+    return pytest.mark.parametrize(("num_stages", "case"), rows)
+
+
+# What the schedule and the updates have to do with each other; the rest is the layers' own, whatever the schedule.
+ABOUT_UPDATES = (
+    *("batch_sizes", "max_norm", "error_feedback", "accumulate", "nan_at", "tied", "routed", "lookahead"),
+    *("staleness", "slack", "start", "drains"),
+)
+
+
+def few_of(cases: list[tuple[int, Case]], of: Sequence[str] = (), among: Sequence[str] = ()) -> Any:
+    """All are tests; those are slow whose pairs of values others have, too.
+
+    ``of``: the pairs that count have one of these options; other tests have the rest. ``among``: and both are of these.
+    """
+    beyond = [case.micro_batches - num_stages for num_stages, case in cases]
+    names = among or (*OPTIONS, "lookahead", "staleness", "slack", "start", "drains")
+    rows = [
+        {name: getattr(case, name) for name in names} | {"num_stages": num_stages, "beyond": more}
+        for (num_stages, case), more in zip(cases, beyond, strict=True)
+    ]
+    kept = covering(rows, of)
+    return parametrized(cases, [() if i in kept else pytest.mark.slow for i in range(len(cases))])
+
+
+def over(stages: tuple[int, ...], cases_of: Any) -> list[tuple[int, Case]]:
+    return list(itertools.chain.from_iterable(cases_of(num_stages) for num_stages in stages))
+
+
+@few_of(over(STAGES, asynchronous))
+def test_asynchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+@few_of(over(STAGES_SYNCHRONOUS, synchronous), of=["num_stages", "lookahead"])
+def test_synchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+@pytest.mark.parametrize(("cut", "counts"), [("even", [6, 3]), ("front", [8, 1]), ("back", [1, 8])])
+def test_the_cut_is_the_one_that_was_asked_for(pools: Pools, cut: str, counts: list[int]) -> None:
+    case = Case(2, cut=cut, batch_sizes=(4, 4))
+    assert case.counts(2) == counts
+    last, first = pools.run(case, 2)
+    layers = {int(name.partition(".")[0]) for name in first["weights"]}
+    assert max(layers) < counts[0] <= min(int(name.partition(".")[0]) for name in last["weights"])
+
+
+def with_held_micro_batches(num_stages: int) -> list[tuple[int, Case]]:
+    """Every slack about its limits and a fresh last stage, drains at any moment, and starts among them."""
+    rules: list[tuple[Staleness, Slack]] = [("least", slack) for slack in (0, 1, 2, num_stages - 1, num_stages)]
+    rules += [("least", "exact"), ("fresh_last_stage", 0), ("least", 2 * num_stages + 2)]
+    cases = []
+    for i, (_, case) in enumerate(asynchronous(num_stages)):
+        staleness, slack = rules[i % len(rules)]
+        fresh = staleness == "fresh_last_stage"
+        changes: dict[str, Any] = {
+            "nan_at": case.nan_at if slack == "exact" else None,
+            "tied": case.tied and not fresh,
+            "start": i % 3 if i % 5 == 0 else 0,
+            "drains": (i % 4,) if i % 2 else (),
+        }
+        cases.append((num_stages, replace(case, staleness=staleness, slack=slack, **changes)))
+    return cases
+
+
+@few_of(over((2, 3), with_held_micro_batches), of=["staleness", "slack", "accumulate", "tied"], among=ABOUT_UPDATES)
+def test_held_micro_batches(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+@pytest.mark.slow
+@parametrized(with_held_micro_batches(4))
+def test_held_micro_batches_of_four(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+def with_synchronous_start(num_stages: int) -> list[tuple[int, Case]]:
+    """Starts of one to three mini-batches, drains on both sides of the switch, fresh last stages among them."""
+    cases = []
+    for i, (_, case) in enumerate(asynchronous(num_stages)):
+        fresh = i % 3 == 0 and num_stages > 1 and case.nan_at is None
+        tied = case.tied and not fresh
+        drains = (i % 4,) if i % 2 else ()
+        staleness: Staleness = "fresh_last_stage" if fresh else "uniform"
+        cases.append((num_stages, replace(case, start=1 + i % 3, staleness=staleness, tied=tied, drains=drains)))
+    return cases
+
+
+@few_of(over((1, 2, 3), with_synchronous_start), of=["staleness"])
+def test_synchronous_start(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+def test_a_synchronous_start_as_long_as_the_run_is_a_synchronous_run(pools: Pools) -> None:
+    case = Case(3, max_norm=0.3, error_feedback=1.0, dropout=0.3, scheduler=True, start=5)
+    results = pools.run(case, 3)
+    assert_same_weights(results, run_oracle(replace(case, start=0, delay=0))[0])
+    shorter = run_oracle(replace(case, start=3))[0]
+    with pytest.raises(AssertionError, match="not bitwise equal"):
+        assert_same_weights(results, shorter)
+
+
+@pytest.mark.parametrize("empty", [(0,), (2,)])
+def test_a_fresh_last_stage_is_clipped_after_a_batch_without_samples(pools: Pools, empty: tuple[int, ...]) -> None:
+    sizes = tuple(0 if i in empty else 6 for i in range(5))
+    case = Case(3, staleness="fresh_last_stage", batch_sizes=sizes, max_norm=0.01, optimizer="counting", drains=(1,))
+    check(pools, 2, case)
+    unclipped = run_oracle(replace(case, max_norm=None), 2)[0]
+    assert any((a != b).any() for a, b in zip(unclipped.values(), run_oracle(case, 2)[0].values()))
+
+
+@pytest.mark.slow
+@parametrized(with_synchronous_start(4))
+def test_synchronous_start_of_four(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+@pytest.mark.slow
+@parametrized(over(STAGES, grid))
+def test_full_grid(pools: Pools, num_stages: int, case: Case) -> None:
+    check(pools, num_stages, case)
+
+
+def test_the_comparison_can_fail(pools: Pools) -> None:
+    """Weights of a run without the delay, or with another order of dropout, are told apart."""
+    case = Case(3, dropout=0.2)
+    results = pools.run(case, 1)
+    for other in (Case(3, dropout=0.2, delay=0), Case(3, dropout=0.2, seed=6)):
+        with pytest.raises(AssertionError, match="not bitwise equal"):
+            assert_same_weights(results, run_oracle(other)[0])
+    assert not any((value == 0).all() for value in weights_of(results).values())

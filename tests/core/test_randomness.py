@@ -1,0 +1,95 @@
+"""Random numbers come from what is computed; the process's own stream goes on as if nothing had been computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from tests.core.failures.failing_cases import Run
+
+
+def run_of_one_stage() -> Run:
+    return Run(Mesh(1, 1, 0))
+
+
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+def test_a_batch_leaves_the_generator_alone(kind: str) -> None:
+    run = run_of_one_stage()
+    batch = run.case.batch(0, 0)
+    drawn: list[Tensor] = []
+
+    def step(micro_batch: Any, weight: float) -> Tensor:
+        drawn.append(torch.rand(1))
+        return run.step(micro_batch, weight)
+
+    before = torch.get_rng_state()
+    if kind == "training":
+        run.engine.run(batch, step)
+    else:
+        with torch.no_grad():
+            run.engine.evaluate(batch, step)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len({float(number) for number in drawn}) == run.micro_batches, "each micro-batch draws its own"
+
+
+def test_a_batch_that_fails_leaves_the_generator_alone() -> None:
+    run = run_of_one_stage()
+
+    def failing(micro_batch: Any, weight: float) -> Tensor:
+        torch.rand(1)
+        raise ValueError("the user's own mistake")
+
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="own mistake"):
+        run.engine.run(run.case.batch(0, 0), failing)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_a_step_draws_after_the_model_does_not_depend_on_the_model() -> None:
+    """A unit that draws more, as another number of layers on the last stage would, changes nothing behind it."""
+    drawn = []
+    for more in (0, 5):
+        run = run_of_one_stage()
+        _draw_more(run.model, more)
+
+        def step(micro_batch: Any, weight: float, run: Run = run) -> Tensor:
+            loss = run.step(micro_batch, weight)
+            drawn.append(torch.rand(3))
+            return loss
+
+        run.engine.run(run.case.batch(0, 0), step)
+    half = len(drawn) // 2
+    assert half == run.micro_batches
+    assert all(torch.equal(a, b) for a, b in zip(drawn[:half], drawn[half:], strict=True))
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_what_a_backward_draws_does_not_depend_on_drains(drained: bool) -> None:
+    run, drawn = run_of_one_stage(), []
+
+    def draw_in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: drawn.append(float(torch.rand(1))))
+
+    run.model[0].register_forward_hook(draw_in_backward)
+    before = torch.get_rng_state()
+    for index in range(2):
+        run.train(index)
+        torch.rand(index + 1)
+        if drained:
+            run.drain()
+    seeds = [derive(0, "backward", 0, 0, k) for k in range(2 * run.micro_batches)]
+    expected = [float(torch.rand(1, generator=torch.Generator().manual_seed(seed))) for seed in seeds]
+    assert drawn == expected
+    torch.set_rng_state(before)
+
+
+def _draw_more(model: nn.Module, count: int) -> None:
+    def draw(*_: Any) -> None:
+        torch.rand(count)
+
+    model[-1].register_forward_hook(draw)

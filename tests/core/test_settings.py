@@ -1,0 +1,270 @@
+"""Settings are resolved against the number of processes, and what cannot run is refused with its mend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_asyncpp.core.schedule import Slack, depth, largest_lookahead
+from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.errors import ConfigurationError
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"micro_batches": 0}, 2, "micro_batches=0 must be at least 1"),
+    ({"lookahead": -1}, 2, "lookahead=-1 must be 0 or more"),
+    ({"data_parallel_size": 0}, 2, "data_parallel_size=0 must be at least 1"),
+    ({"nonfinite_gradients": "ignore"}, 2, "nonfinite_gradients='ignore' must be 'stop' or 'skip'"),
+    ({"metric_slots": 0}, 2, "metric_slots=0 must be at least 1"),
+    ({"metric_slots": 2**40}, 2, f"metric_slots={2**40} must be at most 65536"),
+    ({"heartbeat": 0}, 2, "heartbeat=0 must be a number of seconds above 0, or None to let nobody watch"),
+    ({"heartbeat": "1m"}, 2, "heartbeat='1m' must be a number of seconds above 0, or None to let nobody watch"),
+    ({"heartbeat": math.inf}, 2, "heartbeat=inf must be a number of seconds above 0, or None to let nobody watch"),
+    (
+        {"data_parallel_size": 3},
+        4,
+        "devices=4 is not divisible by data_parallel_size=3: every replica needs the same number of stages;"
+        " change one of them",
+    ),
+    (
+        {"micro_batches": 3},
+        4,
+        "micro_batches=3 is smaller than the number of stages (4): without a flush every stage needs work;"
+        " use micro_batches >= 4, or strategy 'sync_pipeline'",
+    ),
+    (
+        {"micro_batches": 4, "lookahead": 2},
+        4,
+        "lookahead=2 does not fit 4 micro-batches over 4 stages and 1 replica(s): the largest is 1;"
+        " lower it, or use micro_batches >= 5",
+    ),
+    (
+        {"micro_batches": 4, "lookahead": 1, "data_parallel_size": 2},
+        8,
+        "lookahead=1 does not fit 4 micro-batches over 4 stages and 2 replica(s): the largest is 0;"
+        " lower it, or use micro_batches >= 5",
+    ),
+    (
+        {"staleness": "fresh_last_stage", "nonfinite_gradients": "skip"},
+        2,
+        "staleness='fresh_last_stage' steps stages before it is known whether the gradients of the others are finite,"
+        " so nonfinite_gradients='skip' could not leave their updates out; use 'stop' or staleness='uniform'",
+    ),
+    (
+        {"staleness": "least", "slack": 1, "nonfinite_gradients": "skip"},
+        2,
+        "staleness='least' (the default) steps stages before it is known whether the gradients of the others are"
+        " finite, so nonfinite_gradients='skip' could not leave their updates out; use 'stop', slack='exact' or"
+        " staleness='uniform'",
+    ),
+    ({"staleness": "none"}, 2, "staleness='none' must be 'uniform' or 'least' or 'fresh_last_stage'"),
+    (
+        {"staleness": "least", "delay": 0},
+        2,
+        "staleness='least' has no meaning without a delay: no gradient is old; leave it out",
+    ),
+    *(
+        (
+            {"staleness": "least", "slack": slack},
+            2,
+            f"slack={slack!r} must be a number of micro-batches, 0 or more, or 'exact'",
+        )
+        for slack in (-1, 1.5, True, "most")
+    ),
+    (
+        {"staleness": "fresh_last_stage", "slack": 1},
+        2,
+        "slack=1 has a meaning only with staleness='least': set that, or leave it out",
+    ),
+    ({"slack": "exact"}, 2, "slack='exact' has a meaning only with staleness='least': set that, or leave it out"),
+    (
+        {"staleness": "fresh_last_stage", "delay": 0},
+        2,
+        "staleness='fresh_last_stage' has no meaning without a delay: no gradient is old; leave it out",
+    ),
+    (
+        {"synchronous_start": 3, "delay": 0},
+        2,
+        "synchronous_start=3 has no meaning without a delay: all mini-batches are synchronous; leave it out",
+    ),
+    (
+        {"synchronous_start": 2.5, "micro_batches": "4", "data_parallel_size": None, "lookahead": True},
+        2,
+        "4 problems:\n  1. micro_batches='4' must be a whole number\n  2. lookahead=True must be a whole number\n  3."
+        " data_parallel_size=None must be a whole number\n  4. synchronous_start=2.5 must be a whole number",
+    ),
+    ({"synchronous_start": -1}, 2, "synchronous_start=-1 must be 0 or more, in mini-batches"),
+    (
+        {"staleness": "fresh_last_stage"},
+        1,
+        "staleness='fresh_last_stage' with one stage would be synchronous training; use more stages, or strategy"
+        " 'sync_pipeline'",
+    ),
+    (
+        {"micro_batches": -1, "lookahead": -2, "data_parallel_size": 3, "nonfinite_gradients": "", "metric_slots": -3},
+        4,
+        "5 problems:\n"
+        "  1. micro_batches=-1 must be at least 1\n"
+        "  2. lookahead=-2 must be 0 or more\n"
+        "  3. nonfinite_gradients='' must be 'stop' or 'skip'\n"
+        "  4. metric_slots=-3 must be at least 1\n"
+        "  5. devices=4 is not divisible by data_parallel_size=3: every replica needs the same number of stages;"
+        " change one of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "world_size", "message"), REFUSED, ids=lambda v: str(v)[:40])
+def test_refused_settings(arguments: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        PipelineSettings(**arguments).resolved(world_size)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("arguments", [{"delay": 2}, {"delay": -1}, {"max_message_bytes": 0}], ids=str)
+def test_refused_settings_that_no_strategy_sets(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        PipelineSettings(**arguments).resolved(2)
+
+
+def test_the_mend_of_a_large_lookahead_names_the_fewest_micro_batches() -> None:
+    with pytest.raises(ConfigurationError, match=r"use micro_batches >= 6$"):
+        PipelineSettings(micro_batches=4, lookahead=9).resolved(4)
+    assert PipelineSettings(micro_batches=6, lookahead=9).resolved(4).lookahead == 9
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_mend_in_a_message_works(num_stages: int, num_replicas: int) -> None:
+    world_size = num_stages * num_replicas
+    assert PipelineSettings(data_parallel_size=num_replicas).resolved(world_size).micro_batches == num_stages
+    for micro_batches in range(num_stages, 2 * num_stages + 2):
+        for lookahead in range(num_stages):
+            settings = PipelineSettings(micro_batches, lookahead, num_replicas)
+            resolved, problems = settings.resolve(world_size)
+            fits = lookahead <= largest_lookahead(num_stages, micro_batches, num_replicas)
+            assert (resolved is not None) == fits == (not problems)
+            if not fits:
+                mended = int(problems[0].rpartition(">= ")[2])
+                assert PipelineSettings(mended, lookahead, num_replicas).resolve(world_size)[1] == []
+                assert PipelineSettings(mended - 1, lookahead, num_replicas).resolve(world_size)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "micro_batches", "lookahead"),
+    [
+        ({}, 1, 1, 0),
+        ({}, 4, 4, 1),
+        ({"data_parallel_size": 2}, 8, 4, 0),  # one micro-batch is left for the reduction to hide in
+        ({"data_parallel_size": 2, "micro_batches": 5}, 8, 5, 1),
+        ({"delay": 0}, 4, 4, 0),
+        ({"delay": 0, "micro_batches": 1}, 4, 1, 0),
+        ({"micro_batches": 8, "lookahead": 3}, 4, 8, 3),
+        ({"micro_batches": 8, "lookahead": 0}, 4, 8, 0),
+        ({"micro_batches": 8, "staleness": "least"}, 4, 8, 0),  # more would cost freshness
+        ({"micro_batches": 8, "staleness": "least", "lookahead": 1}, 4, 8, 1),
+        ({"micro_batches": 8, "staleness": "fresh_last_stage"}, 4, 8, 1),
+    ],
+)
+def test_defaults(arguments: dict[str, Any], world_size: int, micro_batches: int, lookahead: int) -> None:
+    resolved = PipelineSettings(**arguments).resolved(world_size)
+    assert (resolved.micro_batches, resolved.lookahead) == (micro_batches, lookahead)
+    assert resolved.num_stages * resolved.data_parallel_size == world_size
+    if resolved.delay:
+        assert depth(0, resolved.num_stages, lookahead) <= micro_batches
+
+
+def test_a_synchronous_twin_differs_in_the_delay_alone() -> None:
+    settings = PipelineSettings(micro_batches=6, lookahead=1, nonfinite_gradients="skip", metric_slots=3)
+    twin = settings.with_delay(0)
+    assert twin.delay == 0
+    assert twin.with_delay(1) == settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ahead"),
+    [
+        ({}, [False, False, False]),
+        ({"staleness": "fresh_last_stage"}, [False, False, True]),
+        ({"staleness": "least"}, [True, True, True]),
+        ({"staleness": "least", "slack": 2}, [True, True, True]),
+        ({"staleness": "least", "slack": "exact"}, [False, False, False]),
+    ],
+    ids=str,
+)
+def test_stages_that_step_ahead_of_the_others_begin_with_a_mini_batch_without_delay(
+    arguments: dict[str, Any], ahead: list[bool]
+) -> None:
+    """They clip by the norm of the mini-batch before, which the very first has not."""
+    settings = PipelineSettings(**arguments)
+    resolved, start = settings.resolved(3), int(any(ahead))
+    assert [resolved.schedule(stage).steps_ahead(start) for stage in range(3)] == ahead
+    assert not any(resolved.schedule(stage).steps_ahead(0) for stage in range(3))
+    assert resolved.synchronous_start == start
+    assert replace(settings, synchronous_start=3).resolved(3).synchronous_start == 3
+    twin = settings.with_delay(0).resolved(3)
+    assert (twin.staleness, twin.slack, twin.synchronous_start) == ("uniform", 0, 0)
+    assert not any(twin.schedule(stage).steps_ahead(start) for stage in range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "8 micro-batches, lookahead 1, delay 1"),
+        ({"delay": 0}, "8 micro-batches, delay 0"),
+        (
+            {"staleness": "fresh_last_stage"},
+            "8 micro-batches, lookahead 1, staleness='fresh_last_stage' (gradients 1, 1, 0 updates old, by stage)"
+            ", after 1 synchronous mini-batch",
+        ),
+        (
+            {"staleness": "least", "slack": 1},
+            "8 micro-batches, lookahead 0, staleness='least', slack=1 (gradients 0.375, 0.25, 0.125 updates old, by"
+            " stage), after 1 synchronous mini-batch",
+        ),
+        (
+            {"staleness": "least", "slack": "exact"},
+            "8 micro-batches, lookahead 0, staleness='least', slack='exact' (gradients 0.25, 0.25, 0.25 updates old,"
+            " by stage)",
+        ),
+    ],
+    ids=str,
+)
+def test_the_log_says_how_old_gradients_are(arguments: dict[str, Any], text: str) -> None:
+    assert PipelineSettings(micro_batches=8, **arguments).resolved(3).describe() == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "waits"),
+    [
+        ({"staleness": "least"}, True), ({"staleness": "least", "slack": 1}, False), ({}, False),
+        ({"staleness": "least", "slack": "exact"}, False), ({"delay": 0}, False),
+    ],
+)  # fmt: skip
+def test_the_log_says_where_updates_wait_for_replicas(arguments: dict[str, Any], waits: bool) -> None:
+    settings = PipelineSettings(micro_batches=8, data_parallel_size=2, **arguments)
+    assert (
+        settings.resolved(6).describe().endswith("; every update waits for the replicas (slack=1 hides that)") == waits
+    )
+    assert "waits" not in settings.resolved(2).describe()
+    assert "waits" not in replace(settings, data_parallel_size=1).resolved(3).describe()
+
+
+@pytest.mark.parametrize("slack", [0, 2, "exact"])
+def test_with_one_stage_the_least_staleness_is_none(slack: Slack) -> None:
+    settings = PipelineSettings(4, staleness="least", slack=slack, synchronous_start=3, nonfinite_gradients="skip")
+    assert settings.resolved(1).describe() == "4 micro-batches, delay 0"
+
+
+def test_a_synchronous_start_leaves_no_update_outstanding() -> None:
+    settings = PipelineSettings(synchronous_start=2, staleness="fresh_last_stage")
+    middle, last = (settings.resolved(3).schedule(stage) for stage in (1, 2))
+    assert [middle.stage_rule.updates_behind(t) for t in range(4)] == [0, 0, 1, 1]
+    assert [last.stage_rule.updates_behind(t) for t in range(4)] == [0, 0, 0, 0]
+    assert [last.pipeline_rule.flushes(t) for t in range(4)] == [True, True, False, False]
+    assert [last.steps_ahead(t) for t in range(4)] == [False, False, True, True]
+    plain = PipelineSettings().resolved(3).schedule(2)
+    assert [plain.stage_rule.updates_behind(t) for t in range(2)] == [1, 1]
+    assert settings.with_delay(0).resolved(3).synchronous_start == 0

@@ -1,0 +1,235 @@
+"""Two weight versions: which is alive, where gradients go, and what the optimizer steps on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp.core import weights as weights_module
+from lightning_asyncpp.core.weights import WeightVersions, writing
+from lightning_asyncpp.errors import ConfigurationError
+
+
+def make(room: int = 2) -> tuple[WeightVersions, nn.Parameter]:
+    parameter, frozen = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(1), requires_grad=False)
+    return WeightVersions({"w": parameter, "frozen": frozen}, room), parameter
+
+
+def update(weights: WeightVersions, parameter: nn.Parameter, value: float) -> None:
+    weights.advance()
+    with torch.no_grad():
+        parameter.fill_(value)
+
+
+def test_only_the_newest_two_are_alive() -> None:
+    weights, parameter = make()
+    for version in range(1, 6):
+        update(weights, parameter, float(version))
+        assert weights.newest == version
+        assert weights.leaves(version)["w"].tolist() == [version] * 2
+        assert weights.leaves(version - 1)["w"].tolist() == [version - 1] * 2
+        for dead in (version - 2, version + 1):
+            with pytest.raises(RuntimeError, match=f"weight version {dead} is not alive: the newest of 2 is {version}"):
+                weights.leaves(dead)
+
+
+def test_writing_into_a_version_that_is_not_the_last_is_refused() -> None:
+    weights, parameter = make()
+    for version in range(3):
+        leaf = weights.sum_at(version)["w"]
+        assert leaf is weights.leaves(version)["w"]
+        (leaf * 2).sum().backward()
+        assert weights.take_gradients()["w"] is not None
+        update(weights, parameter, 1.0)
+    weights.restore(3, {"w": torch.ones(2)})
+    weights.take_gradients()
+    with torch.no_grad():
+        weights.leaves(3)["w"].mul_(2)
+    with pytest.raises(ConfigurationError, match=r"w: changed in place by a forward, .* would be lost"):
+        weights.take_gradients()
+
+
+def test_without_a_delay_a_forward_may_write_into_the_weights() -> None:
+    weights, parameter = make(room=1)
+    with torch.no_grad():
+        weights.leaves(0)["w"].add_(2)
+    weights.take_gradients()
+    assert parameter.tolist() == [2.0, 2.0]
+
+
+def test_one_version_without_a_delay() -> None:
+    weights, parameter = make(room=1)
+    storage = parameter.data_ptr()
+    assert weights.advance() is None
+    with torch.no_grad():
+        parameter.fill_(5.0)
+    assert weights.leaves(1)["w"].tolist() == [5.0, 5.0]
+    assert parameter.data_ptr() == weights.leaves(1)["w"].data_ptr() == storage
+    assert weights.older() is None
+    with pytest.raises(RuntimeError, match="not alive"):
+        weights.leaves(0)
+
+
+def test_frozen_parameters_have_no_versions() -> None:
+    weights, _ = make()
+    assert list(weights.parameters) == list(weights.leaves(0)) == ["w"]
+
+
+def test_an_update_does_not_touch_a_graph_on_the_version_before() -> None:
+    weights, parameter = make()
+    x = torch.ones(2)
+    old = weights.leaves(0)["w"]
+    loss = (old * old * x).sum() + (old * 3).sum()
+    before = weights.advance()
+    assert before is not None
+    assert before[parameter] is old
+    with torch.no_grad():
+        parameter.fill_(7.0)
+    loss.backward()
+    assert weights.take_gradients() == {"w": pytest.approx(torch.full((2,), 3.0))}
+    assert old.tolist() == [0.0, 0.0]
+    assert parameter.grad is None
+
+
+def test_the_parameter_is_the_newest_version() -> None:
+    weights, parameter = make()
+    for version in range(4):
+        assert parameter.data_ptr() == weights.leaves(version)["w"].data_ptr()
+        assert weights.leaves(version)["w"].is_leaf
+        update(weights, parameter, float(version))
+
+
+def test_a_version_that_starts_has_the_values_of_the_one_before() -> None:
+    weights, parameter = make()
+    update(weights, parameter, 2.5)
+    weights.advance()
+    assert parameter.tolist() == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_gradients_at_both_versions_are_one_sum_that_is_handed_over_once(dtype: torch.dtype | None) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    weights = WeightVersions({"w": parameter}, 2, compute_dtype=dtype)
+    weights.advance()
+    for version, factor in ((0, 1.0), (0, 2.0), (1, 4.0), (1, 8.0)):
+        (weights.sum_at(version)["w"] * factor).sum().backward()
+    assert weights.leaves(0)["w"].grad is None, "what was summed goes along with the version"
+    known = weights.gradient("w")
+    assert known is not None
+    assert known.tolist() == [15.0, 15.0]
+    taken = weights.take_gradients()["w"]
+    assert taken is not None
+    assert taken.tolist() == [15.0, 15.0]
+    assert weights.take_gradients() == {"w": None}
+    (weights.sum_at(1)["w"] * 5).sum().backward()
+    assert taken.tolist() == [15.0, 15.0], "a new sum was added to one that was handed over"
+    assert [gradient.tolist() for gradient in weights.gradients_apart("w")] == [[5.0, 5.0]]
+
+
+def test_the_uses_of_a_parameter_are_summed_apart_over_both_versions() -> None:
+    weights = WeightVersions({"a": nn.Parameter(torch.ones(1))}, 2, uses={"b": "a"})
+    weights.advance()
+    for version in (0, 1):
+        leaves = weights.sum_at(version)
+        (leaves["a"] * 2 + leaves["b"] * 3).sum().backward()
+    assert [gradient.item() for gradient in weights.gradients_apart("a")] == [6.0, 4.0], "the last layer's first"
+
+
+@pytest.mark.parametrize("newest", [0, 1, 2, 5])
+@pytest.mark.parametrize("room", [1, 2])
+def test_restoring_goes_on_where_it_was(newest: int, room: int) -> None:
+    saved, parameter = make(room)
+    for version in range(1, newest + 1):
+        update(saved, parameter, float(version))
+    older = saved.older()
+    assert (older is None) == (room == 1 or newest == 0)
+    weights, loaded = make(room)
+    with torch.no_grad():
+        loaded.copy_(parameter)
+    weights.restore(newest, {"w": older["w"].clone()} if older else None)
+    for _ in range(3):
+        assert weights.newest == saved.newest
+        for version in range(max(0, weights.newest - room + 1), weights.newest + 1):
+            assert torch.equal(weights.leaves(version)["w"], saved.leaves(version)["w"])
+        assert loaded.data_ptr() == weights.leaves(weights.newest)["w"].data_ptr()
+        update(saved, parameter, saved.newest + 10.0)
+        update(weights, loaded, weights.newest + 10.0)
+
+
+def test_restoring_without_older_weights_takes_the_newest_for_both() -> None:
+    weights, parameter = make()
+    with torch.no_grad():
+        parameter.fill_(4.0)
+    weights.restore(3, None)
+    assert weights.leaves(2)["w"].tolist() == weights.leaves(3)["w"].tolist() == [4.0, 4.0]
+    assert weights.leaves(2)["w"].data_ptr() != weights.leaves(3)["w"].data_ptr()
+
+
+def test_masters_stay_and_versions_are_kept_in_the_compute_dtype() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
+    weights = WeightVersions({"w": parameter}, 2, compute_dtype=torch.bfloat16)
+    memory = parameter.data_ptr()
+    assert weights.leaves(0)["w"].dtype == torch.bfloat16
+    assert weights.advance() is None  # nobody keeps the masters of before
+    with writing(None, weights.compute_weights()), torch.no_grad():
+        parameter.add_(1 / 1024)
+    assert parameter.data_ptr() == memory
+    assert parameter.tolist() == [1 + 1 / 1024, 2 + 1 / 1024]
+    assert weights.leaves(1)["w"].tolist() == [1.0, 2.0]  # rounded
+    weights.check_unwritten(1)
+    assert weights.shown()["w"].dtype == torch.bfloat16
+    assert torch.equal(weights.masters()["w"], parameter.detach())  # type: ignore[index]
+
+
+def test_gradients_of_bf16_leaves_are_summed_in_fp32() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    weights = WeightVersions({"w": parameter}, 2, compute_dtype=torch.bfloat16)
+    for factor in (256.0, 1.0):  # 257 is no number of bf16
+        (weights.leaves(0)["w"] * factor).sum().backward()
+    assert weights.leaves(0)["w"].grad is None
+    gradient = weights.take_gradients()["w"]
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+    assert gradient.tolist() == [257.0]
+    assert weights.take_gradients()["w"] is None
+
+
+def test_masters_are_restored_beside_the_versions() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    weights = WeightVersions({"w": parameter}, 2, compute_dtype=torch.bfloat16)
+    with torch.no_grad():
+        parameter.fill_(3.0)  # what a checkpoint shows
+    weights.restore(5, {"w": torch.tensor([2.0])}, {"w": torch.tensor([3.001])})
+    assert parameter.tolist() == torch.tensor([3.001]).tolist()
+    assert (weights.leaves(4)["w"].tolist(), weights.leaves(5)["w"].tolist()) == ([2.0], [3.0])
+
+
+def test_every_use_of_a_parameter_has_a_leaf_with_the_same_memory() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    weights = WeightVersions({"a": parameter}, 2, uses={"b": "a"})
+    leaves = weights.leaves(0)
+    assert leaves["a"].data_ptr() == leaves["b"].data_ptr()
+    (leaves["a"] * 2 + leaves["b"] * 3).sum().backward()
+    assert weights.take_gradients()["a"].tolist() == [5.0, 5.0]  # type: ignore[union-attr]
+    weights.advance()
+    assert weights.leaves(1)["b"].data_ptr() == weights.leaves(1)["a"].data_ptr() == parameter.data_ptr()
+    assert weights.older().keys() == {"a"}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_at_the_end_all_versions_come_to_the_host(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would keep their memory of the GPU; the parameters, which came there before, stay the newest version."""
+    parameter = nn.Parameter(torch.tensor([1.0]))
+    weights = WeightVersions({"w": parameter}, 2, uses={"u": "w"}, compute_dtype=dtype)
+    weights.advance()
+    with writing(None, weights.compute_weights()), torch.no_grad():
+        parameter.fill_(2.0)
+    on_device = {leaf.data_ptr() for version in (0, 1) for leaf in weights.leaves(version).values()}
+    monkeypatch.setattr(weights_module, "on_host", lambda tensor: tensor.detach().clone())
+    parameter.data = parameter.data.clone()  # as Lightning moves the module
+    weights.to_host()
+    after = [leaf for version in (0, 1) for leaf in weights.leaves(version).values()]
+    assert [leaf.item() for leaf in after] == [1.0, 1.0, 2.0, 2.0]
+    assert not on_device & {leaf.data_ptr() for leaf in after}
+    assert (parameter.data_ptr() == weights.leaves(1)["w"].data_ptr()) == (dtype is None)

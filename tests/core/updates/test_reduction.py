@@ -1,0 +1,227 @@
+"""Buckets of gradients, and their sums over replicas while the backward runs: here the other replica is a stand-in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_asyncpp.core.updates.reduction import Bucket, Reduction, plan_buckets, squares
+from lightning_asyncpp.errors import ConfigurationError, PeerLostError
+
+GROUP: Any = object()
+
+
+class Future:
+    def add_done_callback(self, done: Callable[[object], None]) -> None:
+        self.done = done
+
+
+class Work:
+    """An all-reduce with a replica that has the same gradients; it ends when it is told to, or waited for."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat, self.over, self.future = flat, False, Future()
+
+    def is_completed(self) -> bool:
+        return self.over
+
+    def end(self) -> None:
+        if not self.over:
+            self.over = True
+            self.flat *= 2
+            self.future.done(None)
+
+    def wait(self) -> None:
+        self.end()
+
+    def get_future(self) -> Future:
+        return self.future
+
+
+@pytest.fixture
+def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
+    """Every all-reduce that was started, in order."""
+    started: list[Work] = []
+
+    def all_reduce(flat: Tensor, **_: Any) -> Work:
+        started.append(Work(flat))
+        return started[-1]
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return started
+
+
+def leaves(count: int = 3) -> dict[str, Tensor]:
+    return {f"w{i}": torch.full((4,), i + 1.0, requires_grad=True) for i in range(count)}
+
+
+def gradients_of(parameters: dict[str, Any]) -> Any:
+    return lambda name: parameters[name].grad
+
+
+def one_each(like: dict[str, Tensor]) -> list[Bucket]:
+    return plan_buckets(like, bucket_bytes=1)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 20, 2**20])
+def test_buckets_give_back_what_was_packed(bucket_bytes: int) -> None:
+    gradients = {
+        "a": torch.randn(2, 3), "none": None, "half": torch.randn(4).bfloat16(), "b": torch.randn(5),
+        "half_none": None, "turned": torch.randn(3, 2).t(), "number": torch.randn(()),
+    }  # fmt: skip
+    like = {name: torch.zeros(3) if g is None else g for name, g in gradients.items()}
+    like["half_none"] = torch.zeros(3).bfloat16()
+    unpacked: dict[str, Tensor | None] = {}
+    for bucket in plan_buckets(like, bucket_bytes):
+        unpacked.update(bucket.unpack(bucket.pack(gradients)))
+    assert unpacked.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (unpacked[name] is None) == (gradient is None)
+        assert gradient is None or torch.equal(unpacked[name], gradient)  # type: ignore[arg-type]
+
+
+def test_buckets_begin_with_what_is_complete_first() -> None:
+    like = {name: torch.zeros(4) for name in "abcd"}
+    assert [bucket.names for bucket in plan_buckets(like, 32)] == [["d", "c"], ["b", "a"]]
+
+
+def test_a_gradient_that_one_replica_has_is_summed_with_nothing() -> None:
+    bucket = Bucket(["a", "b"], {"a": torch.zeros(2), "b": torch.zeros(2)})
+    total = bucket.pack({"a": torch.ones(2), "b": None}) + bucket.pack({"a": None, "b": None})
+    unpacked = bucket.unpack(total)
+    assert unpacked["a"] is not None
+    assert unpacked["a"].tolist() == [1.0, 1.0]
+    assert unpacked["b"] is None
+
+
+def test_buckets_leave_while_the_backward_runs(works: list[Work]) -> None:
+    """The last layer's gradient is complete first, and on its way before the backward of the first layer begins."""
+    parameters, sent = leaves(), []
+    reduction = Reduction(one_each(parameters), GROUP)
+    x = torch.ones(4, requires_grad=True)
+    for parameter in parameters.values():
+        x = x * parameter
+        x.register_hook(lambda _: sent.append(len(works)))
+    with reduction.watching(parameters, gradients_of(parameters)):
+        x.sum().backward()
+    assert sent == [0, 1, 2]
+    assert len(works) == 3
+    assert [work.flat[:4].tolist() for work in works] == [[2.0] * 4, [3.0] * 4, [6.0] * 4]
+
+
+def test_gradients_of_earlier_micro_batches_are_in_the_sum(works: list[Work]) -> None:
+    parameters = leaves()
+    for last in (False, True):
+        reduction = Reduction(one_each(parameters), GROUP)
+        loss = sum((p * (2.0 if last else 1.0)).sum() for p in parameters.values())
+        if last:
+            with reduction.watching(parameters, gradients_of(parameters)):
+                loss.backward()  # type: ignore[union-attr]
+        else:
+            loss.backward()  # type: ignore[union-attr]
+            assert not works, "nobody watches the first backward"
+    reduction.send_rest({})
+    reduction.wait()
+    assert {name: g.tolist() for name, g in reduction.gradients.items() if g is not None} == dict.fromkeys(
+        parameters, [6.0] * 4
+    )
+    assert math.fsum(reduction.squares) == 3 * 4 * 36.0
+
+
+def test_what_the_last_backward_does_not_reach_is_sent_after_it_in_order(works: list[Work]) -> None:
+    """Replicas whose data take different ways must send the same buckets in the same order."""
+    parameters = leaves()
+    parameters["w1"].grad = torch.full((4,), 5.0)  # of an earlier micro-batch
+    reduction = Reduction(one_each(parameters), GROUP)
+    with reduction.watching(parameters, gradients_of(parameters)):
+        (parameters["w0"] * parameters["w2"]).sum().backward()
+    assert len(works) == 1, "w1 holds back w0"
+    reduction.send_rest({name: p.grad for name, p in parameters.items()})
+    assert [work.flat[0].item() for work in works] == [1.0, 5.0, 3.0]
+
+
+def test_nothing_is_waited_for_until_it_is_needed(works: list[Work]) -> None:
+    parameters = leaves()
+    reduction = Reduction(one_each(parameters), GROUP)
+    reduction.send_rest({"w0": torch.ones(4), "w1": None, "w2": torch.ones(4)})
+    assert not reduction.poll()
+    works[1].end()
+    assert not reduction.poll()
+    assert reduction.gradients == {}
+    works[0].end()
+    assert not reduction.poll()
+    assert set(reduction.gradients) == {"w2", "w1"}
+    works[2].end()
+    assert reduction.poll()
+    assert reduction.gradients["w1"] is None
+    assert reduction.gradients["w0"] is not None
+    assert reduction.gradients["w0"].tolist() == [2.0] * 4
+    assert 0 < reduction.started <= max(reduction.ends)  # type: ignore[operator]
+    assert reduction.num_bytes == 3 * 5 * 4
+
+
+def test_nobody_watches_afterwards(works: list[Work]) -> None:
+    parameters = leaves()
+    reduction = Reduction(one_each(parameters), GROUP)
+    with reduction.watching(parameters, gradients_of(parameters)):
+        pass
+    sum(p.sum() for p in parameters.values()).backward()  # type: ignore[union-attr]
+    assert not works
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_gradient_that_grows_after_it_left_is_refused(works: list[Work], reentrant: bool) -> None:
+    """Re-entrant checkpoints run backwards inside the backward, each of which completes the weights that they share."""
+    parameters = leaves(1)
+    reduction = Reduction(one_each(parameters), GROUP)
+    x = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        x = checkpoint(lambda x: x * parameters["w0"], x, use_reentrant=reentrant)  # type: ignore[assignment]
+    with reduction.watching(parameters, gradients_of(parameters)):
+        if reentrant:
+            with pytest.raises(ConfigurationError, match=r"w0 grew after it was complete.*use_reentrant=False"):
+                x.sum().backward()
+        else:
+            x.sum().backward()
+            assert works[0].flat[:4].tolist() == [2.0] * 4
+
+
+def test_a_lost_replica_is_named_so(works: list[Work], monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(self: Work) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(Work, "wait", wait)
+    reduction = Reduction(one_each(leaves()), GROUP)
+    reduction.send_rest(dict.fromkeys(leaves()))
+    with pytest.raises(PeerLostError, match="a rank is gone"):
+        reduction.wait()
+
+
+def test_squares_are_summed_in_double_precision() -> None:
+    gradients = {"large": torch.tensor([1e4]), "none": None, "small": torch.full((1000,), 1e-2)}
+    assert squares(gradients) == [1e8, pytest.approx(1000 * float(torch.tensor(1e-2)) ** 2, rel=1e-14)]
+
+
+def test_a_transposed_parameter_is_packed_by_rows() -> None:
+    weight = torch.arange(6.0).view(2, 3).t()
+    bucket = Bucket(["w"], {"w": weight})
+    assert bucket.pack({"w": None}).tolist() == [0.0] * 7
+    assert torch.equal(bucket.unpack(bucket.pack({"w": weight}))["w"], weight)
+
+
+def test_gradients_begin_where_tensors_of_torch_do() -> None:
+    """Else products with them were rounded by what stands before them in the bucket."""
+    like = {"a": torch.ones(3), "b": torch.ones(5, 7), "c": torch.ones(2)}
+    bucket = plan_buckets(like)[0]
+    gradients = {name: torch.randn(tensor.shape) for name, tensor in like.items()}
+    for name, gradient in bucket.unpack(bucket.pack(gradients)).items():
+        assert gradient is not None
+        assert gradient.data_ptr() % 64 == 0
+        assert torch.equal(gradient, gradients[name])

@@ -1,0 +1,252 @@
+"""Weights that two stages share: found before the cut, initialised alike, kept once, refused where they would drift."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.cut.tied_state import (
+    CopiesDifferError,
+    check_copies,
+    keep_once,
+    tied_group_problems,
+)
+from lightning_asyncpp.core.cut.ties import Tie, find_ties
+from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.cut.whole_model import WholeModel
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.optimizers.state_by_name import keep_states_once
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.updates.ticket import TicketOffice
+from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
+from lightning_asyncpp.core.wire.link import Neighbours
+from lightning_asyncpp.core.wire.transport import Transport
+from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.tools.check.in_turns import run_in_turns
+from tests.core.cases import DIM, Case
+from tests.core.compare import assert_same_norms, weights_of
+from tests.core.conftest import Pools
+from tests.core.runs import run_oracle
+
+CPU = torch.device("cpu")
+TIE = Tie((0, 2), ("first", "second"))
+
+
+def gpt() -> GPT:
+    with torch.device("meta"):
+        return GPT(GPTConfig(vocab_size=7, context_length=4, num_layers=2, dim=8, num_heads=2, tie_embeddings=True))
+
+
+def test_ties_are_found_between_stages_only() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    units = pipeline_units(model)
+    assert find_ties(units, [3]) == []
+    assert find_ties(units, [2, 1]) == [Tie((0, 1), ("0.weight", "2.weight"))]
+    assert find_ties(units, [1, 1, 1]) == [Tie((0, 2), ("0.weight", "2.weight"))]
+    model[0].weight.requires_grad_(False)
+    assert find_ties(units, [2, 1]) == [Tie((0, 1), ("0.weight", "2.weight"), is_trained=False)]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_both_copies_begin_as_the_whole_models_matrix(num_stages: int) -> None:
+    (whole,) = stages_of(gpt, 1)
+    expected = whole.model.state_dict()
+    for stage in stages_of(gpt, num_stages):
+        assert all(torch.equal(value, expected[name]) for name, value in stage.state_dict().items())
+    assert torch.equal(expected["head.weight"], expected["embedding.token.weight"])
+
+
+def stages_of(build: Any, num_stages: int) -> list[Any]:
+    return [cut(build(), index, num_stages, seed=3, device=CPU) for index in range(num_stages)]
+
+
+def test_a_layer_that_initialises_what_it_shares_has_its_say_on_both_stages() -> None:
+    def build() -> nn.Sequential:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        model[2].weight = model[0].weight
+        return model
+
+    first, last = stages_of(build, 2)
+    (whole,) = stages_of(build, 1)
+    assert torch.equal(first.parameters["0.weight"], whole.parameters["0.weight"])
+    assert torch.equal(last.parameters["2.weight"], whole.parameters["0.weight"])
+
+
+def test_a_model_that_was_cut_before_still_knows_its_ties() -> None:
+    model = gpt()
+    stage = cut(model, 1, 2, 0, CPU)
+    again = cut(model, 1, 2, 0, CPU)
+    assert again.whole == stage.whole
+    assert len(again.whole.ties) == 1
+
+
+def test_the_log_says_how_old_gradients_are_where_stages_share_parameters() -> None:
+    session = PipelineSession(PipelineSettings(micro_batches=8, staleness="least"))
+    engine: Any = SimpleNamespace(mesh=Mesh(3, 1, 0), settings=session.settings.resolved(3))
+    engine.stage, engine.runner = SimpleNamespace(whole=WholeModel(ties=(TIE,))), SimpleNamespace(transport=None)
+    engine.schedules = lambda: Engine.schedules(engine)
+    session.engine = engine
+    assert "gradients 0.25, 0.125, 0.25 updates old, by stage" in session.describe()
+
+
+def test_a_fresh_last_stage_that_shares_weights_is_refused() -> None:
+    session = PipelineSession(PipelineSettings(staleness="fresh_last_stage"))
+    session.mesh = Mesh(2, 1, 0)
+    with pytest.raises(ConfigurationError, match=r"the gradient of head.weight is complete, which stage 0 shares"):
+        session.cut(gpt(), 0, CPU)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_replicas_share_and_reduce(pools: Pools, routed: bool) -> None:
+    case = Case(3, data_parallel_size=2, tied=True, routed=routed, max_norm=0.3, error_feedback=1.0)
+    results = pools.run(case, 2)
+    first, second = weights_of(results, 0), weights_of(results, 1)
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    copies = [value for result in results for value in result["copies"].values()]
+    assert len(copies) == 2
+    assert all(np.array_equal(copy, first["0.weight"]) for copy in copies)
+    assert_same_norms(results)
+
+
+def test_a_checkpoint_holds_them_once() -> None:
+    state = keep_once(
+        {"m.first": torch.ones(2), "m.second": torch.ones(2), "m.other": torch.ones(2)}, [("m.first", "m.second")]
+    )
+    assert state["m.first"] is state["m.second"]
+    assert state["m.other"] is not state["m.first"]
+    assert keep_once({"other": torch.ones(1)}, [TIE.names]) == {"other": torch.ones(1)}
+
+
+def test_copies_that_drifted_apart_are_not_written() -> None:
+    with pytest.raises(CopiesDifferError, match="first and second are one parameter, but their copies"):
+        keep_once({"first": torch.ones(2), "second": torch.zeros(2)}, [TIE.names])
+
+
+def test_equal_optimizer_states_are_held_once() -> None:
+    saved: dict[str, Any] = {
+        "state": {"first": {"m": torch.ones(2)}, "second": {"m": torch.ones(2)}, "other": {"m": torch.ones(2)}},
+        "tables": {"ef/previous": {"first": torch.ones(2), "second": torch.zeros(2)}},
+    }
+    keep_states_once(saved, TIE.names)
+    assert set(saved["state"]) == {"first", "other"}
+    assert set(saved["tables"]["ef/previous"]) == {"first", "second"}
+
+
+def test_weights_of_a_model_that_does_not_share_are_refused() -> None:
+    check_copies({"first": torch.ones(2)}, [TIE.names])
+    check_copies({"first": torch.ones(2), "second": torch.ones(2)}, [TIE.names])
+    with pytest.raises(ConfigurationError, match="differ in the checkpoint"):
+        check_copies({"first": torch.ones(2), "second": torch.zeros(2)}, [TIE.names])
+
+
+def three_shared(trained: bool = True) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    model[2].weight = model[3].weight = model[0].weight
+    model[0].weight.requires_grad_(trained)
+    return model
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_more_than_two_stages_may_share(trained: bool) -> None:
+    units = pipeline_units(three_shared(trained))
+    assert find_ties(units, [2, 2]) == [Tie((0, 1), ("0.weight", "2.weight"), trained)]
+    (tie,) = find_ties(units, [1, 2, 1])
+    assert tie == Tie((0, 1, 2), ("0.weight", "2.weight", "3.weight"), trained)
+    assert [tie.before(stage) for stage in tie.stages] == [None, 0, 1]
+    assert [tie.behind(stage) for stage in tie.stages] == [1, 2, None]
+
+
+@pytest.mark.parametrize(
+    ("trained", "fresh", "message"),
+    [
+        ((True, True), None, ""),
+        ((False, False), 2, ""),
+        ((True, False), None, r"differently \(requires_grad: True and False\).*freeze or train both"),
+        ((True, True), 2, "staleness='fresh_last_stage' steps the last stage before"),
+        ((True, True, True), None, ""),
+        ((True, True, True), 2, "the gradient of layer2 is complete"),
+        ((False, False, False), None, ""),
+    ],
+)
+def test_what_was_frozen_when_the_model_was_cut_may_be_trained_later(
+    monkeypatch: pytest.MonkeyPatch, trained: tuple[bool, ...], fresh: int | None, message: str
+) -> None:
+    """Each stage says what it does with its copy; here stage 0 hears what the others would have said."""
+    stages = (0, 2) if len(trained) == 2 else (0, 1, 2)
+    tie = Tie(stages, tuple(f"layer{stage}" for stage in stages), is_trained=False)
+
+    def texts(_: Mesh, own: str) -> list[str]:
+        options = json.loads(own)[1]["layer0"]
+        return [
+            json.dumps([stage, {"layer0": {**options, "requires_grad": repr(is_trained)}}])
+            for stage, is_trained in zip(stages, trained)
+        ]
+
+    monkeypatch.setattr("lightning_asyncpp.core.cut.tied_state.exchange", texts)
+    copy = nn.Parameter(torch.zeros(2))
+    problems = tied_group_problems(Mesh(3, 1, 2), [tie], {"layer0": copy}, torch.optim.SGD([copy], lr=0.1), fresh)
+    assert len(problems) == bool(message)
+    assert re.search(message, " ".join(problems))
+
+
+def middle_shares(first_too: bool = False) -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)), nn.Linear(DIM, 1))
+    model[3].weight = model[1].weight
+    if first_too:
+        model[0].weight = model[1].weight
+    return model
+
+
+@pytest.mark.parametrize(("unfrozen", "first_too"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_stage_in_the_middle_waits_for_what_it_shares(
+    monkeypatch: pytest.MonkeyPatch, unfrozen: bool, first_too: bool
+) -> None:
+    """Who puts off its control message while the stage before waits for it waits for activations that never come.
+
+    What is unfrozen after the cut is shared, too.
+    """
+    monkeypatch.setattr("lightning_asyncpp.core.wire.link._DEFAULT_TIMEOUT", 5.0)  # of a deadlock
+    monkeypatch.setattr(TiedGradients, "have_arrived", lambda self: False)  # a large matrix over a slow network
+    case = Case(3, model=lambda _: middle_shares(first_too), batch_sizes=(6,) * 4)
+
+    def train(mesh: Mesh, neighbours: Neighbours) -> dict[str, torch.Tensor]:
+        model = middle_shares(first_too)
+        model[1].weight.requires_grad_(not unfrozen)
+        stage = cut(model, mesh.stage, 3, case.seed, CPU, counts=(1, 2, 2))
+        for parameter in stage.parameters.values():
+            parameter.requires_grad_(True)
+        transport = Transport(mesh, CPU, 2**20, neighbours=neighbours)
+        settings = PipelineSettings(micro_batches=3).resolved(3)
+        engine = Engine(stage, mesh, settings, case.seed, CPU, UserHooks(), transport=transport)
+        optimizer = case.make_optimizer(list(stage.parameters.values()))
+        office = TicketOffice(optimizer)
+        engine.updates.apply = lambda _: optimizer.step() and None
+        for i in range(4):
+            engine.run(case.batch(i), case.step(stage.model))
+            engine.close(office.file())
+            engine.updates.apply_due()
+        engine.drain()
+        return {name: p.detach() for name, p in stage.parameters.items()}
+
+    trained = {name: p for stage in run_in_turns(3, train, CPU) for name, p in stage.items()}
+    expected, _ = run_oracle(case)
+    first = "0.weight" if first_too else "1.weight"
+    copies = [trained.pop(name) for name in ("1.weight", "3.weight") if name != first]
+    assert all(torch.equal(copy, trained[first]) for copy in copies)
+    assert trained.keys() == expected.keys()
+    assert all(torch.equal(trained[name], expected[name]) for name in expected)

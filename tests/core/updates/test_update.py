@@ -1,0 +1,100 @@
+"""From gradients to the one control message."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.updates.clipping import clip_coefficient, gradient_norm
+from lightning_asyncpp.core.updates.control_message import StopFlags
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch
+from lightning_asyncpp.core.updates.reduction import squares
+from lightning_asyncpp.core.updates.ticket import Ticket
+from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
+from lightning_asyncpp.core.updates.update_queue import UpdateQueue
+
+
+def launched(
+    gradients: dict[str, Any], stop: StopFlags | None = None, index: int = 0, tied: TiedGradients | None = None
+) -> MiniBatch:
+    """A mini-batch of one process with this gradient."""
+    mini_batch = MiniBatch(Mesh(1, 1, 0), index, index, weight=2.0, tied=tied)
+    mini_batch.close(index + 1, Ticket(), torch.tensor([4.0, 5.0], dtype=torch.float64), num_statistics=0)
+    mini_batch.launch(gradients, torch.zeros(0), stop or StopFlags(), {})
+    return mini_batch
+
+
+def test_the_message_of_one_process() -> None:
+    mini_batch = launched({"a": torch.tensor([3.0, 0.0, 0.0]), "b": torch.tensor([0.0, 4.0, 0.0]), "c": None})
+    message = mini_batch.finish()
+    assert (message.weight, message.norm, message.finite) == (2.0, 2.5, True)
+    assert (message.interrupted, message.finished) == (0, 0)
+    assert message.payload.tolist() == [[4.0, 5.0]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_element_that_is_no_number_is_noticed(value: float) -> None:
+    mini_batch = launched({"a": torch.ones(3), "b": torch.tensor([0.0, value, 0.0])})
+    assert not mini_batch.finish().finite
+
+
+@pytest.mark.parametrize("flag", ["interrupted", "finished"])
+def test_flags_are_told_apart(flag: str) -> None:
+    message = launched({"a": None}, stop=StopFlags(**{flag: True})).finish()
+    assert (message.interrupted, message.finished) == (flag == "interrupted", flag == "finished")
+
+
+def test_norms_are_summed_in_double_precision() -> None:
+    gradients = {"large": torch.tensor([1e4]), "small": torch.full((1000,), 1e-2)}
+    assert math.fsum(squares(gradients)) == pytest.approx(1e8 + 1000 * float(torch.tensor(1e-2)) ** 2, rel=1e-14)
+    assert squares({"overflows in fp32": torch.tensor([1e30]), "none": None}) == [pytest.approx(1e60, rel=1e-6)]
+
+
+def test_a_mini_batch_without_weight_has_no_norm() -> None:
+    assert gradient_norm(9.0, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 100.0])
+def test_clipping_is_torchs(max_norm: float) -> None:
+    parameter = nn.Parameter(torch.zeros(5))
+    parameter.grad = torch.arange(5.0)
+    norm = float(torch.nn.utils.clip_grad_norm_([parameter], max_norm))
+    expected = torch.arange(5.0) * clip_coefficient(norm, max_norm)
+    torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=0)
+
+
+class ArrivesLate:
+    """The shared gradients of a mini-batch: all that is not seen to arrive at the first look arrives after it."""
+
+    counted_elsewhere = names = frozenset[str]()
+
+    def __init__(self, looks: int, passed_on: list[str], name: str) -> None:
+        self.looks, self.passed_on, self.name = looks, passed_on, name
+
+    def have_arrived(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def pass_on(self, *_: object) -> None:
+        self.passed_on.append(self.name)
+
+
+def test_mini_batches_pass_on_in_order() -> None:
+    """What arrives between a look at one mini-batch and at the next one must not let the second go first."""
+    passed_on: list[str] = []
+    queue = object.__new__(UpdateQueue)
+    queue.closed, queue._leaving = deque(), deque()
+    for index, (name, looks) in enumerate({"first": 1, "second": 0}.items()):
+        tied = cast("TiedGradients", ArrivesLate(looks, passed_on, name))
+        queue.closed.append(launched({"a": torch.ones(2)}, index=index, tied=tied))
+    queue.closed.append(MiniBatch(Mesh(1, 1, 0), 2, 2))
+    queue.poll()
+    assert passed_on == []
+    queue.poll()
+    assert passed_on == ["first", "second"]
