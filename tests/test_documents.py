@@ -75,20 +75,20 @@ def test_what_internals_names_exists() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["`pipeline/gone.py`", "`gone/`", "`pipeline/updates/ticket.py:Gone`",
-     "`pipeline/updates/ticket.py:TicketOffice.gone`", "`pipeline/updates/ticket.py` and `TicketOffice.gone`"],
+    ["`core/gone.py`", "`gone/`", "`core/updates/ticket.py:Gone`",
+     "`core/updates/ticket.py:TicketOffice.gone`", "`core/updates/ticket.py` and `TicketOffice.gone`"],
 )  # fmt: skip
 def test_what_is_gone_is_noticed(text: str) -> None:
     assert unknown_names(text)
     assert not unknown_names(
-        "`pipeline/updates/ticket.py:TicketOffice.file`, `TicketOffice.redeemed`, `tests/workers.py`"
+        "`core/updates/ticket.py:TicketOffice.file`, `TicketOffice.redeemed`, `tests/workers.py`"
     )
 
 
 def test_the_files_in_the_diagram_of_internals_exist() -> None:
     text = INTERNALS.read_text(encoding="utf-8")
     rows = "\n".join(line for line in text.splitlines() if line.startswith("    |"))
-    folders = [PACKAGE, PACKAGE / "pipeline", PACKAGE / "models", PACKAGE / "trainer"]
+    folders = [PACKAGE, PACKAGE / "core", PACKAGE / "models", PACKAGE / "trainer"]
     named = set(re.findall(r"[\w]+\.py|[\w]+/", rows))
     assert len(named) > 20
     assert not [name for name in named if not any((folder / name).exists() for folder in folders)]
