@@ -19,6 +19,7 @@ from lightning_asyncpp.core.checkpoint import state
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.units import pipeline_units, stages_of_parameters
 from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
@@ -29,9 +30,20 @@ from tests.core.cases import Case
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
 
 
-def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
-    """Run a case on this rank; returns this stage's final weights, its losses and its norms."""
-    training = Training(case, mesh)
+def run_local(case: Case, num_stages: int) -> dict[str, Any]:
+    """Run a case with all stages in this process; returns what one stage that has the whole model would return."""
+    return run_case(case, Mesh(1, 1, 0), num_stages)
+
+
+def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[str, Any]:
+    """Run a case on this rank; returns this stage's final weights, its losses and its norms.
+
+    Args:
+        case: what to run.
+        mesh: this rank's place.
+        local_stages: number of stages that this process runs, if not that of ``mesh``.
+    """
+    training = Training(case, mesh, local_stages)
     for mini_batch in case.mini_batches:
         last = mini_batch[-1]
         outputs = []
@@ -56,10 +68,11 @@ class Training:
     Args:
         case: what to run.
         mesh: this rank's place.
+        local_stages: number of stages that this process runs, if not that of ``mesh``.
     """
 
-    def __init__(self, case: Case, mesh: Mesh) -> None:
-        self.case, self.mesh = case, mesh
+    def __init__(self, case: Case, mesh: Mesh, local_stages: int | None = None) -> None:
+        self.case, self.mesh, self.local_stages = case, mesh, local_stages
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.statistics: list[dict[str, float]] = []
@@ -69,10 +82,12 @@ class Training:
             staleness=case.staleness, slack=case.slack, synchronous_start=case.start,
             weight_dtype="bf16" if case.bf16 else None,
         )  # fmt: skip
-        self.session = session = PipelineSession(settings)
+        self.session = session = (
+            PipelineSession(settings) if local_stages is None else LocalSession(settings, local_stages)
+        )
         session.mesh = mesh
         self.model = case.make_model()
-        counts, device = tuple(case.counts(mesh.num_stages)), torch.device(case.device)
+        counts, device = tuple(case.counts(local_stages or mesh.num_stages)), torch.device(case.device)
         self.stage = session.cut(self.model, case.seed, device, partition=Partition(counts, counts, "as given"))
         if case.checkpointing:
             _checkpoint_units(self.stage)
@@ -113,7 +128,7 @@ class Training:
         }  # fmt: skip
         saved = self._from_first_rank(saved)
         self.session.finish()
-        other = Training(self.case, self.mesh)
+        other = Training(self.case, self.mesh, self.local_stages)
         other.model.load_state_dict({name: saved["weights"][name] for name in other.model.state_dict()})
         state.load_pipeline_state(other.session, saved["pipeline"])
         state.load_optimizer_state(other.session, other.optimizer, saved["optimizer"])
@@ -162,8 +177,8 @@ def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
     """Nothing that is done with may hold on to memory until the next drain, or the end of the batch."""
     results = [tensor for output in outputs for tensor in tensors_of(output.results)]
     assert not any(tensor.requires_grad for tensor in results)
-    assert len(engine.updates._leaving) <= 3  # shared gradients on their way
-    stepped = [mini_batch for mini_batch in engine.updates.closed if mini_batch.stepped]
+    assert all(len(part.updates._leaving) <= 3 for part in engine.parts)  # shared gradients on their way
+    stepped = [mini_batch for part in engine.parts for mini_batch in part.updates.closed if mini_batch.stepped]
     assert not any(gradient is not None for mini_batch in stepped for gradient in mini_batch.gradients.values())
     assert not any(mini_batch.reduction._sent for mini_batch in stepped if mini_batch.reduction is not None)
 

@@ -69,7 +69,7 @@ def facts(session: PipelineSession) -> dict[str, Any]:
     """How the pipeline runs, as a checkpoint says it; the same on all ranks."""
     engine = session.running()
     return {
-        "num_stages": engine.mesh.num_stages,
+        "num_stages": engine.settings.num_stages,
         "data_parallel_size": engine.mesh.num_replicas,
         "placement": engine.mesh.placement,
         "partition": list(_partition(session).counts),

@@ -133,9 +133,13 @@ class MiniBatch:
             if not (self.tied is None or self.tied.have_arrived()):
                 return False
             self._read_norms()
-        if isinstance(self.exchange, ControlChain) or self._is_known():  # in a chain the others wait for this one
+        if self.can_send() and (isinstance(self.exchange, ControlChain) or self._is_known()):  # others wait in a chain
             self._send_message()
         return self._message is not None
+
+    def can_send(self) -> bool:
+        """Whether the control message, unless it has been sent, need not wait for a stage behind in this process."""
+        return self._message is not None or not isinstance(self.exchange, ControlChain) or self.exchange.can_send()
 
     def reduce_now(self, device: torch.device) -> tuple[float, float, Tensor]:
         """Wait for the replicas, not for the other stages; the control message is sent.
