@@ -42,8 +42,6 @@ MORE_CASES = {
     "gpt, replicas": (4, Counted("gpt", {"data_parallel_size": 2}, clip=1.0, logs=True)),
     "experts, replicas": (4, Counted("experts", {"data_parallel_size": 2}, clip=1.0, logs=True)),
     "synchronous": (2, Counted("gpt", clip=1.0, logs=True, synchronous=True)),
-    "fresh last stage": (2, Counted("gpt", {"staleness": "fresh_last_stage"}, clip=1.0)),
-    "fresh last stage, replicas": (4, Counted("experts", {"staleness": "fresh_last_stage", "data_parallel_size": 2})),
     "2BW": (3, Counted("experts", {"staleness": "uniform"}, clip=1.0, logs=True)),
     "2BW, replicas": (4, Counted("weighted", {"staleness": "uniform", "data_parallel_size": 2}, clip=1.0)),
     "slack, replicas": (4, Counted("gpt", {"slack": 1, "data_parallel_size": 2}, clip=1.0)),

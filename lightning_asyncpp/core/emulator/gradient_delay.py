@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_asyncpp.core.schedule import Slack, agrees_first, held_back
-from lightning_asyncpp.core.settings import is_whole, problems_of_partition, problems_of_slack, problems_of_start
+from lightning_asyncpp.core.settings import is_whole, problems_of_partition, problems_of_slack
 from lightning_asyncpp.errors import ConfigurationError
 
-Delay = int | Literal["pipedream", "fresh_last_stage", "least"]
+Delay = int | Literal["pipedream", "least"]
 StageOf = Callable[[str], int]
-KINDS = ("pipedream", "fresh_last_stage", "least")
+KINDS = ("pipedream", "least")
 POLICIES = ("stop", "skip")
 NORMS = ("before", "own", "exact")
 
@@ -75,7 +75,7 @@ class DelaySettings:
     @property
     def steps_ahead(self) -> bool:
         """Whether a pipeline would step stages before the norm of the gradient is known."""
-        return self.delay in ("fresh_last_stage", "least") and not agrees_first(self.delay, self.slack)
+        return self.delay == "least" and not agrees_first(self.delay, self.slack)
 
     @property
     def start(self) -> int:
@@ -109,9 +109,7 @@ class DelaySettings:
         last, stages = self.stages - 1, self._stages(names, of_pipeline)
         if self.delay == "pipedream":
             return [last - stage for stage in stages]
-        if self.delay == "least":
-            return [min(held, 1) for held in self.held(names, of_pipeline)]
-        return [0 if stage == last else 1 for stage in stages]
+        return [min(held, 1) for held in self.held(names, of_pipeline)]
 
     def held(self, names: Sequence[str], of_pipeline: Mapping[str, int] | None = None) -> list[int]:
         """How many micro-batches of a mini-batch run on the older weights, of each parameter; with ``"least"``.
@@ -152,7 +150,8 @@ class DelaySettings:
             problems.append(f"delay={self.delay!r} must be a number of updates or one of {', '.join(KINDS)}")
         if isinstance(self.delay, int) and self.delay < 0:
             problems.append(f"delay={self.delay} must be 0 or more: a gradient cannot come before its weights")
-        problems += problems_of_start(self.synchronous_start, self.delay)
+        if self.synchronous_start < 0:
+            problems.append(f"synchronous_start={self.synchronous_start} must be 0 or more, in mini-batches")
         if by_stage and (self.stages is None or self.stages < 1):
             problems.append(f"delay={self.delay!r} needs stages, the number of pipeline stages; got {self.stages}")
         if not by_stage and (self.stages is not None or self.stage_of is not None):
@@ -187,11 +186,6 @@ class DelaySettings:
             return []
         if norm not in NORMS:
             return [f"last_stage_norm={norm!r} must be one of {', '.join(NORMS)}, or None for the pipeline's"]
-        if self.delay != "fresh_last_stage" or self.micro_batches is None:
-            return [
-                f"last_stage_norm={norm!r} has a meaning only with delay='fresh_last_stage' and micro_batches: leave it"
-                " out, or give those"
-            ]
         return []
 
     def _partition_problems(self) -> list[str]:

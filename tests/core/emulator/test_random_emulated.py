@@ -37,7 +37,7 @@ class Emulated:
             stages=num_stages if by_stage else None, slack=case.slack,
             lookahead=case.lookahead or 0 if case.staleness == "least" else 0,
             micro_batches=case.micro_batches, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
-            synchronous_start=case.start, partition=counts if by_stage else "auto",
+            partition=counts if by_stage else "auto",
         )  # fmt: skip
         assert not settings.problems()
         if saved is not None:
